@@ -1,0 +1,251 @@
+"""Is the output unchanged? Compare engines token by token with plain decoding, with a rule for near-ties.
+
+Two passes over the same tokens may round differently, so where two tokens score almost the same the runs may part.
+A first difference counts as a tie only when the plain run's two best scores, noise included, differ by less than
+``TIE_MARGIN``; the comparison then goes on from the reference's token. Anything else is a mismatch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from ssd.retrieval.cache import CacheSet
+
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import make_drafter
+from ssd.drafting.protocol import Draft, Drafter, DraftRequest
+from ssd.engine import Engine, Request
+from ssd.target.noise import gumbel_noise, position_keys
+from ssd.target.sampling import truncated_scores
+from ssd.target.target import Target
+
+TIE_MARGIN = 1e-4
+
+
+class RandomDrafter:
+    """Adversarial: drafts of random tokens, always as long as allowed."""
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self._vocab_size = vocab_size
+        self._random = np.random.default_rng(seed)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Random tokens for every request."""
+        return [
+            Draft(self._random.integers(0, self._vocab_size, max(0, r.limit), np.int32), source="random")
+            for r in requests
+        ]
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Learns nothing."""
+
+    def finish(self, request_id: str) -> None:
+        """Keeps nothing."""
+
+
+class OracleDrafter(RandomDrafter):
+    """Knows each prompt's answer and drafts it; every third draft has its last token spoilt."""
+
+    def __init__(self, answers: dict[tuple[int, ...], Sequence[int]], vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self._answers = answers
+        self._calls = 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """The rest of the answer where the context agrees with it."""
+        drafts = []
+        for request in requests:
+            self._calls += 1
+            prompt = tuple(request.context[: request.prompt_length].tolist())
+            done = len(request.context) - request.prompt_length
+            tokens = np.array(self._answers.get(prompt, ())[done : done + max(0, request.limit)], np.int32)
+            if len(tokens) and self._calls % 3 == 0:
+                tokens[-1] = (tokens[-1] + 1) % self._vocab_size
+            drafts.append(Draft(tokens, source="oracle"))
+        return drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way to run the engine."""
+
+    drafter: str
+    num_speculative_tokens: int
+    batch_size: int
+
+    def __str__(self) -> str:
+        return f"{self.drafter}/k{self.num_speculative_tokens}/b{self.batch_size}"
+
+
+def covering_settings(
+    drafters: Sequence[str], draft_limits: Sequence[int], batch_sizes: Sequence[int]
+) -> list[Setting]:
+    """Few settings in which every pair of values of two dimensions occurs together at least once (greedily chosen)."""
+    candidates = [Setting(*values) for values in itertools.product(drafters, draft_limits, batch_sizes)]
+
+    def pairs(s: Setting) -> set[tuple[object, ...]]:
+        return {
+            ("dk", s.drafter, s.num_speculative_tokens),
+            ("db", s.drafter, s.batch_size),
+            ("kb", s.num_speculative_tokens, s.batch_size),
+        }
+
+    missing = set().union(*map(pairs, candidates))
+    chosen: list[Setting] = []
+    while missing:
+        best = max(candidates, key=lambda s: len(pairs(s) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+@dataclass(slots=True)
+class Report:
+    """Outcome of a comparison."""
+
+    num_tokens: int = 0
+    num_ties: int = 0
+    mismatches: list[str] = field(default_factory=list)
+    acceptance: dict[str, float] = field(default_factory=dict)
+    """Mean acceptance length by setting."""
+
+    @property
+    def passed(self) -> bool:
+        """No mismatch, and at most one tie per 10,000 tokens (rounded up)."""
+        return not self.mismatches and self.num_ties <= -(-self.num_tokens // 10_000)
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens compared, {self.num_ties} near-ties, {len(self.mismatches)} mismatches"
+
+
+def run(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    setting: Setting | None,
+    *,
+    eos_token_ids: Iterable[int],
+    answers: dict[tuple[int, ...], Sequence[int]] | None = None,
+) -> tuple[list[list[int]], float]:
+    """Outputs of a fresh engine over ``target``, ``batch_size`` requests at a time, and the mean acceptance length.
+
+    ``setting`` None is the engine without speculation, one request at a time.
+    """
+    batch_size = setting.batch_size if setting else 1
+    draft = DraftConfig(num_speculative_tokens=setting.num_speculative_tokens if setting else 0)
+    drafter: Drafter
+    if setting is None:
+        drafter = make_drafter("none", draft)
+    elif setting.drafter == "random":
+        drafter = RandomDrafter(target.vocab_size)
+    elif setting.drafter == "oracle":
+        drafter = OracleDrafter(answers or {}, target.vocab_size)
+    else:
+        drafter = make_drafter(setting.drafter, draft)
+    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        engine = Engine(
+            target, drafter=drafter, caches=caches, config=EngineConfig(), draft=draft, eos_token_ids=eos_token_ids
+        )
+        outputs: list[list[int]] = [[] for _ in prompts]
+        pending = list(range(len(prompts)))[::-1]
+        in_flight = 0
+        while pending or in_flight:
+            while pending and in_flight < batch_size:
+                index = pending.pop()
+                engine.submit(
+                    Request(request_id=str(index), prompt_token_ids=tuple(prompts[index]), sampling=sampling[index])
+                )
+                in_flight += 1
+            for output in engine.step():
+                outputs[int(output.request_id)].extend(output.token_ids)
+                in_flight -= output.finish_reason is not None
+        return outputs, engine.metrics.mean_acceptance_length
+
+
+def compare(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    expected: Sequence[Sequence[int]],
+    setting: Setting,
+    *,
+    eos_token_ids: Iterable[int],
+    report: Report,
+) -> None:
+    """Run ``setting`` and add to ``report`` how its outputs differ from ``expected``."""
+    answers = {tuple(p): list(e) for p, e in zip(prompts, expected, strict=True)}
+    todo = list(range(len(prompts)))
+    # After a tie the rest is compared from the reference's token: the prompt grows by what is settled.
+    settled = [0] * len(prompts)
+    while todo:
+        starts = [[*prompts[i], *expected[i][: settled[i]]] for i in todo]
+        known = {tuple(start): answers[tuple(prompts[i])][settled[i] :] for i, start in zip(todo, starts, strict=True)}
+        left = [replace(sampling[i], max_tokens=(sampling[i].max_tokens or 0) - settled[i]) for i in todo]
+        outputs, acceptance = run(target, starts, left, setting, eos_token_ids=eos_token_ids, answers=known)
+        report.acceptance.setdefault(str(setting), acceptance)
+        again = []
+        for i, output in zip(todo, outputs, strict=True):
+            rest = list(expected[i][settled[i] :])
+            agreed = next((t for t, (a, b) in enumerate(zip(output, rest, strict=False)) if a != b), None)
+            if agreed is None and len(output) == len(rest):
+                report.num_tokens += len(rest)
+                continue
+            agreed = min(len(output), len(rest)) if agreed is None else agreed
+            context = [*prompts[i], *expected[i][: settled[i] + agreed]]
+            margin = score_margin(target, context, sampling[i])
+            report.num_tokens += agreed + 1
+            if margin < TIE_MARGIN and agreed < len(rest):
+                report.num_ties += 1
+                settled[i] += agreed + 1
+                if settled[i] < len(expected[i]):
+                    again.append(i)
+            else:
+                report.mismatches.append(f"{setting}: prompt {i}, token {settled[i] + agreed}, margin {margin:.2g}")
+        todo = again
+
+
+@torch.inference_mode()
+def score_margin(target: Target, context: Sequence[int], params: SamplingParams) -> float:
+    """How far the best score after ``context`` leads the second, noise included, in a plain pass."""
+    target.rollback(0, 0)
+    logits = target.forward([0], np.array([context], np.int64), [len(context)])[0, -1:].float()
+    target.rollback(0, 0)
+    scores = logits.double()
+    if not params.greedy:
+        keys = position_keys(params.seed or 0, 0, np.array([len(context)]))
+        noise = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
+        scores = truncated_scores(logits, [params]).double() + noise
+    best = torch.topk(scores[0], 2).values
+    return float(best[0] - best[1])
+
+
+def reference_greedy(
+    target: Target, prompts: Sequence[Sequence[int]], max_tokens: int, eos_token_ids: Iterable[int]
+) -> list[list[int]]:
+    """Plain ``model.generate`` of transformers, greedy, one prompt at a time, on the model's own attention."""
+    model = target.model
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+    eos = list(eos_token_ids)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)], device=target.device)
+        out = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            repetition_penalty=1.0,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    model.set_attn_implementation(ours)
+    return outputs

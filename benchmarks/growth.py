@@ -1,0 +1,280 @@
+"""Does the service get faster with use? A stream of requests on a fresh engine, speculation on and off in turn.
+
+``python -m benchmarks.growth [MODEL] [--requests N] [--max-tokens N] [--out DIR] [--json]``
+
+Four runs: a stream in which some requests recur, some are near-variants and some are new, and beside it a stream with
+no repeats; each greedy and sampled (temperature 0.7, top-p 0.9, a seed per request). Requests go in windows; every
+window runs once with speculation and once without, the order alternating, so that a machine that slows down slows both.
+Every output is compared token by token. Prints a table, writes ``growth.png`` and ends stdout with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+
+from benchmarks.environment import describe
+from benchmarks.exactness import TIE_MARGIN, score_margin
+from benchmarks.workloads import MIXED, NO_REPEATS, Mix, checksum, stream
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import make_drafter
+from ssd.engine import Engine, Request
+from ssd.target.loading import load_model, open_target
+from ssd.target.target import Target
+
+
+@dataclass(slots=True)
+class Window:
+    """One group of requests, run on and off."""
+
+    cached_tokens: int
+    on_tokens_per_s: float
+    off_tokens_per_s: float
+    mean_acceptance_length: float
+    acceptance_rate: float
+
+
+@dataclass(slots=True)
+class Run:
+    """One stream under one sampling."""
+
+    mix: Mix
+    sampling: str
+    checksum: str
+    windows: list[Window]
+    num_tokens: int
+    num_ties: int
+    num_mismatches: int
+
+    def summary(self) -> dict[str, Any]:
+        """First and last fifth of the stream; ratios are on / off within a window, medians over windows."""
+        fifth = max(1, len(self.windows) // 5)
+        ratios = [w.on_tokens_per_s / w.off_tokens_per_s for w in self.windows]
+        return {
+            "stream": self.mix.name,
+            "repeat_share": self.mix.repeat,
+            "variant_share": self.mix.variant,
+            "sampling": self.sampling,
+            "checksum": self.checksum,
+            "output_tokens": self.num_tokens,
+            "ties": self.num_ties,
+            "mismatches": self.num_mismatches,
+            "cached_tokens": self.windows[-1].cached_tokens,
+            "off_tokens_per_s": round(median(w.off_tokens_per_s for w in self.windows), 1),
+            "speedup_first": round(median(ratios[:fifth]), 3),
+            "speedup_last": round(median(ratios[-fifth:]), 3),
+            "speedup_min": round(min(ratios), 3),
+            "speedup_max": round(max(ratios), 3),
+            "acceptance_length_first": round(median(w.mean_acceptance_length for w in self.windows[:fifth]), 3),
+            "acceptance_length_last": round(median(w.mean_acceptance_length for w in self.windows[-fifth:]), 3),
+            "windows": [
+                [
+                    w.cached_tokens,
+                    round(w.on_tokens_per_s, 1),
+                    round(w.off_tokens_per_s, 1),
+                    round(w.mean_acceptance_length, 3),
+                ]
+                for w in self.windows
+            ],
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run, print, plot."""
+    args = _parse(argv)
+    codec = TextCodec.load(str(args.model))
+    model = load_model(args.model, dtype=args.dtype, device=args.device)
+    print(f"growth: model {Path(args.model).name}, {model.device}, {model.dtype}, {args.requests} requests of at most "
+          f"{args.max_tokens} new tokens, windows of {args.window}, batch {args.batch}, "
+          f"draft limit {args.num_speculative_tokens}, seed {args.seed}")  # fmt: skip
+    runs = []
+    for mix in (MIXED, NO_REPEATS):
+        for sampling in ("greedy", "sampled"):
+            # Two targets over one model: each engine has its own slots.
+            on, off = (
+                open_target(model, num_slots=args.batch, max_length=args.max_model_len,
+                            max_draft_tokens=args.num_speculative_tokens)
+                for _ in range(2)
+            )  # fmt: skip
+            runs.append(run_stream(on, off, codec, mix, sampling, args))
+            print_run(runs[-1])
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        plot(runs, args.out / "growth.png")
+        print(f"wrote {args.out / 'growth.png'}")
+    result = {
+        "benchmark": "growth",
+        "environment": describe(),
+        "model": Path(args.model).name,
+        "device": str(model.device),
+        "dtype": str(model.dtype),
+        "parameters": {k: v for k, v in vars(args).items() if k not in ("model", "out", "json")},
+        "runs": [run.summary() for run in runs],
+    }
+    line = json.dumps(result)
+    if args.out:
+        (args.out / "growth.json").write_text(line + "\n")
+    if args.json:
+        print(line)
+    if any(run.num_mismatches for run in runs):
+        raise SystemExit("outputs differ: speculation changed a token")
+
+
+def run_stream(on: Target, off: Target, codec: TextCodec, mix: Mix, sampling: str, args: argparse.Namespace) -> Run:
+    """One stream, window by window, with speculation and without."""
+    requests = stream(mix, args.requests, args.seed)
+    draft = DraftConfig(num_speculative_tokens=args.num_speculative_tokens)
+    config = EngineConfig(max_num_seqs=args.batch)
+    result = Run(mix, sampling, checksum(requests), [], 0, 0, 0)
+    limit = on.max_length - args.max_tokens
+    prompts = [codec.encode_prompt(request.text)[-limit:] for request in requests]
+    params = [_params(sampling, args.max_tokens, index) for index in range(len(prompts))]
+    with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
+        speculating = Engine(
+            on, drafter=make_drafter("ssd", draft), codec=codec, caches=caches, config=config, draft=draft
+        )
+        plain = Engine(off, drafter=make_drafter("none", draft), codec=codec, config=config, draft=draft)
+        speculating.warm_up()
+        plain.warm_up()
+        for number, first in enumerate(range(0, len(prompts), args.window)):
+            span = range(first, min(first + args.window, len(prompts)))
+            cached = caches.get("default").snapshot().num_tokens
+            before = (speculating.metrics.num_draft_tokens, speculating.metrics.num_accepted_tokens)
+            steps = speculating.metrics.num_verify_steps
+            order = (speculating, plain) if number % 2 == 0 else (plain, speculating)
+            seconds: dict[int, float] = {}
+            outputs: dict[int, list[list[int]]] = {}
+            for engine in order:
+                outputs[id(engine)], seconds[id(engine)] = complete(engine, prompts, params, span)
+            ours, theirs = outputs[id(speculating)], outputs[id(plain)]
+            num_tokens = sum(map(len, ours))
+            drafted = speculating.metrics.num_draft_tokens - before[0]
+            accepted = speculating.metrics.num_accepted_tokens - before[1]
+            result.windows.append(
+                Window(
+                    cached,
+                    num_tokens / seconds[id(speculating)],
+                    sum(map(len, theirs)) / seconds[id(plain)],
+                    num_tokens / (speculating.metrics.num_verify_steps - steps),
+                    accepted / drafted if drafted else 0.0,
+                )
+            )
+            result.num_tokens += num_tokens
+            for index, got, want in zip(span, ours, theirs, strict=True):
+                _compare(result, off, prompts[index], params[index], got, want)
+    return result
+
+
+def complete(
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], span: range
+) -> tuple[list[list[int]], float]:
+    """Outputs of the requests in ``span``, as many at a time as the engine has slots, and the seconds they took."""
+    outputs: dict[str, list[int]] = {}
+    start = time.perf_counter()
+    for index in span:
+        name = str(index)
+        outputs[name] = []
+        engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompts[index]), sampling=params[index]))
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].extend(output.token_ids)
+    return list(outputs.values()), time.perf_counter() - start
+
+
+def _params(sampling: str, max_tokens: int, index: int) -> SamplingParams:
+    if sampling == "greedy":
+        return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    # A seed of its own for each request: who asks the same again gets another sample, as on any service.
+    return SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9, seed=index)
+
+
+def _compare(
+    result: Run, target: Target, prompt: list[int], params: SamplingParams, got: list[int], want: list[int]
+) -> None:
+    if got == want:
+        return
+    at = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
+    tie = at < min(len(got), len(want)) and score_margin(target, [*prompt, *want[:at]], params) < TIE_MARGIN
+    result.num_ties += tie
+    result.num_mismatches += not tie
+
+
+def print_run(run: Run) -> None:
+    """A table of windows, thinned to at most twelve lines."""
+    mix = run.mix
+    print(f"\n{mix.name}, {run.sampling}: {mix.new:.0%} new, {mix.repeat:.0%} repeated, {mix.variant:.0%} variants; "
+          f"{run.num_tokens} tokens compared, {run.num_ties} near-ties, {run.num_mismatches} mismatches")  # fmt: skip
+    print(
+        f"{'cached tokens':>14} {'on tok/s':>9} {'off tok/s':>10} {'on/off':>7} {'tokens/step':>12} {'acc. rate':>10}"
+    )
+    stride = max(1, len(run.windows) // 12)
+    for w in run.windows[::stride]:
+        ratio = w.on_tokens_per_s / w.off_tokens_per_s
+        print(f"{w.cached_tokens:>14} {w.on_tokens_per_s:>9.0f} {w.off_tokens_per_s:>10.0f} {ratio:>7.2f} "
+              f"{w.mean_acceptance_length:>12.2f} {w.acceptance_rate:>10.2f}")  # fmt: skip
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Tokens per second, on and off, against tokens cached: a panel a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=False, sharey=True)
+    for axis, run in zip(axes.flat, runs, strict=True):
+        x = [w.cached_tokens / 1000 for w in run.windows]
+        for label, colour, values in (
+            ("speculation on", "tab:green", [w.on_tokens_per_s for w in run.windows]),
+            ("speculation off", "tab:gray", [w.off_tokens_per_s for w in run.windows]),
+        ):
+            axis.plot(x, values, ".", color=colour, alpha=0.35)
+            axis.plot(x, smoothed(values), color=colour, label=label, linewidth=2)
+        mix = run.mix
+        axis.set_title(f"{run.sampling}: {mix.new:.0%} new, {mix.repeat:.0%} repeated, {mix.variant:.0%} near-variants")
+        axis.set_xlabel("tokens cached (thousands)")
+        axis.grid(alpha=0.3)
+        axis.set_ylim(bottom=0)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("tokens per second")
+    axes[0, 0].legend(loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def smoothed(values: Sequence[float], width: int = 7) -> list[float]:
+    """Centred running median."""
+    half = width // 2
+    return [median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default=MODEL_PATH, help="Hugging Face directory or id (default: bundled)")
+    parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--window", type=int, default=8, help="requests per measured window")
+    parser.add_argument("--batch", type=int, default=1, help="requests decoded together")
+    parser.add_argument("--num-speculative-tokens", type=int, default=16)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=None, help="directory for growth.png and growth.json")
+    parser.add_argument("--json", action="store_true", help="end stdout with one JSON line")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Streams of real requests: pieces of the Python standard library to be continued.
+
+Every Python installation carries the text, so anyone can repeat a run. A stream mixes three kinds of request: new
+ones, exact repeats of earlier ones, and near-variants (an earlier one with its most frequent identifier renamed).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+import re
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+MODULES = (
+    "argparse", "ast", "asyncio/base_events", "asyncio/streams", "asyncio/tasks", "bdb", "calendar", "cmd", "codecs",
+    "collections/__init__", "concurrent/futures/thread", "configparser", "contextlib", "copy", "csv", "dataclasses",
+    "datetime", "difflib", "doctest", "email/message", "enum", "filecmp", "fileinput", "fractions", "ftplib",
+    "functools", "gettext", "glob", "gzip", "heapq", "html/parser", "http/client", "http/server", "imaplib", "inspect",
+    "ipaddress", "json/decoder", "json/encoder", "locale", "logging/__init__", "logging/handlers", "mailbox",
+    "mimetypes", "multiprocessing/pool", "netrc", "ntpath", "numbers", "optparse", "os", "pathlib", "pdb", "pickle",
+    "platform", "plistlib", "poplib", "posixpath", "pprint", "queue", "random", "sched", "selectors", "shelve",
+    "shlex", "shutil", "smtplib", "socket", "socketserver", "sqlite3/dbapi2", "ssl", "statistics", "string",
+    "subprocess", "tarfile", "tempfile", "textwrap", "threading", "timeit", "tokenize", "traceback", "types",
+    "typing", "unittest/case", "unittest/loader", "unittest/mock", "urllib/parse", "urllib/request", "uuid",
+    "warnings", "weakref", "xml/dom/minidom", "zipfile",
+)  # fmt: skip
+"""Modules that have been in the library for long and are in every installation."""
+
+_IDENTIFIER = re.compile(r"\b[A-Za-z_][A-Za-z_0-9]{3,}\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt of a stream. ``kind`` is "new", "repeat" or "variant"."""
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Shares of repeats and near-variants among the requests; the rest is new."""
+
+    name: str
+    repeat: float
+    variant: float
+
+    @property
+    def new(self) -> float:
+        """Share of new requests."""
+        return 1.0 - self.repeat - self.variant
+
+
+MIXED = Mix(name="mixed", repeat=0.4, variant=0.2)
+NO_REPEATS = Mix(name="no repeats", repeat=0.0, variant=0.0)
+
+
+def snippets(seed: int, *, min_lines: int = 6, max_lines: int = 24) -> list[str]:
+    """Distinct pieces of code in random order, each cut before the start of a line without trailing spaces."""
+    random = np.random.default_rng(seed)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    pieces = []
+    for module in MODULES:
+        path = root / f"{module}.py"
+        if not path.exists():
+            continue
+        lines = path.read_text("utf-8").splitlines()
+        at = 0
+        while at + max_lines < len(lines):
+            length = int(random.integers(min_lines, max_lines + 1))
+            piece = "\n".join(lines[at : at + length]).rstrip()
+            if len(piece) > 80:
+                pieces.append(piece + "\n")
+            at += max_lines + 8  # what follows a piece is in no other piece's prompt
+    return [pieces[i] for i in random.permutation(len(pieces))]
+
+
+def stream(mix: Mix, num_requests: int, seed: int = 0) -> list[Request]:
+    """A stream in which repeats and variants refer to a request some way back, as users' requests do."""
+    random = np.random.default_rng([seed, 1])
+    fresh = iter(snippets(seed))
+    requests: list[Request] = []
+    originals: list[str] = []
+    for _ in range(num_requests):
+        draw = random.random()
+        if originals and draw < mix.repeat + mix.variant:
+            text = originals[int(random.integers(len(originals)))]
+            if draw < mix.repeat:
+                requests.append(Request(text, "repeat"))
+            else:
+                requests.append(Request(renamed(text, random), "variant"))
+        else:
+            text = next(fresh)
+            originals.append(text)
+            requests.append(Request(text, "new"))
+    return requests
+
+
+def renamed(text: str, random: np.random.Generator) -> str:
+    """``text`` with its most frequent identifier replaced by another plausible name."""
+    names = Counter(name for name in _IDENTIFIER.findall(text) if not keyword.iskeyword(name) and name != "self")
+    if not names:
+        return text
+    old = names.most_common(1)[0][0]
+    new = f"{old}_{('value', 'item', 'other', 'local', 'base')[int(random.integers(5))]}"
+    return re.sub(rf"\b{re.escape(old)}\b", new, text)
+
+
+def checksum(requests: list[Request]) -> str:
+    """Names the stream: two runs with the same checksum asked the same."""
+    joined = "\0".join(request.text for request in requests)
+    return hashlib.sha256(joined.encode()).hexdigest()[:16]

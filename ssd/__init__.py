@@ -1,0 +1,36 @@
+"""SSD: LLM inference that gets faster the more it is used and never changes a token of the output.
+
+``import ssd`` loads neither torch nor the web framework; ``Engine`` is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, IndexConfig, SamplingParams
+from ssd.errors import SSDError
+
+if TYPE_CHECKING:
+    from ssd.engine import Engine, Request, RequestOutput
+
+__all__ = [
+    "CacheConfig",
+    "DraftConfig",
+    "Engine",
+    "EngineConfig",
+    "IndexConfig",
+    "Request",
+    "RequestOutput",
+    "SSDError",
+    "SamplingParams",
+]
+
+_FROM_ENGINE = {"Engine", "Request", "RequestOutput"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FROM_ENGINE:
+        import ssd.engine
+
+        return getattr(ssd.engine, name)
+    raise AttributeError(f"module 'ssd' has no attribute {name!r}")

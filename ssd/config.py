@@ -1,0 +1,163 @@
+"""Settings: frozen, keyword-only, checked once at construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ssd.errors import ConfigError, RequestError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """The retrieval index of one namespace."""
+
+    capacity_tokens: int = 1 << 22
+    """Most tokens kept; the oldest are evicted, at most an eighth of this at a time."""
+
+    seal_tokens: int = 4096
+    """The tail is sealed into a segment once it holds this many tokens."""
+
+    rebuild_interval_s: float = 1.0
+    """A non-empty tail is sealed at the latest this many seconds after the last seal; merges are sought as often."""
+
+    merge_fanout: int = 4
+    """This many neighbouring segments of one size class are merged into one."""
+
+    dedup_block_tokens: int = 64
+    """Prompt blocks of this many tokens are hashed in a chain and stored once; 0 stores every prompt whole."""
+
+    lead_in_tokens: int = 32
+    """Tokens of an already stored prompt that are stored again before new text, so that it can be matched."""
+
+    def __post_init__(self) -> None:
+        _require(self.capacity_tokens >= 8, f"capacity_tokens must be >= 8, got {self.capacity_tokens}")
+        _require(self.seal_tokens >= 1, f"seal_tokens must be >= 1, got {self.seal_tokens}")
+        _require(self.rebuild_interval_s > 0, f"rebuild_interval_s must be > 0, got {self.rebuild_interval_s}")
+        _require(self.merge_fanout >= 2, f"merge_fanout must be >= 2, got {self.merge_fanout}")
+        _require(self.dedup_block_tokens >= 0, f"dedup_block_tokens must be >= 0, got {self.dedup_block_tokens}")
+        _require(self.lead_in_tokens >= 0, f"lead_in_tokens must be >= 0, got {self.lead_in_tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """How drafts are made."""
+
+    num_speculative_tokens: int = 16
+    """Draft limit: most tokens per draft. The target scores one position more per step. 0 switches drafting off."""
+
+    max_match_length: int = 32
+    """Longest tail of the context that is looked up, in tokens."""
+
+    min_match_length: int = 1
+    """Shorter matches are not drafted from."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0 <= self.num_speculative_tokens <= 128,
+            f"num_speculative_tokens must be within 0..128, got {self.num_speculative_tokens}",
+        )
+        _require(
+            1 <= self.max_match_length <= 256, f"max_match_length must be within 1..256, got {self.max_match_length}"
+        )
+        _require(
+            1 <= self.min_match_length <= self.max_match_length,
+            f"min_match_length must be within 1..max_match_length, got {self.min_match_length}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The serving loop."""
+
+    max_num_seqs: int = 16
+    """Slots: sequences decoded together."""
+
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; None takes the model's own limit."""
+
+    prefill_chunk_tokens: int = 512
+    """Most prompt tokens computed in one step, so that a long prompt does not stall the others."""
+
+    max_waiting: int = 1024
+    """Most requests that wait for a slot; one more is refused with QueueFull."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
+        _require(
+            self.max_model_len is None or self.max_model_len >= 2,
+            f"max_model_len must be >= 2, got {self.max_model_len}",
+        )
+        _require(self.prefill_chunk_tokens >= 1, f"prefill_chunk_tokens must be >= 1, got {self.prefill_chunk_tokens}")
+        _require(self.max_waiting >= 0, f"max_waiting must be >= 0, got {self.max_waiting}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Where the cache lives and whom it is shared with."""
+
+    index: IndexConfig = field(default_factory=IndexConfig)
+    directory: Path | None = None
+    """Durable home of the cache; None keeps nothing beyond the process."""
+
+    redis_url: str | None = None
+    """Replicas with the same URL and namespace learn from each other; None shares nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one completion is sampled. Names and meanings are OpenAI's and vLLM's."""
+
+    max_tokens: int | None = None
+    """Most tokens to generate; None generates up to the model's context."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs (token id, added to its logit)."""
+    seed: int | None = None
+    """None draws a seed for the request. One seed gives one output, whatever the drafts and the batch."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """End-of-text and stop tokens are not sampled before this many tokens."""
+
+    def __post_init__(self) -> None:
+        def check(condition: bool, param: str, allowed: str) -> None:
+            if not condition:
+                raise RequestError(f"{param} must be {allowed}, got {getattr(self, param)!r}", param=param)
+
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(0.0 <= self.temperature <= 2.0, "temperature", "within 0..2")
+        check(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")
+        check(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for off")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "within 0..1")
+        check(0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", "greater than 0")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "within -2..2")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "within -2..2")
+        check(
+            all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias),
+            "logit_bias",
+            "within -100..100 for every token",
+        )
+        check(self.seed is None or -(1 << 63) <= self.seed < (1 << 63), "seed", "a 64-bit integer")
+        check(all(self.stop), "stop", "non-empty strings")
+        check(self.min_tokens >= 0, "min_tokens", "at least 0")
+
+    @property
+    def greedy(self) -> bool:
+        """True when every token is the most probable one."""
+        return self.temperature == 0.0

@@ -1,0 +1,65 @@
+"""The seam between drafters and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.retrieval.snapshot import Snapshot
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class DraftRequest:
+    """One sequence that asks for a draft.
+
+    ``request_id`` : stays the same over the steps of one sequence and is never used again.
+    ``context`` : int32[n], prompt and output so far, oldest first. A view; read it during the call only.
+    ``prompt_length`` : how many tokens of ``context`` are the prompt.
+    ``snapshot`` : the namespace's index, or None when there is none.
+    ``limit`` : most tokens this draft may have, >= 0.
+    """
+
+    request_id: str
+    context: TokenIds
+    prompt_length: int
+    snapshot: Snapshot | None
+    limit: int
+
+
+@dataclass(slots=True)
+class Draft:
+    """A proposed chain of tokens.
+
+    ``token_ids`` : int32[k], k <= the request's limit; empty when nothing was found.
+    ``match_length`` : tokens of the context's tail that the evidence matched.
+    ``source`` : where it came from: "own", "index" or "none".
+    """
+
+    token_ids: TokenIds
+    match_length: int = 0
+    source: str = "none"
+
+
+EMPTY_DRAFT = Draft(np.empty(0, np.int32))
+
+
+class Drafter(Protocol):
+    """Proposes drafts. Bad drafts cost time, never correctness: the target verifies every token."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per request, in order."""
+        ...
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Learn how many tokens of ``draft`` the target accepted."""
+        ...
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request: it has ended."""
+        ...

@@ -1,0 +1,7 @@
+"""The serving loop: requests in, verified tokens out."""
+
+from ssd.engine.engine import Engine
+from ssd.engine.metrics import EngineMetrics
+from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
+
+__all__ = ["Engine", "EngineMetrics", "FinishReason", "Request", "RequestOutput", "RequestStats"]

@@ -1,0 +1,49 @@
+"""Plain counters of an engine; the server exports them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class EngineMetrics:
+    """Written by the thread that steps the engine, read by any; every count only grows, except the last four.
+
+    ``num_drafts`` counts drafts that were not empty. ``num_accepted_tokens`` and ``accepted_per_position`` count
+    draft tokens that were emitted; entry i is the draft's token i.
+    """
+
+    num_verify_steps: int = 0
+    """Rows verified: one per running sequence and forward pass, with or without a draft."""
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    drafter_failures: int = 0
+    """Times the drafter or the cache failed and the step went on without."""
+    num_requests_finished: dict[str, int] = field(default_factory=dict)
+    """By finish reason."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    """Share of the KV cache's positions in use, 0..1."""
+
+    def count_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """One verified row: how many tokens were drafted for it and how many of those were emitted."""
+        self.num_verify_steps += 1
+        if num_draft_tokens:
+            self.num_drafts += 1
+            self.num_draft_tokens += num_draft_tokens
+            self.num_accepted_tokens += num_accepted
+            missing = num_accepted - len(self.accepted_per_position)
+            self.accepted_per_position.extend([0] * missing)
+            for position in range(num_accepted):
+                self.accepted_per_position[position] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Output tokens per verify step, steps without a draft included."""
+        return self.generation_tokens / self.num_verify_steps if self.num_verify_steps else 0.0

@@ -1,0 +1,69 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ssd.config import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended; the values are OpenAI's."""
+
+    STOP = "stop"
+    """End of text, a stop token or a stop string."""
+    LENGTH = "length"
+    """``max_tokens`` or the model's context is used up."""
+    CANCELLED = "cancelled"
+    """The client went away."""
+    ERROR = "error"
+    """The engine failed on this step; ``RequestOutput.error`` says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One completion to compute.
+
+    ``request_id`` : unique for the life of the engine.
+    ``choice_index`` : part of the sampling noise's key, so that ``n`` choices of one seed differ.
+    ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    choice_index: int = 0
+    namespace: str | None = "default"
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Counts of one request; accepted tokens are those that were emitted."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_verify_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """What one step produced for one request.
+
+    ``token_ids`` : new tokens of this step, the end-of-text or stop token included.
+    ``text`` : new text that is safe to send: whole characters, and nothing that may yet become a stop string.
+        Special tokens and (unless asked for) the stop string are left out. The last output flushes the rest.
+    ``finish_reason`` : None while the request goes on.
+    ``stop_reason`` : the stop string or stop token id that ended it, None for end of text.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    stats: RequestStats

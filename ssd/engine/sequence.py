@@ -1,0 +1,112 @@
+"""One request while the engine works on it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.drafting.protocol import Draft
+from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
+from ssd.target.sampling import SamplingRow
+from ssd.text.stream import TextStream
+
+
+class Sequence:
+    """Prompt, output and everything that decides when the output ends.
+
+    ``tokens[:num_tokens]`` is the context. ``stop_ids`` end the output; ``held_back_ids`` are those that
+    ``min_tokens`` forbids. The slot's KV cache holds all of the context but its last token, which the next pass feeds.
+    """
+
+    def __init__(
+        self, request: Request, *, max_length: int, eos_token_ids: tuple[int, ...], stream: TextStream | None
+    ) -> None:
+        sampling = request.sampling
+        prompt = np.array(request.prompt_token_ids, np.int32)
+        self.request = request
+        self.num_prompt_tokens = len(prompt)
+        self.num_tokens = len(prompt)
+        asked = max_length if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
+        self.max_length = min(max_length, asked)
+        self.tokens: npt.NDArray[np.int32] = np.empty(self.max_length, np.int32)
+        self.tokens[: len(prompt)] = prompt
+        self.seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.held_back_ids = tuple(sorted({*eos_token_ids, *sampling.stop_token_ids}))
+        self.slot = -1
+        self.stats = RequestStats(num_prompt_tokens=len(prompt))
+        self.finish_reason: FinishReason | None = None
+        self.cancelled = False
+        self._stream = stream
+
+    @property
+    def context(self) -> npt.NDArray[np.int32]:
+        """Prompt and output so far: a view, int32[num_tokens]."""
+        return self.tokens[: self.num_tokens]
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_length - self.num_tokens
+
+    def sampling_row(self, draft: Draft) -> SamplingRow:
+        """What choosing this sequence's next tokens needs."""
+        return SamplingRow(
+            params=self.request.sampling,
+            seed=self.seed,
+            choice_index=self.request.choice_index,
+            stop_ids=self.held_back_ids,
+            prompt=self.tokens[: self.num_prompt_tokens],
+            output=self.tokens[self.num_prompt_tokens : self.num_tokens],
+            draft=draft.token_ids,
+        )
+
+    def commit(self, token_ids: Tokens[int]) -> RequestOutput:
+        """Append verified tokens up to the first that ends the output; nothing after it is sent, counted or kept."""
+        emitted: list[int] = []
+        text: list[str] = []
+        stop_reason: str | int | None = None
+        for token_id in token_ids:
+            emitted.append(token_id)
+            self.tokens[self.num_tokens] = token_id
+            self.num_tokens += 1
+            if token_id in self.eos_token_ids:
+                self.finish_reason = FinishReason.STOP
+            elif token_id in self.stop_token_ids:
+                self.finish_reason, stop_reason = FinishReason.STOP, token_id
+            elif self._stream is not None:
+                text.append(self._stream.push_token(token_id))
+                if self._stream.stop_hit is not None:
+                    self.finish_reason, stop_reason = FinishReason.STOP, self._stream.stop_hit
+            if self.finish_reason is None and self.num_remaining == 0:
+                self.finish_reason = FinishReason.LENGTH
+            if self.finish_reason is not None:
+                break
+        if self.finish_reason is not None and self._stream is not None:
+            text.append(self._stream.finish())
+            if stop_reason is None and self._stream.stop_hit is not None:  # completed by the last flush
+                self.finish_reason, stop_reason = FinishReason.STOP, self._stream.stop_hit
+        self.stats.num_output_tokens += len(emitted)
+        return self._output(emitted, "".join(text), stop_reason)
+
+    def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        """Close the output without another token."""
+        self.finish_reason = reason
+        return self._output([], "", None, error)
+
+    def _output(
+        self, token_ids: list[int], text: str, stop_reason: str | int | None, error: str | None = None
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            token_ids=tuple(token_ids),
+            text=text,
+            finish_reason=self.finish_reason,
+            stop_reason=stop_reason,
+            error=error,
+            stats=self.stats,
+        )

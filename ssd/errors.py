@@ -1,0 +1,86 @@
+"""Every exception this project raises on purpose.
+
+::
+
+    SSDError
+     + ConfigError            a setting is wrong (also a ValueError)
+     + RequestError           one request is wrong; ``param`` names the field (also a ValueError)
+     |  + ContextTooLong      prompt and requested tokens do not fit the model
+     + ModelError             the target model cannot be loaded or served
+     + EngineError            the engine cannot take or finish work
+     |  + QueueFull           try again later
+     |  + EngineStopped
+     + CacheError             the retrieval cache; inside the engine it becomes "no draft" and a counter
+        + SegmentCorrupt      a file is torn or was changed
+        + FormatVersion       a file was written by another version
+        + TokenizerMismatch   a cache made with another tokenizer
+        + CacheLocked         another process writes this directory
+        + StoreUnavailable    Redis or the disk does not answer
+
+Messages say what was found, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+
+class SSDError(Exception):
+    """Base of every exception raised on purpose by this project."""
+
+
+class ConfigError(SSDError, ValueError):
+    """A setting has a value that cannot be used."""
+
+
+class RequestError(SSDError, ValueError):
+    """One request cannot be served as it stands.
+
+    ``param`` is the name of the field at fault, as the client wrote it, or None.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(RequestError):
+    """The prompt, or the prompt and the requested tokens, exceed the model's context."""
+
+
+class ModelError(SSDError):
+    """The target model cannot be loaded or served."""
+
+
+class EngineError(SSDError):
+    """The engine cannot take or finish work."""
+
+
+class QueueFull(EngineError):
+    """Too many requests wait already; try again later."""
+
+
+class EngineStopped(EngineError):
+    """The engine has been stopped and takes no more work."""
+
+
+class CacheError(SSDError):
+    """The retrieval cache failed. Never leaves the engine: there it means "no draft" and a counter."""
+
+
+class SegmentCorrupt(CacheError):
+    """A cache file is torn, truncated or was changed after it was written."""
+
+
+class FormatVersion(CacheError):
+    """A cache file was written in a format this version does not read."""
+
+
+class TokenizerMismatch(CacheError):
+    """A cache was made with another tokenizer: its token ids mean other text."""
+
+
+class CacheLocked(CacheError):
+    """Another process is the writer of this cache directory."""
+
+
+class StoreUnavailable(CacheError):
+    """The shared store (Redis, a directory) does not answer or refuses."""

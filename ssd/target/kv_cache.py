@@ -1,0 +1,117 @@
+"""The attention cache: one slot per running sequence, each with a length of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class SlotKVCache:
+    """Keys and values of every layer, at (slot, position).
+
+    Per layer two tensors ``[num_slots, num_kv_heads, max_length, head_dim]``, allocated when the layer first writes,
+    because only then its number of heads and head sizes are known for every architecture.
+
+    ``lengths`` : int64[num_slots], valid positions of each slot. A query at position p sees keys at positions <= p
+    only, so what lies at or beyond a slot's length is never read before it is written again: **rollback is lowering
+    the length**, and padding may be written past it.
+    """
+
+    def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self.lengths: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self._device = device
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def write(
+        self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values and return all that ``rows`` may see.
+
+        keys, values : [B, num_kv_heads, T, head_dim] at ``rows.positions``.
+        Returns two tensors [B, num_kv_heads, rows.num_keys, head_dim]: views when the rows are the first B slots in
+        order, else copies.
+        """
+        if layer not in self._layers:
+            self._layers[layer] = (self._allocate(keys), self._allocate(values))
+        stored_keys, stored_values = self._layers[layer]
+        at = (rows.slots[:, None], slice(None), rows.positions)
+        stored_keys[at] = keys.transpose(1, 2)
+        stored_values[at] = values.transpose(1, 2)
+        return self._read(stored_keys, rows), self._read(stored_values, rows)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one position of one slot takes over all layers written so far."""
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self._layers.values() for t in pair)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.
+        shape = (self.num_slots, like.shape[1], self.max_length, like.shape[3])
+        return torch.zeros(shape, dtype=like.dtype, device=self._device)
+
+    @staticmethod
+    def _read(stored: torch.Tensor, rows: SlotRows) -> torch.Tensor:
+        if rows.first_slots:
+            return stored[: rows.batch_size, :, : rows.num_keys]
+        return stored[:, :, : rows.num_keys].index_select(0, rows.slots)
+
+
+@dataclass(slots=True, eq=False)
+class SlotRows:
+    """The rows of one forward pass.
+
+    ``slots`` : int64[B], distinct. ``positions`` : int64[B, T], where each new token is written.
+    ``num_keys`` : keys visible to the furthest query. ``first_slots`` : slots are 0..B-1 in order.
+    """
+
+    kv_cache: SlotKVCache
+    slots: torch.Tensor
+    positions: torch.Tensor
+    num_keys: int
+    first_slots: bool
+    _masks: dict[tuple[int | None, int | None, int, torch.dtype], torch.Tensor]
+
+    @classmethod
+    def build(cls, kv_cache: SlotKVCache, slots: list[int], num_tokens: int, device: torch.device) -> SlotRows:
+        """Rows that append ``num_tokens`` positions to each of ``slots``."""
+        starts = kv_cache.lengths[slots]
+        positions = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)
+        return cls(
+            kv_cache,
+            torch.tensor(slots, device=device),
+            positions,
+            int(starts.max()) + num_tokens,
+            slots == list(range(len(slots))),
+            {},
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of this pass."""
+        return len(self.slots)
+
+    def mask(self, window: int | None, chunk: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """What each query may see, to be added to the scores: 0 or -inf, [B, 1, groups * T, num_keys].
+
+        A query at position p sees keys j with j <= p, with a sliding ``window`` only j > p - window, and with chunked
+        attention only keys of p's own ``chunk``. Built once a pass for each kind of layer, repeated for the query
+        heads that share a key head.
+        """
+        key = (window, chunk, groups, dtype)
+        if key not in self._masks:
+            query = self.positions[:, :, None]
+            keys = torch.arange(self.num_keys, device=query.device)
+            visible = keys <= query
+            if window is not None:
+                visible &= keys > query - window
+            if chunk is not None:
+                visible &= keys >= query - query % chunk
+            mask = torch.zeros(visible.shape, dtype=dtype, device=query.device)
+            mask.masked_fill_(~visible, float("-inf"))
+            self._masks[key] = mask[:, None].repeat(1, 1, groups, 1)
+        return self._masks[key]

@@ -1,0 +1,144 @@
+"""From logits to the target's tokens: penalties, temperature, truncation, keyed noise.
+
+Every rule is applied at each draft position with that position's own prefix (output so far plus the draft tokens
+before it), so the token at a position is the one plain decoding would have chosen there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd.config import SamplingParams
+from ssd.target.noise import argmax_with_noise, position_keys
+
+
+@dataclass(slots=True, eq=False)
+class SamplingRow:
+    """What choosing tokens for one sequence needs.
+
+    ``seed`` : the request's, or one drawn for it. ``stop_ids`` : tokens that ``min_tokens`` holds back.
+    ``prompt`` and ``output`` : int32, tokens so far. ``draft`` : int32[k], the tokens fed after the last one.
+    """
+
+    params: SamplingParams
+    seed: int
+    choice_index: int
+    stop_ids: tuple[int, ...]
+    prompt: npt.NDArray[np.int32]
+    output: npt.NDArray[np.int32]
+    draft: npt.NDArray[np.int32]
+
+
+def target_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+    """The token the target chooses at each position.
+
+    logits : [B, T, V], any float type; row b is used at its first ``len(rows[b].draft) + 1`` positions.
+    Returns int64[B, T]; what lies past a row's positions is meaningless.
+    """
+    if any(needs_prefix(row.params) for row in rows):
+        logits = logits.clone()
+        for b, row in enumerate(rows):
+            if needs_prefix(row.params):
+                apply_prefix_rules(logits[b], row)
+    sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
+    if not sampled:
+        return logits.argmax(-1).cpu().numpy()
+    chosen = np.zeros(logits.shape[:2], np.int64)
+    if len(sampled) < len(rows):
+        chosen[:] = logits.argmax(-1).cpu().numpy()
+    # Only real positions: a short draft's padding would cost as much as its tokens.
+    picks = [(b, t) for b in sampled for t in range(len(rows[b].draft) + 1)]
+    at_row, at_position = (list(index) for index in zip(*picks, strict=True))
+    scores = truncated_scores(logits[at_row, at_position], [rows[b].params for b, _ in picks])
+    keys = np.concatenate([_keys(rows[b]) for b in sampled])
+    chosen[at_row, at_position] = argmax_with_noise(scores, keys)
+    return chosen
+
+
+def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Log-probabilities up to a constant, -inf where top-k, top-p or min-p rule a token out.
+
+    logits : [N, V], row n under params[n] (temperature > 0). Returns float32[N, V].
+    Order as in vLLM and transformers: temperature, top-k, top-p, min-p (top-p on what top-k left).
+    """
+    device = logits.device
+    temperature = torch.tensor([p.temperature for p in params], device=device)
+    # A temperature of 1e-6 would overflow float32; below 1e-4 the law is greedy to any measurement.
+    scores = logits.float() / temperature.clamp_min(1e-4)[:, None]
+    cut = [n for n, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
+    if cut:
+        scores[cut] = _cut_top(scores[cut], [params[n] for n in cut])
+    floor = [n for n, p in enumerate(params) if p.min_p > 0.0]
+    if floor:
+        part = scores[floor]
+        min_p = torch.tensor([params[n].min_p for n in floor], device=device)
+        lowest = part.amax(-1, keepdim=True) + min_p.log()[:, None]
+        scores[floor] = part.masked_fill(part < lowest, float("-inf"))
+    return scores
+
+
+def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Rule out what top-k and top-p leave out; the most probable token always stays."""
+    vocab_size = scores.shape[-1]
+    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab_size, device=scores.device)
+    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=scores.device)
+    ordered = ordered.masked_fill(rank >= top_k[:, None], float("-inf"))
+    top_p = torch.tensor([p.top_p for p in params], device=scores.device, dtype=torch.float64)
+    probability = torch.softmax(ordered.double(), -1)
+    before = probability.cumsum(-1) - probability
+    ordered = ordered.masked_fill((before >= top_p[:, None]) & (rank > 0), float("-inf"))
+    return torch.empty_like(scores).scatter_(-1, order, ordered)
+
+
+def needs_prefix(params: SamplingParams) -> bool:
+    """True when a token's score depends on the tokens before it or is set by the request."""
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or params.min_tokens
+    )
+
+
+def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
+    """Penalties, bias and held-back stop tokens, in place; position t sees the draft's first t tokens.
+
+    logits : [T, V]. Definitions are vLLM's: the repetition penalty looks at prompt and output (Keskar et al. 2019,
+    section 4.1), presence and frequency penalties (OpenAI) at the output alone.
+    """
+    params = row.params
+    vocab_size = logits.shape[-1]
+    counts = np.bincount(row.output, minlength=vocab_size)[:vocab_size].astype(np.float32)
+    seen = counts > 0
+    if params.repetition_penalty != 1.0:
+        seen[row.prompt] = True
+    for t in range(len(row.draft) + 1):
+        if t:
+            token = row.draft[t - 1]
+            counts[token] += 1
+            seen[token] = True
+        scores = logits[t]
+        if params.repetition_penalty != 1.0:
+            ids = torch.from_numpy(np.flatnonzero(seen)).to(logits.device)
+            old = scores[ids]
+            factor = params.repetition_penalty
+            scores[ids] = torch.where(old > 0, old / factor, old * factor)
+        if params.presence_penalty or params.frequency_penalty:
+            penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+            scores -= torch.from_numpy(penalty.astype(np.float32)).to(scores)
+        for token, bias in params.logit_bias:
+            scores[token] += bias
+        if row.stop_ids and len(row.output) + t < params.min_tokens:
+            scores[list(row.stop_ids)] = float("-inf")
+
+
+def _keys(row: SamplingRow) -> npt.NDArray[np.uint64]:
+    first = len(row.prompt) + len(row.output)
+    return position_keys(row.seed, row.choice_index, np.arange(first, first + len(row.draft) + 1))

@@ -1,0 +1,103 @@
+"""Slow twins of the target's arithmetic: plain Python, one number at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ssd.config import SamplingParams
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def splitmix(z: int) -> int:
+    """The output function of SplitMix64 on Python integers."""
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def position_key(seed: int, choice_index: int, position: int) -> int:
+    """The generator key of one position."""
+    key = splitmix(((seed & _MASK) + _GAMMA) & _MASK)
+    key = splitmix(((key ^ choice_index) + _GAMMA) & _MASK)
+    return splitmix(((key ^ position) + _GAMMA) & _MASK)
+
+
+def gumbel(key: int, token: int) -> float:
+    """Noise of one token."""
+    bits = splitmix((key + (token + 1) * _GAMMA) & _MASK) >> 11
+    return -math.log(-math.log((bits + 0.5) * 2.0**-53))
+
+
+def allowed_tokens(logits: Sequence[float], params: SamplingParams) -> dict[int, float]:
+    """Tokens that temperature, top-k, top-p and min-p leave, with their scores (logit / temperature)."""
+    scores = {token: logit / params.temperature for token, logit in enumerate(logits)}
+    ranked = sorted(scores, key=lambda token: (-scores[token], token))
+    if params.top_k > 0:
+        ranked = ranked[: params.top_k]
+    highest = scores[ranked[0]]
+    total = sum(math.exp(scores[token] - highest) for token in ranked)
+    kept, mass = [], 0.0
+    for token in ranked:
+        if kept and mass >= params.top_p:
+            break
+        kept.append(token)
+        mass += math.exp(scores[token] - highest) / total
+    if params.min_p > 0:
+        kept = [token for token in kept if scores[token] >= highest + math.log(params.min_p)]
+    return {token: scores[token] for token in kept}
+
+
+def sampled_token(logits: Sequence[float], params: SamplingParams, seed: int, choice: int, position: int) -> int:
+    """The token that the keyed noise picks."""
+    if params.greedy:
+        return max(range(len(logits)), key=lambda token: (logits[token], -token))
+    key = position_key(seed, choice, position)
+    scores = {token: score + gumbel(key, token) for token, score in allowed_tokens(logits, params).items()}
+    return max(scores, key=lambda token: (scores[token], -token))
+
+
+def penalised(
+    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop: Sequence[int]
+) -> list[float]:
+    """Logits after penalties, bias and held-back stop tokens, for one position whose output so far is ``output``."""
+    scores = list(logits)
+    for token in range(len(scores)):
+        if params.repetition_penalty != 1.0 and (token in prompt or token in output):
+            factor = params.repetition_penalty
+            scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+        count = list(output).count(token)
+        scores[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    if len(output) < params.min_tokens:
+        for token in stop:
+            scores[token] = -math.inf
+    return scores
+
+
+@torch.inference_mode()
+def greedy_decode(model: torch.nn.Module, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Plain greedy decoding without any cache: tokens, and how far the best score led the second best at each."""
+    context, margins = list(prompt), []
+    for _ in range(num_tokens):
+        logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].double()
+        best = torch.topk(logits, 2)
+        margins.append(float(best.values[0] - best.values[1]))
+        context.append(int(best.indices[0]))
+    return context[len(prompt) :], margins
+
+
+def exact_law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Probabilities of the next token, float64[V]."""
+    allowed = allowed_tokens(list(map(float, logits)), params)
+    law = np.zeros(len(logits))
+    highest = max(allowed.values())
+    for token, score in allowed.items():
+        law[token] = math.exp(score - highest)
+    return law / law.sum()

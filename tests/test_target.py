@@ -1,0 +1,102 @@
+"""Driving models: every way gives the model's own logits, and taking tokens back leaves no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import RECURRENT_ARCHITECTURES, ROW_ARCHITECTURES, SLOT_ARCHITECTURES, VOCAB, tiny_model
+
+from ssd.errors import ModelError
+from ssd.target.loading import load_model, open_target
+from ssd.target.target import RowTarget, SlotTarget, Target
+
+
+@torch.inference_mode()
+def plain_logits(target: Target, tokens: list[int]) -> torch.Tensor:
+    """The model's own, in one pass without a cache."""
+    model = target.model
+    ours = model.config._attn_implementation
+    if isinstance(target, SlotTarget):
+        model.set_attn_implementation("eager")
+    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    model.set_attn_implementation(ours)
+    return logits
+
+
+@pytest.mark.parametrize("architecture", [*SLOT_ARCHITECTURES, *ROW_ARCHITECTURES])
+def test_ragged_drafts_with_rollback_give_the_models_logits(architecture: str) -> None:
+    target = open_target(tiny_model(architecture), num_slots=4, max_length=64)
+    assert isinstance(target, SlotTarget if architecture in SLOT_ARCHITECTURES else RowTarget)
+    random = np.random.default_rng(1)
+    texts = {slot: random.integers(3, VOCAB, 40).tolist() for slot in (3, 0, 2)}
+    for slot, text in texts.items():
+        target.prefill([slot], np.array([text[: 5 + slot]]), [5 + slot])
+    while any(target.length(slot) < 40 for slot in texts):
+        rows, counts, right = [], [], []
+        slots = [slot for slot in texts if target.length(slot) < 40]
+        for slot in slots:
+            at = target.length(slot)
+            good = int(random.integers(1, min(5, 40 - at) + 1))
+            bad = random.integers(3, VOCAB, int(random.integers(0, 4))).tolist()
+            rows.append([*texts[slot][at : at + good], *bad])
+            counts.append(len(rows[-1]))
+            right.append(good)
+        width = max(counts)
+        padded = np.array([row + [0] * (width - len(row)) for row in rows])
+        logits = target.forward(slots, padded, counts)
+        for b, slot in enumerate(slots):
+            at = target.length(slot) - counts[b]
+            expected = plain_logits(target, texts[slot])[at : at + right[b]]
+            assert torch.allclose(logits[b, : right[b]], expected, rtol=1e-3, atol=2e-4)
+            target.rollback(slot, at + right[b])
+
+
+@pytest.mark.parametrize("architecture", RECURRENT_ARCHITECTURES)
+def test_a_recurrent_model_runs_but_never_rolls_back(architecture: str) -> None:
+    target = open_target(tiny_model(architecture), num_slots=2, max_length=32)
+    assert not target.can_roll_back
+    text = np.random.default_rng(2).integers(3, VOCAB, 12).tolist()
+    target.prefill([1], np.array([text[:6]]), [6])
+    for at in range(6, 12):
+        logits = target.forward([1], np.array([[text[at]]]), [1])
+        assert torch.allclose(logits[0, 0], plain_logits(target, text)[at], rtol=1e-3, atol=2e-4)
+
+
+def test_a_freed_slot_keeps_nothing_of_the_last_sequence() -> None:
+    target = open_target(tiny_model(), num_slots=2, max_length=32)
+    tokens = np.arange(3, 15)[None]
+    fresh = target.forward([0], tokens, [12]).clone()
+    target.rollback(0, 0)
+    target.prefill([0], tokens[:, ::-1].copy(), [12])
+    target.rollback(0, 0)
+    assert torch.equal(target.forward([0], tokens, [12]), fresh)
+
+
+def test_a_model_whose_layers_hide_the_arguments_falls_back() -> None:
+    """The start-up test decides by result, not by name: a model that attends differently is driven row by row."""
+    model = tiny_model("llama")
+    forward = model.model.layers[1].self_attn.forward
+    model.model.layers[1].self_attn.forward = lambda *a, slot_rows=None, **k: forward(*a, **k)
+    assert isinstance(open_target(model, num_slots=2, max_length=32), RowTarget)
+
+
+def test_bfloat16_runs_in_slots() -> None:
+    assert isinstance(open_target(tiny_model().to(torch.bfloat16), num_slots=2, max_length=32), SlotTarget)
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    with pytest.raises(ModelError, match="context of 128"):
+        open_target(tiny_model(), num_slots=2, max_length=129)
+
+
+def test_a_directory_without_a_model_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_model(tmp_path)
+
+
+def test_an_unknown_dtype_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="use auto"):
+        load_model(tmp_path, dtype="float12")
