@@ -21,7 +21,7 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.target.noise import gumbel_noise, position_keys
 from ssd.target.sampling import truncated_scores
-from ssd.target.target import Target
+from ssd.target.target import SlotTarget, Target
 
 TIE_MARGIN = 1e-4
 
@@ -229,7 +229,8 @@ def reference_greedy(
     """Plain ``model.generate`` of transformers, greedy, one prompt at a time, on the model's own attention."""
     model = target.model
     ours = model.config._attn_implementation
-    model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+    if isinstance(target, SlotTarget):
+        model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
     eos = list(eos_token_ids)
     outputs = []
     for prompt in prompts:

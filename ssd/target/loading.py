@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ssd.errors import ModelError
+from ssd.target.attention import ATTENTION_NAME
 from ssd.target.target import RowTarget, SlotTarget, Target, is_recurrent
 
 log = logging.getLogger(__name__)
@@ -80,9 +81,12 @@ def open_target(
 def _try_slots(model: PreTrainedModel) -> int | None:
     """Bytes of KV cache per token if slot attention reproduces the model's logits, else None."""
     own = model.config._attn_implementation
+    if own == ATTENTION_NAME:  # another target drives this model already
+        own = "eager"
     if not getattr(model, "_supports_attention_backend", False):
         return None
     try:
+        model.set_attn_implementation(own)
         expected = _plain_logits(model)
         # "No speculation" must stay correct: any failure here only means the other way is taken.
         probe = SlotTarget(model, num_slots=3, max_length=_PROBE_LENGTH, max_width=4)

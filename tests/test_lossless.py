@@ -1,0 +1,46 @@
+"""The promise: speculation never changes a token. 200 prompts, every pair of drafter, draft limit and batch size."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.exactness import Report, compare, covering_settings, reference_greedy, run
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.config import SamplingParams
+from ssd.target.loading import load_model, open_target
+from ssd.text.codec import TextCodec
+
+NUM_PROMPTS = 200
+MAX_TOKENS = 20
+SETTINGS = covering_settings(["ssd", "frequency", "prompt-lookup", "random", "oracle"], [1, 4, 16], [1, 4, 8])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedy against transformers' ``generate``; sampling with a seed against the engine without speculation."""
+    codec = TextCodec.load(str(MODEL_PATH))
+    target = open_target(load_model(MODEL_PATH, dtype="float32", device="cpu"), num_slots=8, max_length=256)
+    prompts = [codec.encode_prompt(text)[-96:] for text in snippets(1)[:NUM_PROMPTS]]
+    if kind == "greedy":
+        sampling = [SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)] * NUM_PROMPTS
+        expected = reference_greedy(target, prompts, MAX_TOKENS, codec.eos_token_ids)
+    else:
+        sampling = [
+            SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8, top_p=0.95, seed=index)
+            for index in range(NUM_PROMPTS)
+        ]
+        expected, _ = run(target, prompts, sampling, None, eos_token_ids=codec.eos_token_ids)
+    report = Report()
+    for number, setting in enumerate(SETTINGS):
+        # Each setting takes a third of the prompts in turn, so that every prompt meets several settings.
+        part = slice(number % 3, None, 3)
+        compare(
+            target, prompts[part], sampling[part], expected[part], setting,
+            eos_token_ids=codec.eos_token_ids, report=report,
+        )  # fmt: skip
+    with capsys.disabled():
+        print(f"\n{kind}: {report} over {len(SETTINGS)} settings")
+    assert report.passed, report.mismatches[:5]
+    assert report.acceptance["oracle/k16/b1" if "oracle/k16/b1" in report.acceptance else str(SETTINGS[0])] >= 1
