@@ -1,0 +1,187 @@
+"""The one place where text becomes token ids, for the server and the warm-up builder alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import xxhash
+
+from ssd.errors import RequestError
+from ssd.text.loading import eos_token_ids_of, load_tokenizer
+from ssd.text.messages import normalize_messages
+
+_RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+        "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+        "return_assistant_tokens_mask", "tokenizer_kwargs",
+    }
+)  # fmt: skip
+
+
+class Example(NamedTuple):
+    """One sequence for the cache: ``token_ids[:prompt_length]`` is what a server would have been asked."""
+
+    token_ids: list[int]
+    prompt_length: int
+
+
+class TextCodec:
+    """A tokenizer with its chat template. Safe to use from several threads.
+
+    Where torch is installed, the first ``load`` of a process imports it, because transformers does; a program that
+    never runs a model calls ``ssd.text.torchless.hide_torch`` first.
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
+        """``tokenizer`` : a transformers tokenizer. ``eos_token_ids`` : the ids that end an output, its own first."""
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        # Encoding once settles the padding and truncation settings, which the Rust tokenizer must not change while
+        # another thread decodes ("Already borrowed").
+        tokenizer.encode("", add_special_tokens=False)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        """One more than the greatest id, added tokens included. A model's logits may be padded to more."""
+        self.eos_token_ids = eos_token_ids
+        self.eos_token_id: int | None = eos_token_ids[0] if eos_token_ids else None
+        self.bos_token_id: int | None = tokenizer.bos_token_id
+        added = tokenizer.added_tokens_decoder
+        self.special_ids = frozenset(
+            {id for id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
+        )
+        """Ids that stand for structure and not for text; ``TextStream`` leaves them out."""
+
+    @classmethod
+    def load(cls, name_or_path: str) -> TextCodec:
+        """The tokenizer of a model directory, a Hugging Face model id, or a lone ``tokenizer.json``.
+
+        Raises ModelError when there is none or it cannot be read.
+        """
+        tokenizer = load_tokenizer(name_or_path)
+        return cls(tokenizer, eos_token_ids_of(tokenizer, name_or_path))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What the ids mean, as 32 hexadecimal characters: xxh3-128 over all (id, token) pairs by id.
+
+        Two tokenizers with the same fingerprint may split text differently, but never mean different text by one id.
+        """
+        digest = xxhash.xxh3_128()
+        for token, token_id in sorted(self._tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0])):
+            spelled = token.encode("utf-8", "surrogatepass")
+            digest.update(token_id.to_bytes(4, "little") + len(spelled).to_bytes(4, "little") + spelled)
+        return digest.hexdigest()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``encode_chat`` works without a template of the caller's."""
+        return bool(self._tokenizer.chat_template)
+
+    # Text to ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text prompt, with the special tokens the tokenizer puts around one (often a beginning-of-text)."""
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_completion(self, text: str) -> list[int]:
+        """Ids of text alone, without any special token around it."""
+        return self._encode(text, add_special_tokens=False)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[int]:
+        """Ids of a conversation, through the tokenizer's chat template or the given one.
+
+        ``messages`` : OpenAI's, with text content. ``template_kwargs`` : further variables for the template, ``tools``
+        among them. Raises RequestError: ``param`` is "messages", "chat_template" or "chat_template_kwargs".
+        """
+        normalized = normalize_messages(messages)
+        kwargs = dict(template_kwargs or {})
+        if reserved := sorted(_RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
+            raise RequestError(
+                f"chat_template_kwargs must not set {', '.join(reserved)}: give only variables of the template",
+                param="chat_template_kwargs",
+            )
+        if chat_template is None and not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template, so messages cannot be used: send a prompt to /v1/completions, or "
+                "give a chat_template",
+                param="messages",
+            )
+        try:
+            with self._lock:
+                text = self._tokenizer.apply_chat_template(
+                    normalized,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **kwargs,
+                )
+        except Exception as error:  # whatever a template raises: it is code, and the messages are its input
+            at_fault = "messages" if chat_template is None else "chat_template"
+            raise RequestError(
+                f"the chat template refuses these messages: {str(error) or type(error).__name__:.500}", param=at_fault
+            ) from error
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON can spell half a surrogate pair; there is no such character
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        with self._lock:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
+
+    # Examples for the cache
+
+    def encode_text_example(self, text: str) -> Example:
+        """A document: its ids as a prompt, closed by end-of-text."""
+        return Example(self._close(self.encode_prompt(text)), 0)
+
+    def encode_completion_example(self, prompt: str, completion: str) -> Example:
+        """A prompt as ``/v1/completions`` would encode it, and what the model answered."""
+        return self._example(self.encode_prompt(prompt), completion)
+
+    def encode_chat_examples(
+        self, messages: Sequence[Mapping[str, Any]], *, template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[Example]:
+        """Every assistant message with text is one example: the messages before it as the server would encode them.
+
+        Raises RequestError for messages no server would take; none is returned where no assistant speaks.
+        """
+        normalized = normalize_messages(messages)
+        examples = []
+        for number, message in enumerate(normalized):
+            if message["role"] == "assistant" and message["content"] and number > 0:
+                prompt = self.encode_chat(normalized[:number], template_kwargs=template_kwargs)
+                examples.append(self._example(prompt, message["content"]))
+        return examples
+
+    def _example(self, prompt: list[int], completion: str) -> Example:
+        return Example(self._close(prompt + self.encode_completion(completion)), len(prompt))
+
+    def _close(self, token_ids: list[int]) -> list[int]:
+        if self.eos_token_id is None or (token_ids and token_ids[-1] == self.eos_token_id):
+            return token_ids
+        return [*token_ids, self.eos_token_id]
+
+    # Ids to text
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ``token_ids``, each within [0, 2^31). Ids without a token give nothing, broken UTF-8 U+FFFD."""
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text

@@ -1,0 +1,95 @@
+"""Finding a tokenizer and the ids that end its model's output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ssd.errors import ModelError
+
+_END_OF_TEXT_NAMES = (
+    "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|return|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]",
+)  # fmt: skip
+_BEGIN_OF_TEXT_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>")
+_CONFIGS = ("tokenizer_config.json", "config.json")
+
+
+def load_tokenizer(name_or_path: str) -> Any:
+    """A transformers tokenizer; raises ModelError. Imports transformers."""
+    path = Path(name_or_path)
+    lone_file = path if path.is_file() else path / "tokenizer.json"
+    if path.is_dir() and not any((path / name).exists() for name in ("tokenizer.json", *_CONFIGS)):
+        raise ModelError(f"{name_or_path} holds no tokenizer: it needs a tokenizer.json or a tokenizer_config.json")
+    try:
+        if path.is_file() or (lone_file.exists() and not any((path / name).exists() for name in _CONFIGS)):
+            return _load_lone_file(lone_file)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name_or_path)
+    except Exception as error:  # whatever a library finds wrong with a file; there is no narrower common base
+        if not path.exists():
+            raise ModelError(
+                f"no tokenizer for {name_or_path!r}: it is neither a directory here nor a model id that can be "
+                f"downloaded ({_first_line(error)})"
+            ) from error
+        raise ModelError(f"the tokenizer in {name_or_path} cannot be loaded: {_first_line(error)}") from error
+
+
+def _load_lone_file(path: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    # Special ones only: "</s>" is also an HTML tag, and an ordinary token of tokenizers trained on the web.
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    named = {
+        "eos_token": next((name for name in _END_OF_TEXT_NAMES if name in special), None),
+        "bos_token": next((name for name in _BEGIN_OF_TEXT_NAMES if name in special), None),
+    }
+    missing = {key: name for key, name in named.items() if name is not None and getattr(tokenizer, key) is None}
+    if missing:
+        tokenizer.add_special_tokens(missing)
+    return tokenizer
+
+
+def eos_token_ids_of(tokenizer: Any, name_or_path: str) -> tuple[int, ...]:
+    """The ids that end an output: the tokenizer's own first, then those of the model's ``generation_config.json``."""
+    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    configured = _generation_config(name_or_path).get("eos_token_id")
+    for token_id in configured if isinstance(configured, list) else [configured]:
+        if isinstance(token_id, int) and token_id >= 0 and token_id not in ids:
+            ids.append(token_id)
+    return tuple(ids)
+
+
+def _generation_config(name_or_path: str) -> dict[str, Any]:
+    path = Path(name_or_path)
+    if path.is_dir():
+        found = path / "generation_config.json"
+    elif path.exists():
+        found = path.parent / "generation_config.json"
+    else:
+        from transformers.utils import cached_file
+
+        fetched = cached_file(
+            name_or_path,
+            "generation_config.json",
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if fetched is None:
+            return {}
+        found = Path(fetched)
+    if not found.exists():
+        return {}
+    try:
+        config = json.loads(found.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{found} cannot be read: {error}. Repair it, or remove it") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

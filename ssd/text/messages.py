@@ -1,0 +1,81 @@
+"""Chat messages as clients write them, in the form chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ssd.errors import RequestError
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Copies of ``messages`` with ``content`` as one string and tool-call arguments as objects.
+
+    Text parts are joined by a line feed, as vLLM does. Other keys are kept: the template decides what they mean.
+    Raises RequestError (``param="messages"``) and names the message at fault.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise _wrong(f"messages must be a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise _wrong("messages is empty: give at least one message")
+    return [_normalize(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _normalize(message: Mapping[str, Any], where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise _wrong(f'{where} must be an object with "role" and "content", got {type(message).__name__}')
+    role = message.get("role")
+    if role not in ROLES:
+        raise _wrong(f"{where} has role {role!r:.80}; roles are {', '.join(ROLES)}")
+    tool_calls = message.get("tool_calls")
+    content = message.get("content")
+    if content is None and not (role == "assistant" and tool_calls):
+        raise _wrong(f"{where} has no content: give a string or a list of text parts")
+    normalized = {**message, "content": "" if content is None else _text_of(content, where)}
+    if tool_calls is not None:
+        normalized["tool_calls"] = _tool_calls(tool_calls, where)
+    return normalized
+
+
+def _text_of(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(f"{where} has content of type {type(content).__name__}: give a string or a list of text parts")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            raise _wrong(
+                f"{where}.content[{number}] is not a text part: only "
+                f'{{"type": "text", "text": ...}} is supported, got type {kind!r:.80}'
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_calls(tool_calls: object, where: str) -> list[Any]:
+    """Templates print ``arguments`` as JSON themselves, so they need the object and not OpenAI's string."""
+    if not isinstance(tool_calls, list) or not all(isinstance(call, Mapping) for call in tool_calls):
+        raise _wrong(f"{where}.tool_calls must be a list of objects")
+    normalized = []
+    for call in tool_calls:
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                arguments = function["arguments"]  # what a model wrote need not be JSON; the template sees it as it is
+            call = {**call, "function": {**function, "arguments": arguments}}
+        normalized.append(call)
+    return normalized
+
+
+def _wrong(message: str) -> RequestError:
+    return RequestError(message, param="messages")

@@ -1,0 +1,106 @@
+"""Text that is still being generated: whole characters only, and nothing that may yet become a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ssd.text.codec import TextCodec
+
+_REPLACEMENT = "\ufffd"
+_MAX_INCOMPLETE_TOKENS = 8  # more than any character has bytes; beyond it the text is broken and not incomplete
+
+
+class TextStream:
+    """Incremental detokenisation of one output. Not thread-safe; O(1) tokens decoded per token pushed.
+
+    The pieces that ``push_token`` and ``finish`` return are together ``decode`` of the pushed ids without special
+    tokens, cut at the first stop string. Where a tokenizer spells characters it has no token for byte by byte (as
+    sentencepiece does) and the bytes are not UTF-8, the number of U+FFFD may differ: that decoder judges a whole run
+    of bytes at once.
+
+    A tokenizer decides by what comes before whether a token begins with a space, and several tokens may spell one
+    character. So a short window is decoded, which begins where a piece of text began::
+
+        window = [ context: text was returned | pending: not yet ]
+    """
+
+    def __init__(self, codec: TextCodec, *, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
+        """``stop`` : non-empty strings, any of which ends the text; ``include_stop`` : it is returned as well."""
+        self.stop_hit: str | None = None
+        """The stop string that ended the text. Nothing is returned any more."""
+        self._codec = codec
+        self._stop = stop
+        self._include_stop = include_stop
+        self._window: list[int] = []
+        self._num_context = 0
+        self._context_text = ""
+        self._unsent = ""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """New text that is safe to send."""
+        return "".join([self.push_token(token_id) for token_id in token_ids])
+
+    def push_token(self, token_id: int) -> str:
+        """New text that is safe to send; look at ``stop_hit`` afterwards."""
+        codec = self._codec
+        if self.stop_hit is not None or token_id in codec.special_ids or not 0 <= token_id < codec.vocab_size:
+            return ""
+        self._window.append(token_id)
+        text = codec.decode(self._window)
+        if text.endswith(_REPLACEMENT) or len(text) <= len(self._context_text):
+            if len(self._window) - self._num_context <= _MAX_INCOMPLETE_TOKENS:
+                return ""
+            text, kept = self._split_broken(text)
+        else:
+            kept = 0
+        piece = self._new_text(text, len(self._window) - kept)
+        begin = self._num_context if piece else 0
+        pending = self._window[begin:]
+        self._window = pending
+        self._num_context = len(pending) - kept
+        self._context_text = codec.decode(pending[: self._num_context])
+        return self._send(piece)
+
+    def finish(self) -> str:
+        """The rest, incomplete characters as U+FFFD. It may complete a stop string."""
+        if self.stop_hit is not None:
+            return ""
+        sent = self._send(self._new_text(self._codec.decode(self._window), len(self._window)))
+        self._window, self._num_context, self._context_text = [], 0, ""
+        if self.stop_hit is None:
+            sent, self._unsent = sent + self._unsent, ""
+        return sent
+
+    def _new_text(self, text: str, stop: int) -> str:
+        """What ``text``, the window's up to token ``stop``, has beyond the context's."""
+        if text.startswith(self._context_text):
+            return text[len(self._context_text) :]
+        return self._codec.decode(self._window[self._num_context : stop])  # bytes that broke the run they joined
+
+    def _split_broken(self, text: str) -> tuple[str, int]:
+        """Text of the window up to the last place where no character can span, and how many tokens come after it."""
+        for kept in range(1, 4):
+            head = self._codec.decode(self._window[:-kept])
+            if head + self._codec.decode(self._window[-kept:]) == text:
+                return head, kept
+        return text, 0
+
+    def _send(self, piece: str) -> str:
+        """``piece`` without a tail that may become a stop string; sets ``stop_hit``."""
+        if not self._stop:
+            return piece
+        text = self._unsent + piece
+        hits = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if hits:  # the one complete first, as if characters came one by one; of those the longest
+            end, at, self.stop_hit = min(hits)
+            self._unsent = ""
+            return text[: end if self._include_stop else at]
+        num_held = max(_longest_overlap(text, stop) for stop in self._stop)
+        self._unsent = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+
+def _longest_overlap(text: str, stop: str) -> int:
+    """Length of the longest tail of ``text`` that ``stop`` begins with, shorter than ``stop``."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
