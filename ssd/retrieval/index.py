@@ -1,0 +1,214 @@
+"""The index of one namespace: the ring's tail and the segments sealed from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.config import IndexConfig
+from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.ring import TokenRing
+from ssd.retrieval.snapshot import Segment, Snapshot, segment_table
+
+Tokens = npt.NDArray[np.int32]
+
+_RING_SEALS = 16  # the ring holds the tail of this many seals before a lagging rebuild costs tokens ...
+_RING_TOKENS = 1 << 18  # ... and no fewer than this, so that a very long prompt fits; untouched pages cost no memory
+
+
+class SuffixIndex:
+    """What is stored, newest ``capacity_tokens`` by position, ready to be searched. No threads, no files, no sorting.
+
+    One owner calls everything but ``snapshot``, which any thread may call. Where a token is::
+
+        static segments      from the warm-up builder, outside the capacity, never evicted
+        ring-born segments   [oldest position, sealed)     immutable, in order of position, evicted oldest first
+        tail                 [sealed, written)             in the ring
+
+    Sealing and merging are in two halves, so that the owner may sort in between, elsewhere and without its lock:
+    ``tail_to_seal`` ... ``install_sealed``, and ``merge_plan`` ... ``install_merged``.
+    """
+
+    def __init__(self, config: IndexConfig, segments: Sequence[Segment] = (), next_position: int = 0) -> None:
+        """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty."""
+        self.config = config
+        self.max_segment_tokens = max(2, config.capacity_tokens // 8)
+        limit = min(config.capacity_tokens, max(_RING_SEALS * config.seal_tokens, _RING_TOKENS))
+        self.max_piece_tokens = min(self.max_segment_tokens, max(2, limit // 2)) - 1
+        self.num_evicted_segments = 0
+        self.num_evicted_tokens = 0
+        self.num_dropped_tokens = 0
+        """Tokens that left the ring unsealed, because sealing was too slow."""
+
+        stops = [segment.stop or 0 for segment in segments]
+        self._ring = TokenRing(limit, max([next_position, *stops]))
+        self._sealing_stop = 0  # positions below it have been copied out by tail_to_seal
+        self._static: tuple[Segment, ...] = ()
+        self._ring_born = tuple(segments)
+        self._num_ring_born_tokens = sum(map(len, segments))
+        self._generation = 0
+        self._evict(0)
+        self._publish_segments()
+
+    def snapshot(self) -> Snapshot:
+        """The index as it is now. O(1), from any thread."""
+        return self._snapshot
+
+    @property
+    def ring_born(self) -> tuple[Segment, ...]:
+        """Sealed segments, oldest first."""
+        return self._ring_born
+
+    @property
+    def next_position(self) -> int:
+        """Where the next appended token will lie."""
+        return self._ring.tail_stop
+
+    @property
+    def oldest_position(self) -> int:
+        """Nothing before this position is stored any more."""
+        return self._ring_born[0].start or 0 if self._ring_born else self._ring.tail_start
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """Tokens in no segment yet."""
+        return len(self._ring)
+
+    def has_room(self) -> bool:
+        """False while half the ring is unsealed."""
+        return 2 * len(self._ring) < self._ring.limit
+
+    # Appending
+
+    def append(self, tokens: Tokens) -> list[Tokens]:
+        """Store one sequence (int32[n], ids >= 0) and publish it. Returns the pieces it was cut into.
+
+        Evicts the oldest segments, or drops the oldest unsealed sequences, to stay within the capacity. O(n).
+        """
+        pieces = split_sequence(tokens, self.max_piece_tokens, self.config.lead_in_tokens)
+        for piece in pieces:
+            evicted = self._evict(len(piece) + 1)
+            tail_start = self._ring.tail_start
+            self._ring.append(piece)
+            self.num_dropped_tokens += max(0, self._ring.tail_start - max(tail_start, self._sealing_stop))
+            if evicted:
+                self._publish_segments()
+        if pieces:
+            self._publish()
+        return pieces
+
+    # Sealing
+
+    def tail_to_seal(self) -> tuple[int, Tokens] | None:
+        """Position and a copy of the oldest whole sequences of the tail, at most a segment's; None if it is empty."""
+        if len(self._ring) == 0:
+            return None
+        start = self._ring.tail_start
+        self._sealing_stop = self._ring.sequences_within(self.max_segment_tokens)
+        return start, self._ring.read(start, self._sealing_stop)
+
+    def install_sealed(self, segment: Segment) -> None:
+        """The text of ``tail_to_seal`` is in ``segment`` from now on. Publishes."""
+        assert segment.stop is not None
+        self._ring.release(segment.stop)
+        self._ring_born = (*self._ring_born, segment)
+        self._num_ring_born_tokens += len(segment)
+        self._evict(0)
+        self._publish_segments()
+
+    # Merging
+
+    def merge_plan(self) -> tuple[Segment, ...] | None:
+        """Neighbouring segments to be merged next, or None. O(number of segments).
+
+        Size-tiered, as in Lucene: a segment's class is log of its size to the base ``merge_fanout``; a run of
+        ``merge_fanout`` segments of one class is merged. A segment with a larger, newer neighbour counts as that one's
+        class, or small ones between large ones would stay forever. Classes then never grow with position, so there are
+        fewer than ``merge_fanout`` segments in each, but for those whose sum would exceed an eighth of the capacity. A
+        token is sorted again about log(capacity / seal_tokens) times.
+        """
+        fanout = self.config.merge_fanout
+        segments = self._ring_born
+        run_class, run_stop = -1, len(segments)
+        for i in reversed(range(len(segments))):
+            size_class = self._size_class(segments[i])
+            if size_class > run_class:
+                run_class, run_stop = size_class, i + 1
+            if run_stop - i >= fanout:
+                plan = self._longest_that_fits(segments[i:run_stop])
+                if plan is not None:
+                    return plan
+        return None
+
+    def _size_class(self, segment: Segment) -> int:
+        return int(math.log(max(1.0, len(segment) / self.config.seal_tokens), self.config.merge_fanout) + 1e-9)
+
+    def _longest_that_fits(self, run: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
+        """The oldest two to ``merge_fanout`` neighbours in ``run`` whose sum is within the limit of a segment."""
+        for first in range(len(run) - 1):
+            total = 0
+            count = 0
+            for segment in run[first : first + self.config.merge_fanout]:
+                total += len(segment)
+                if total > self.max_segment_tokens:
+                    break
+                count += 1
+            if count >= 2:
+                return run[first : first + count]
+        return None
+
+    def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
+        """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one was evicted."""
+        for first in range(len(self._ring_born)):
+            if self._ring_born[first] is inputs[0]:
+                break
+        else:
+            return False
+        assert all(a is b for a, b in zip(self._ring_born[first:], inputs, strict=False))
+        self._ring_born = (*self._ring_born[:first], merged, *self._ring_born[first + len(inputs) :])
+        self._publish_segments()
+        return True
+
+    # Static segments
+
+    def add_static(self, segments: Sequence[Segment]) -> None:
+        """Search ``segments`` too, outside the capacity. Publishes."""
+        assert all(segment.start is None for segment in segments)
+        self._static = (*self._static, *segments)
+        self._publish_segments()
+
+    def remove_static(self, segment_id: str) -> bool:
+        """Stop searching a static segment. Returns whether it was there."""
+        kept = tuple(segment for segment in self._static if segment.segment_id != segment_id)
+        was_there = len(kept) < len(self._static)
+        self._static = kept
+        self._publish_segments()
+        return was_there
+
+    def _evict(self, num_new_tokens: int) -> bool:
+        """Drop the oldest segments until ``num_new_tokens`` more tokens fit."""
+        capacity = self.config.capacity_tokens
+        kept = 0
+        while kept < len(self._ring_born) and self._num_ring_born_tokens + len(self._ring) + num_new_tokens > capacity:
+            self._num_ring_born_tokens -= len(self._ring_born[kept])
+            self.num_evicted_tokens += len(self._ring_born[kept])
+            kept += 1
+        self.num_evicted_segments += kept
+        self._ring_born = self._ring_born[kept:]
+        return kept > 0
+
+    def _publish_segments(self) -> None:
+        self._searched = (*self._static, *self._ring_born)
+        self._table = segment_table(self._searched)
+        self._publish()
+
+    def _publish(self) -> None:
+        ring = self._ring
+        self._generation += 1
+        # One assignment of an immutable object: a reader has either the old one or the new one, whole.
+        self._snapshot = Snapshot(
+            self._generation, self._searched, self._table, ring.tokens, ring.tail_start, ring.tail_stop
+        )

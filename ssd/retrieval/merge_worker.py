@@ -1,0 +1,166 @@
+"""The server's side of the rebuild process: start, ask, restart, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+from ssd.errors import CacheError, StoreUnavailable
+from ssd.retrieval.worker import MergeJob
+
+log = logging.getLogger(__name__)
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_ATTEMPTS = 2  # a job that kills the process twice is given back
+_MAX_CRASHES = 5  # in a row; then every job is refused
+_FIRST_BACK_OFF_S = 0.1  # doubles with every crash in a row
+
+
+class MergeWorker:
+    """One rebuild process and the thread that talks to it. Jobs run one at a time, in order."""
+
+    def __init__(self, scratch: Path | None = None) -> None:
+        """``scratch`` : a directory the process removes when it ends. The process starts with the first job."""
+        self.num_restarts = 0
+        self._scratch = scratch
+        self._jobs: queue.SimpleQueue[tuple[MergeJob | None, Future[None]] | None] = queue.SimpleQueue()
+        self._process: subprocess.Popen[str] | None = None
+        self._stopping = threading.Event()
+        self._crashes = 0
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def process_id(self) -> int | None:
+        """The process's id, None when none runs."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def start(self) -> Future[None]:
+        """Start the process without a job, so that it watches over the scratch directory."""
+        return self._enqueue(None)
+
+    def submit(self, job: MergeJob) -> Future[None]:
+        """Run ``job``. The future fails with CacheError: the job failed, or the process cannot be kept running."""
+        return self._enqueue(job)
+
+    def close(self) -> None:
+        """Stop the process, abandoning the job it has; waiting jobs fail."""
+        with self._lock:
+            self._stopping.set()
+            thread = self._thread
+        self._kill()
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def _enqueue(self, job: MergeJob | None) -> Future[None]:
+        future: Future[None] = Future()
+        with self._lock:
+            if self._stopping.is_set():
+                future.set_exception(StoreUnavailable("the rebuild process is stopped"))
+                return future
+            if self._thread is None:
+                # The process dies with the thread that started it (that is what prctl watches): one thread for all its
+                # life.
+                self._thread = threading.Thread(target=self._run, name="ssd-merge", daemon=True)
+                self._thread.start()
+            self._jobs.put((job, future))
+        return future
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            try:
+                self._do(job)
+            except CacheError as error:
+                future.set_exception(error)
+            except Exception as error:  # the thread must outlive whatever one job does
+                log.exception("rebuild process failed")
+                future.set_exception(StoreUnavailable(f"the rebuild process failed: {error}"))
+            else:
+                future.set_result(None)
+        self._reap()
+
+    def _do(self, job: MergeJob | None) -> None:
+        for _ in range(_ATTEMPTS):
+            if self._stopping.is_set() or self._crashes >= _MAX_CRASHES:
+                break
+            try:
+                process = self._running_process()
+                if job is None:
+                    return
+                answer = self._ask(process, job)
+            except OSError as error:
+                log.warning("rebuild process: %s", error)
+                answer = None
+            if answer is not None:
+                self._crashes = 0
+                if answer["error"] is not None:
+                    raise CacheError(f"a merge failed: {answer['error']}")
+                return
+            self._crashed()
+        raise StoreUnavailable("the rebuild process does not run; segments are merged inside the server")
+
+    def _running_process(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            command = [sys.executable, "-m", "ssd.retrieval.worker", "--parent", str(os.getpid())]
+            if self._scratch is not None:
+                command += ["--scratch", str(self._scratch)]
+            # The process must find this very package, however the parent found it.
+            paths = [str(_PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+            if self._stopping.is_set():  # close() may have looked for it just before
+                self._process.kill()
+        return self._process
+
+    def _ask(self, process: subprocess.Popen[str], job: MergeJob) -> dict[str, str | None] | None:
+        """The answer, or None when the process ended without one."""
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(job.to_json() + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            answer: dict[str, str | None] = json.loads(line)
+        except (BrokenPipeError, ValueError):
+            return None
+        return answer
+
+    def _crashed(self) -> None:
+        self._reap()
+        if self._stopping.is_set():
+            return
+        self._crashes += 1
+        self.num_restarts += 1
+        log.warning("rebuild process ended unexpectedly crashes=%d", self._crashes)
+        self._stopping.wait(_FIRST_BACK_OFF_S * 2 ** (self._crashes - 1))
+
+    def _kill(self) -> None:
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    def _reap(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,86 @@
+"""Storing a prompt's beginning once: what many requests repeat is not stored many times."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Tokens = npt.NDArray[np.int32]
+
+
+class PrefixFilter:
+    """Knows which leading blocks of text are stored, by a chain of hashes. One writer.
+
+    The hash of a block covers the blocks before it, so a known hash means that the whole beginning up to there is known
+    (64 bits of xxh3: a collision only loses a few tokens of drafting material). A block is forgotten once the ring
+    position it was stored at is evicted, so memory is bounded by capacity / block entries of about 150 bytes.
+    """
+
+    def __init__(self, block_tokens: int, lead_in_tokens: int) -> None:
+        """Blocks of ``block_tokens`` tokens (0: no filter); ``lead_in_tokens`` are repeated before new text."""
+        self._block_tokens = block_tokens
+        self._lead_in_tokens = lead_in_tokens
+        self._positions: dict[int, int] = {}  # hash of a block -> position of the sequence that stored it
+        self._by_age: deque[tuple[int, int]] = deque()  # the same as (position, hash), oldest first
+
+    def __len__(self) -> int:
+        """Blocks known."""
+        return len(self._positions)
+
+    def pieces(self, tokens: Tokens, prompt_length: int, position: int) -> list[Tokens]:
+        """What of a sequence is to be stored, and remember its blocks as stored at ``position``.
+
+        ``tokens`` : int32[n], prompt then completion; the completion is always stored, because how often a text
+        occurred is what ranks drafts. ``position`` : where the ring will put it, never smaller than before. Returns
+        views of ``tokens``: none when there is nothing new, else one. O(n).
+
+        Blocks of the completion are remembered too: the next turn of a conversation brings them back in its prompt.
+        """
+        skipped = self._remember(tokens, prompt_length, position) if self._block_tokens else 0
+        if skipped == len(tokens):
+            return []
+        return [tokens[max(0, skipped - self._lead_in_tokens) :]]
+
+    def forget_before(self, position: int) -> None:
+        """Forget the blocks stored before ``position``: they are evicted. O(1) for each."""
+        while self._by_age and self._by_age[0][0] < position:
+            stored_at, block_hash = self._by_age.popleft()
+            if self._positions.get(block_hash) == stored_at:  # else it was stored again since
+                del self._positions[block_hash]
+
+    def _remember(self, tokens: Tokens, prompt_length: int, position: int) -> int:
+        """Returns how many leading tokens are stored already, a multiple of the block length within the prompt."""
+        skipped = 0
+        is_known_so_far = True
+        for stop, block_hash in self._chain(tokens):
+            is_known_so_far = is_known_so_far and stop <= prompt_length and block_hash in self._positions
+            if is_known_so_far:
+                skipped = stop
+            else:
+                self._positions[block_hash] = position
+                self._by_age.append((position, block_hash))
+        return skipped
+
+    def _chain(self, tokens: Tokens) -> Iterator[tuple[int, int]]:
+        """(end offset, hash of everything up to there) of each whole block."""
+        block_hash = 0
+        for stop in range(self._block_tokens, len(tokens) + 1, self._block_tokens):
+            block_hash = xxhash.xxh3_64_intdigest(tokens[stop - self._block_tokens : stop].data, seed=block_hash)
+            yield stop, block_hash
+
+
+def split_sequence(tokens: Tokens, max_tokens: int, lead_in_tokens: int) -> list[Tokens]:
+    """Cut a sequence into views of at most ``max_tokens`` tokens.
+
+    Each later piece begins with the ``lead_in_tokens`` before it (at most half a piece), so that a context which runs
+    over the cut is still found. An empty sequence gives no piece.
+    """
+    if len(tokens) <= max_tokens:
+        return [tokens] if len(tokens) else []
+    step = max_tokens - min(lead_in_tokens, max_tokens // 2)
+    num_pieces = 1 + -(-(len(tokens) - max_tokens) // step)
+    return [tokens[i * step : i * step + max_tokens] for i in range(num_pieces)]

@@ -1,0 +1,125 @@
+"""Directories of static segments: built offline, searched by every server, evicted by none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.errors import CacheError, StoreUnavailable
+from ssd.retrieval.directory import SegmentDirectory, load_segments, read_manifest
+from ssd.retrieval.names import check_fingerprint, check_namespace, new_segment_id
+from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.suffix_array import build_segment
+
+Tokens = npt.NDArray[np.int32]
+
+DEFAULT_SEGMENT_TOKENS = 16 << 20
+"""Sorting this many takes about 3 s and 26 bytes a token while it lasts."""
+
+_LEAD_IN_TOKENS = 32
+
+
+def load_static_directory(path: Path, *, fingerprint: str) -> list[Segment]:
+    """All segments of a directory, mapped, as static ones. A server's own directory may be given too.
+
+    Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, or StoreUnavailable when it cannot be read.
+    """
+    try:
+        manifest = read_manifest(path, fingerprint=fingerprint)
+    except OSError as error:
+        raise StoreUnavailable(f"{path} cannot be read: {error}. Check the path and its permissions") from error
+    if manifest is None:
+        raise StoreUnavailable(f"{path} holds no cache (no manifest.json). Make one with `ssd-cache build`")
+    segments, failures = load_segments(path, manifest)
+    for failure in failures:
+        if isinstance(failure, CacheError):
+            raise failure
+        raise StoreUnavailable(f"{path} is incomplete: {failure}. Copy or build it again") from failure
+    return [replace(segment, start=None) for segment in segments]
+
+
+class StaticWriter:
+    """Writes sequences into a directory of static segments; adds to what is there already.
+
+    A context manager: leaving it normally makes everything appended count, leaving it by an exception none of it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        fingerprint: str,
+        namespace: str = "default",
+        segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
+    ) -> None:
+        """``segment_tokens`` : size of a segment, >= 2. Raises CacheError, ConfigError, OSError."""
+        if not 2 <= segment_tokens < 1 << 31:
+            raise CacheError(f"segment_tokens must be within 2..2147483647, got {segment_tokens}")
+        self.num_tokens = 0
+        """Tokens appended so far, separators included."""
+        self._segment_tokens = segment_tokens
+        self._pending: list[Tokens] = []
+        self._num_pending = 0
+        self._directory = SegmentDirectory(
+            path, fingerprint=check_fingerprint(fingerprint), namespace=check_namespace(namespace)
+        )
+        existing, failures = self._directory.load()
+        if failures:
+            self._directory.close()
+            raise failures[0]
+        self._existing = existing
+        self._segments = list(existing)
+
+    def append(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        """Add one sequence of ids >= 0. Writes a segment when enough have come. Raises CacheError, OSError."""
+        wide = np.asarray(token_ids)
+        if len(wide) == 0:
+            return
+        if wide.ndim != 1 or wide.dtype.kind not in "iu" or wide.min() < 0 or wide.max() > np.iinfo(np.int32).max:
+            raise CacheError("token ids must be one sequence of integers within 0..2147483647")
+        for piece in split_sequence(wide.astype(np.int32), self._segment_tokens - 1, _LEAD_IN_TOKENS):
+            if self._num_pending + len(piece) + 1 > self._segment_tokens:
+                self._write()
+            self._pending += [piece, np.array([SEPARATOR], np.int32)]
+            self._num_pending += len(piece) + 1
+            self.num_tokens += len(piece) + 1
+
+    def close(self) -> None:
+        """Write the rest and the manifest."""
+        try:
+            self._write()
+            self._directory.commit(self._segments, next_position=0)
+        finally:
+            self._directory.close()
+
+    def discard(self) -> None:
+        """Remove what was written since this writer was made."""
+        try:
+            self._directory.commit(self._existing, next_position=0)
+        finally:
+            self._directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _write(self) -> None:
+        if self._pending:
+            tokens = np.concatenate(self._pending)
+            self._pending, self._num_pending = [], 0
+            segment = build_segment(tokens, start=None, segment_id=new_segment_id(None))
+            self._segments.append(self._directory.write(segment))

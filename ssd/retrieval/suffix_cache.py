@@ -1,0 +1,354 @@
+"""The retrieval cache of one namespace."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.config import IndexConfig
+from ssd.errors import CacheError
+from ssd.retrieval.directory import SegmentDirectory
+from ssd.retrieval.index import SuffixIndex
+from ssd.retrieval.merge_worker import MergeWorker
+from ssd.retrieval.names import new_segment_id
+from ssd.retrieval.prefixes import PrefixFilter
+from ssd.retrieval.snapshot import Segment, Snapshot
+from ssd.retrieval.static import load_static_directory
+from ssd.retrieval.suffix_array import build_segment
+from ssd.retrieval.worker import MergeJob
+
+log = logging.getLogger(__name__)
+
+Tokens = npt.NDArray[np.int32]
+TokenIds = Sequence[int] | npt.NDArray[np.integer]
+Listener = Callable[[list[Tokens]], None]
+
+_MERGED_IN_PROCESS = 1 << 14  # tokens; sorting so few costs less than asking the worker
+_ROOM_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """Counters of one namespace since it was opened; sizes are those of now. Tokens include separators."""
+
+    num_tokens: int
+    """Ring-born tokens that can be matched, at most the capacity."""
+    num_static_tokens: int
+    num_tail_tokens: int
+    num_segments: int
+    generation: int
+    num_appended_tokens: int
+    """Tokens given to append and append_shared."""
+    num_skipped_tokens: int
+    """Of those, prompt tokens that were stored already."""
+    num_sealed: int
+    num_merged: int
+    num_evicted_segments: int
+    num_evicted_tokens: int
+    num_dropped_tokens: int
+    """Tokens lost because sealing could not keep up."""
+    num_failures: int
+    """Refused appends, failed listeners, files that could not be read or written, failed merges."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningMerge:
+    inputs: tuple[Segment, ...]
+    segment_id: str
+    future: Future[None]
+
+
+class SuffixCache:
+    """What one namespace has learned. Made by ``CacheSet``, which also calls ``maintain`` unless it is inline.
+
+    Appending and reading are safe from any thread and never wait for sorting or files::
+
+        _lock               index, filter, counters           held for microseconds
+        _maintenance_lock   sealing, merging, the directory   held while files are written; taken before _lock
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: IndexConfig,
+        *,
+        fingerprint: str,
+        directory: SegmentDirectory | None = None,
+        worker: MergeWorker | None = None,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        """``directory`` : where segments become files, None keeps them in memory; ``worker`` : merges those files;
+        ``wake`` : called when there is maintenance to do, None when the owner calls ``maintain`` by itself.
+        """
+        self.name = name
+        self._fingerprint = fingerprint
+        self._seal_tokens = config.seal_tokens
+        self._directory = directory
+        self._worker = worker
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._maintenance_lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._listeners: tuple[Listener, ...] = ()
+        self._merge: _RunningMerge | None = None
+        self._num_appended = self._num_skipped = self._num_sealed = self._num_merged = self._num_failures = 0
+        self._complained: set[str] = set()
+        self._closed = False
+
+        segments: list[Segment] = []
+        next_position = 0
+        if directory is not None:
+            segments, failures = directory.load()
+            next_position = directory.manifest.next_position
+            for failure in failures:
+                self.report_failure("a segment was left out", failure)
+        self._committed = tuple(segments)
+        self._index = SuffixIndex(config, segments, next_position)
+        self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens)
+
+    def snapshot(self) -> Snapshot:
+        """What can be searched now, the last append included. O(1)."""
+        return self._index.snapshot()
+
+    # Learning
+
+    def append(self, token_ids: TokenIds, *, prompt_length: int = 0) -> None:
+        """Store a finished sequence, prompt then completion. O(n); never raises and never waits for sorting or files.
+
+        ``token_ids`` : ids >= 0, end-of-text included. Of its first ``prompt_length`` tokens, the leading blocks stored
+        before are not stored again. What cannot be stored is counted as a failure.
+        """
+        try:
+            tokens = _checked(token_ids)
+            with self._lock:
+                pieces = self._filter.pieces(tokens, prompt_length, self._index.next_position)
+                stored = self._store(pieces)
+                self._num_appended += len(tokens)
+                self._num_skipped += len(tokens) - sum(map(len, pieces))
+        except Exception as error:  # a cache must not fail a request
+            self.report_failure("a sequence was not stored", error)
+            return
+        self._wake_if_due()
+        for listener in self._listeners if stored else ():
+            try:
+                listener(stored)
+            except Exception as error:
+                self.report_failure("a listener failed", error)
+
+    def append_shared(self, token_ids: TokenIds) -> None:
+        """Store a piece another replica stored, as it is; listeners do not hear of it. Never raises.
+
+        Waits, at most a second, while the ring is half full of unsealed tokens: a replica that reads a long log must
+        not outrun the sealing. Not for the request path.
+        """
+        try:
+            tokens = _checked(token_ids)
+            with self._room:
+                if self._wake is not None:
+                    self._room.wait_for(self._index.has_room, _ROOM_WAIT_S)
+                self._store([tokens])
+                self._num_appended += len(tokens)
+        except Exception as error:
+            self.report_failure("a shared piece was not stored", error)
+            return
+        self._wake_if_due()
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call ``listener`` with the pieces (int32[n] each, no separators) of every ``append``, on its thread."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+    def add_static_directory(self, path: Path) -> None:
+        """Search the segments of a directory made by ``ssd-cache build`` too; they are never evicted.
+
+        Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
+        """
+        segments = load_static_directory(path, fingerprint=self._fingerprint)
+        with self._lock:
+            self._index.add_static(segments)
+
+    def remove_static(self, segment_id: str) -> bool:
+        """Stop searching one static segment. Returns whether it was there."""
+        with self._lock:
+            return self._index.remove_static(segment_id)
+
+    def _store(self, pieces: list[Tokens]) -> list[Tokens]:
+        num_dropped = self._index.num_dropped_tokens
+        stored = [part for piece in pieces for part in self._index.append(piece)]
+        # Positions say nothing about text dropped from the middle, so then every block is forgotten.
+        has_dropped = self._index.num_dropped_tokens > num_dropped
+        self._filter.forget_before(self._index.next_position if has_dropped else self._index.oldest_position)
+        return stored
+
+    def _wake_if_due(self) -> None:
+        if self._wake is not None and self._index.num_tail_tokens >= self._seal_tokens:
+            self._wake()
+
+    # Maintenance
+
+    def maintain(self, *, seal_all: bool = False, wait: bool = True) -> None:
+        """Seal what is due, merge what is due, bring the directory up to date.
+
+        ``seal_all`` : seal the tail however short it is. ``wait`` : also finish merges that the worker does; without,
+        they are started here and taken over by a later call.
+        """
+        with self._maintenance_lock:
+            if self._closed:
+                return
+            self._seal(1 if seal_all else self._seal_tokens)
+            self._run_merges(wait)
+            self._commit()
+
+    def flush(self) -> None:
+        """Seal the whole tail and wait for all merges."""
+        self.maintain(seal_all=True)
+
+    def close(self) -> None:
+        """Seal the tail and let go of the directory. Appends still work afterwards, in memory only."""
+        with self._maintenance_lock:
+            if self._closed:
+                return
+            if self._directory is None or self._directory.durable:
+                self._seal(1)
+            self._closed = True
+            self._commit()
+            if self._directory is not None:
+                self._directory.close()
+
+    def _seal(self, min_tokens: int) -> None:
+        while True:
+            with self._lock:
+                due = self._index.tail_to_seal() if self._index.num_tail_tokens >= min_tokens else None
+            if due is None:
+                return
+            start, tokens = due
+            segment = self._to_file(build_segment(tokens, start=start, segment_id=new_segment_id(start)))
+            with self._room:
+                self._index.install_sealed(segment)
+                self._num_sealed += 1
+                self._room.notify_all()
+
+    def _run_merges(self, wait: bool) -> None:
+        while True:
+            if self._merge is not None:
+                if not wait and not self._merge.future.done():
+                    return
+                merge, self._merge = self._merge, None
+                self._install(merge.inputs, self._take_over(merge))
+            with self._lock:
+                inputs = self._index.merge_plan()
+            if inputs is None:
+                return
+            self._merge = self._submit(inputs)
+            if self._merge is None:
+                self._install(inputs, self._merge_here(inputs))
+
+    def _submit(self, inputs: tuple[Segment, ...]) -> _RunningMerge | None:
+        """Have the worker merge, if there is one, the work is worth it and all inputs are files."""
+        directory, worker = self._directory, self._worker
+        if directory is None or worker is None or sum(map(len, inputs)) <= _MERGED_IN_PROCESS:
+            return None
+        if not all(directory.has_file(segment.segment_id) for segment in inputs):
+            return None
+        start = inputs[0].start
+        assert start is not None
+        segment_id = new_segment_id(start)
+        job = MergeJob(
+            inputs=tuple(str(directory.path_of(segment.segment_id)) for segment in inputs),
+            output=str(directory.path_of(segment_id)),
+            segment_id=segment_id,
+            start=start,
+            fingerprint=self._fingerprint,
+            namespace=self.name,
+            durable=directory.durable,
+        )
+        future = worker.submit(job)
+        if self._wake is not None:
+            wake = self._wake
+            future.add_done_callback(lambda _: wake())
+        return _RunningMerge(inputs, segment_id, future)
+
+    def _take_over(self, merge: _RunningMerge) -> Segment:
+        assert self._directory is not None
+        try:
+            merge.future.result()
+            return self._directory.adopt(merge.segment_id)
+        except (CacheError, OSError) as error:
+            self.report_failure("a merge by the rebuild process failed", error)
+            return self._merge_here(merge.inputs)
+
+    def _merge_here(self, inputs: Sequence[Segment]) -> Segment:
+        start = inputs[0].start
+        tokens = np.concatenate([segment.tokens for segment in inputs])
+        return self._to_file(build_segment(tokens, start=start, segment_id=new_segment_id(start)))
+
+    def _install(self, inputs: Sequence[Segment], merged: Segment) -> None:
+        with self._lock:
+            if self._index.install_merged(inputs, merged):
+                self._num_merged += 1
+
+    def _to_file(self, segment: Segment) -> Segment:
+        if self._directory is None:
+            return segment
+        try:
+            return self._directory.write(segment)
+        except (OSError, CacheError) as error:
+            self.report_failure("a segment stays in memory", error)
+            return segment
+
+    def _commit(self) -> None:
+        with self._lock:
+            segments, next_position = self._index.ring_born, self._index.next_position
+        if self._directory is None or segments == self._committed:
+            return
+        try:
+            self._directory.commit(segments, next_position=next_position)
+            self._committed = segments
+        except OSError as error:
+            self.report_failure("the manifest was not written", error)
+
+    def report_failure(self, what: str, error: BaseException) -> None:
+        """Count a failure and log the first of its kind: what fails once often fails always."""
+        self._num_failures += 1
+        kind = f"{what} {type(error).__name__}"
+        if kind not in self._complained:
+            self._complained.add(kind)
+            log.warning("cache namespace=%s: %s (logged once): %s", self.name, what, error)
+
+    def stats(self) -> CacheStats:
+        """Sizes and counters."""
+        with self._lock:
+            snapshot, index = self._index.snapshot(), self._index
+            num_static = sum(len(segment) for segment in snapshot.segments if segment.start is None)
+            return CacheStats(
+                num_tokens=snapshot.num_tokens - num_static,
+                num_static_tokens=num_static,
+                num_tail_tokens=index.num_tail_tokens,
+                num_segments=len(snapshot.segments),
+                generation=snapshot.generation,
+                num_appended_tokens=self._num_appended,
+                num_skipped_tokens=self._num_skipped,
+                num_sealed=self._num_sealed,
+                num_merged=self._num_merged,
+                num_evicted_segments=index.num_evicted_segments,
+                num_evicted_tokens=index.num_evicted_tokens,
+                num_dropped_tokens=index.num_dropped_tokens,
+                num_failures=self._num_failures,
+            )
+
+
+def _checked(token_ids: TokenIds) -> Tokens:
+    """A copy as int32[n]; raises ValueError or OverflowError."""
+    wide = np.array(token_ids)
+    if len(wide) == 0:
+        return np.empty(0, np.int32)
+    if wide.ndim != 1 or wide.dtype.kind not in "iu" or wide.min() < 0 or wide.max() > np.iinfo(np.int32).max:
+        raise ValueError("token ids must be one sequence of integers within 0..2147483647")
+    return wide.astype(np.int32)

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_retrieval import naive_count, naive_skipped, sequences, snapshot_count, snapshot_text
+
+from ssd.config import CacheConfig, IndexConfig
+from ssd.errors import CacheLocked, ConfigError, TokenizerMismatch
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.static import StaticWriter
+
+FINGERPRINT = "0123456789abcdef" * 2
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _config(directory: Path | None = None, **index: float) -> CacheConfig:
+    settings: dict[str, float] = {
+        "capacity_tokens": 8000,
+        "seal_tokens": 16,
+        "dedup_block_tokens": 4,
+        "lead_in_tokens": 2,
+    }
+    return CacheConfig(index=IndexConfig(**{**settings, **index}), directory=directory)  # type: ignore[arg-type]
+
+
+def _said(caches: CacheSet, namespace: str = "default") -> list[list[int]]:
+    return sequences(snapshot_text(caches.get(namespace).snapshot()))
+
+
+def _wait_until_sealed(caches: CacheSet) -> None:
+    deadline = time.monotonic() + 30
+    while caches.get().stats().num_tail_tokens:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# Learning
+
+
+def test_an_append_is_seen_at_once() -> None:
+    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
+        caches.get().append((1, 2, 3), prompt_length=1)
+        assert _said(caches) == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "bad", [[-1], [1 << 31], [1 << 70], [1.5], ["a"], None, 3, [[1, 2]], [[1], [2, 3]], [None], object()]
+)
+def test_what_is_no_sequence_is_counted_and_never_raised(bad: object, caplog: pytest.LogCaptureFixture) -> None:
+    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
+        caches.get().append(bad)  # type: ignore[arg-type]
+        caches.get().append_shared(bad)  # type: ignore[arg-type]
+        caches.get().append([])
+        assert caches.get().stats().num_failures == 2
+        assert _said(caches) == []
+    assert len(caplog.records) == 2  # each kind of failure once
+
+
+def test_the_callers_array_may_change_afterwards() -> None:
+    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
+        heard: list[list[np.ndarray]] = []
+        caches.get().add_listener(heard.append)
+        tokens = np.array([1, 2, 3], np.int32)
+        caches.get().append(tokens)
+        tokens[:] = 9
+        assert _said(caches) == [[1, 2, 3]] and heard[0][0].tolist() == [1, 2, 3]
+
+
+def test_listeners_hear_local_pieces_only_and_may_fail() -> None:
+    def fails(_: list[np.ndarray]) -> None:
+        raise RuntimeError("listener")
+
+    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
+        cache = caches.get()
+        heard: list[list[list[int]]] = []
+        cache.add_listener(fails)
+        cache.add_listener(lambda pieces: heard.append([piece.tolist() for piece in pieces]))
+        cache.append([1, 2, 3, 4, 5], prompt_length=5)
+        cache.append_shared([7, 8])
+        cache.append([1, 2, 3, 4, 6], prompt_length=5)
+        cache.append([1, 2, 3, 4], prompt_length=4)  # nothing new
+        assert heard == [[[1, 2, 3, 4, 5]], [[3, 4, 6]]]
+        assert all(piece in _said(caches) for pieces in heard for piece in pieces)
+        stats = cache.stats()
+        assert (stats.num_failures, stats.num_appended_tokens, stats.num_skipped_tokens) == (2, 16, 2 + 4)
+
+
+def test_namespaces_do_not_see_each_other() -> None:
+    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
+        caches.get("a").append([1])
+        caches.get("b").append([2])
+        assert (_said(caches), _said(caches, "a"), _said(caches, "b")) == ([], [[1]], [[2]])
+        assert caches.names() == ["a", "b", "default"]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "a\0", "ä", "a" * 65, "a b"])
+def test_names_that_could_leave_the_directory_are_refused(name: str) -> None:
+    with CacheSet(_config(), FINGERPRINT, inline=True) as caches, pytest.raises(ConfigError):
+        caches.get(name)
+
+
+def test_the_least_used_namespace_makes_room_and_the_default_one_stays() -> None:
+    with CacheSet(_config(), FINGERPRINT, inline=True, max_namespaces=2) as caches:
+        caches.get().append([1])
+        old = caches.get("a")
+        caches.get("b")
+        assert caches.names() == ["b", "default"]
+        old.append([1])  # whoever still holds it may go on
+        old.flush()
+        assert _said(caches) == [[1]]
+
+
+# Maintenance
+
+
+_REQUESTS = st.tuples(st.lists(st.integers(0, 1), max_size=24), st.integers(0, 24))
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(16, 400),
+    st.integers(0, 3),
+    st.lists(
+        st.one_of(_REQUESTS, _REQUESTS, st.sampled_from(["maintain", "flush", "reopen"])), min_size=5, max_size=40
+    ),
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+)
+def test_equals_a_list_with_files_and_without(
+    capacity_tokens: int, block_tokens: int, operations: list[tuple[list[int], int] | str], pattern: list[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        index = {
+            "capacity_tokens": capacity_tokens,
+            "dedup_block_tokens": block_tokens,
+            "seal_tokens": 8,
+            "merge_fanout": 2,
+        }
+        config = _config(Path(directory), **index)
+        caches = CacheSet(config, FINGERPRINT, inline=True)
+        memory = CacheSet(_config(None, **index), FINGERPRINT, inline=True)
+        said: list[int] = []
+        beginnings: set[tuple[int, ...]] = set()
+        for operation in operations:
+            if operation == "reopen":
+                caches.close()
+                caches = CacheSet(config, FINGERPRINT, inline=True)
+                beginnings.clear()
+            elif operation == "maintain":
+                caches.maintain()
+                memory.maintain()
+            elif operation == "flush":
+                caches.flush()
+                assert caches.get().stats().num_tail_tokens == 0
+            else:
+                assert not isinstance(operation, str)
+                tokens, prompt_length = operation
+                cache = caches.get()
+                heard: list[np.ndarray] = []
+                cache._listeners = (heard.extend,)
+                cache.append(tokens, prompt_length=prompt_length)
+                memory.get().append(tokens, prompt_length=prompt_length)
+                said += [token for piece in heard for token in [*piece.tolist(), SEPARATOR]]
+                if cache.stats().num_evicted_tokens + cache.stats().num_dropped_tokens == 0:
+                    skipped = naive_skipped(beginnings, tokens, prompt_length, block_tokens)
+                    num_stored = 0 if skipped == len(tokens) else len(tokens[max(0, skipped - 2) :])
+                    if len(heard) <= 1:
+                        assert sum(map(len, heard)) == num_stored
+            text = snapshot_text(caches.get().snapshot())
+            assert text == said[len(said) - len(text) :] and len(text) <= capacity_tokens
+        snapshot = caches.get().snapshot()
+        assert snapshot_count(snapshot, pattern) == naive_count(snapshot_text(snapshot), pattern)
+        assert caches.get().stats().num_failures == 0
+        if "reopen" not in operations:
+            assert sum(map(len, _said(memory))) == 0 or _said(memory)[-1] == _said(caches)[-1]
+        caches.close()
+        memory.close()
+        files = {path.name for path in Path(directory, "default").glob("*.seg")}
+        assert files == {f"{segment.segment_id}.seg" for segment in caches.get().snapshot().segments}
+
+
+def test_threads_and_process_keep_what_several_threads_say() -> None:
+    random_tokens = np.random.default_rng(1)
+    texts = [random_tokens.integers(0, 50, 200).tolist() for _ in range(400)]
+    with CacheSet(_config(capacity_tokens=1 << 20, seal_tokens=2048, dedup_block_tokens=0), FINGERPRINT) as caches:
+        cache = caches.get()
+        stop = threading.Event()
+        torn: list[object] = []
+
+        def read() -> None:
+            while not stop.is_set():
+                snapshot = cache.snapshot()
+                if snapshot.num_tokens % 201:
+                    torn.append(snapshot)
+
+        def append(part: int) -> None:
+            for i, text in enumerate(texts[part::3]):
+                cache.append(text)
+                if i % 10 == 0:
+                    cache.flush()
+
+        threads = [threading.Thread(target=append, args=(part,)) for part in range(3)]
+        reader = threading.Thread(target=read)
+        for thread in [reader, *threads]:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stop.set()
+        reader.join()
+        caches.flush()
+        stats = cache.stats()
+        assert not torn and stats.num_failures == stats.num_dropped_tokens == 0
+        assert stats.num_tail_tokens == 0 and stats.num_merged > 0 and stats.num_segments < 10
+        assert sorted(_said(caches)) == sorted(texts)
+        pattern = texts[0][:3]
+        assert snapshot_count(cache.snapshot(), pattern) == naive_count(snapshot_text(cache.snapshot()), pattern)
+
+
+def test_the_tail_is_sealed_after_the_interval_and_scratch_files_go_with_the_set() -> None:
+    with CacheSet(_config(rebuild_interval_s=0.02), FINGERPRINT) as caches:
+        caches.get().append([1, 2])
+        _wait_until_sealed(caches)
+        scratch = caches._scratch
+        assert scratch is not None and len(list(scratch[0].glob("default/*.seg"))) == 1
+    assert not scratch[0].exists()
+
+
+def test_a_shared_log_does_not_outrun_the_sealing() -> None:
+    with CacheSet(_config(capacity_tokens=1 << 15, seal_tokens=256), FINGERPRINT) as caches:
+        for i in range(200):
+            caches.get().append_shared([i % 100] * 120)
+        assert caches.get().stats().num_dropped_tokens == 0
+
+
+def test_the_rebuild_process_may_be_killed_at_any_time() -> None:
+    with CacheSet(
+        _config(capacity_tokens=1 << 19, seal_tokens=4096, dedup_block_tokens=0, merge_fanout=2), FINGERPRINT
+    ) as caches:
+        cache = caches.get()
+        worker = caches._worker
+        assert worker is not None
+        for i in range(60):
+            cache.append([i] * 2000)
+            if i % 6 == 5:
+                caches.flush()
+            if i % 20 == 19 and worker.process_id is not None:
+                os.kill(worker.process_id, signal.SIGKILL)
+        assert worker.num_restarts > 0 and caches.num_worker_restarts == worker.num_restarts
+        assert cache.stats().num_merged > 0 and cache.stats().num_failures == 0
+        assert len(_said(caches)) == 60 and cache.stats().num_segments <= 6
+
+
+# Files
+
+
+def test_what_was_said_is_known_after_a_restart(tmp_path: Path) -> None:
+    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
+        caches.get().append([1, 2, 3])
+        caches.get("other").append([4])
+    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
+        assert (_said(caches), _said(caches, "other")) == ([[1, 2, 3]], [[4]])
+        caches.get().append([5])
+    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
+        assert _said(caches) == [[1, 2, 3], [5]]
+
+
+def test_a_second_server_on_the_same_directory_is_refused(tmp_path: Path) -> None:
+    with CacheSet(_config(tmp_path), FINGERPRINT, inline=True), pytest.raises(CacheLocked):
+        CacheSet(_config(tmp_path), FINGERPRINT)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
+        caches.get().append([1])
+    with pytest.raises(TokenizerMismatch):
+        CacheSet(_config(tmp_path), "f" * 32)
+    with pytest.raises(ConfigError):
+        CacheSet(_config(), "not a fingerprint", inline=True)
+
+
+def test_a_directory_that_cannot_be_used_costs_only_persistence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with CacheSet(_config(tmp_path / "file"), FINGERPRINT) as caches:
+        for i in range(20):
+            caches.get().append([i] * 10)
+        caches.flush()
+        assert len(_said(caches)) == 20
+        assert caches.get().stats().num_failures == 1
+    assert len(caplog.records) == 1
+
+
+def test_a_directory_that_disappears_costs_only_persistence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CacheSet(_config(tmp_path / "home"), FINGERPRINT, inline=True) as caches:
+        caches.get().append([1] * 20)
+        caches.flush()
+        (tmp_path / "home" / "default").rename(tmp_path / "gone")
+        for i in range(20):
+            caches.get().append([i] * 20)
+            caches.maintain()
+        assert len(_said(caches)) == 21
+        assert caches.get().stats().num_failures > 2
+    assert 1 <= len(caplog.records) <= 3  # one for each kind
+
+
+def test_a_damaged_segment_loses_its_text_only(tmp_path: Path) -> None:
+    with CacheSet(_config(tmp_path, merge_fanout=9), FINGERPRINT, inline=True) as caches:
+        for i in range(3):
+            caches.get().append([i] * 20)
+            caches.flush()
+        damaged = caches.get().snapshot().segments[1].segment_id
+    os.truncate(tmp_path / "default" / f"{damaged}.seg", 400)
+    with CacheSet(_config(tmp_path), FINGERPRINT, inline=True) as caches:
+        assert _said(caches) == [[0] * 20, [2] * 20]
+        assert caches.get().stats().num_failures == 1
+
+
+def test_static_segments_come_first_and_can_be_removed(tmp_path: Path) -> None:
+    with StaticWriter(tmp_path, fingerprint=FINGERPRINT) as writer:
+        writer.append([1, 2, 3])
+    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
+        cache = caches.get()
+        cache.append([4])
+        cache.add_static_directory(tmp_path)
+        assert snapshot_count(cache.snapshot(), [2, 3]) == 1 and _said(caches) == [[4]]
+        assert (cache.stats().num_static_tokens, cache.stats().num_tokens) == (4, 2)
+        assert cache.remove_static(cache.snapshot().segments[0].segment_id)
+        assert snapshot_count(cache.snapshot(), [2, 3]) == 0
+
+
+_WRITER = """
+import itertools, sys
+from pathlib import Path
+from ssd.config import CacheConfig, IndexConfig
+from ssd.retrieval.cache import CacheSet
+index = IndexConfig(capacity_tokens=1 << 18, seal_tokens=512, merge_fanout=2, rebuild_interval_s=0.01)
+caches = CacheSet(CacheConfig(index=index, directory=Path(sys.argv[1])), sys.argv[2])
+print("ready", flush=True)
+for i in itertools.count():
+    caches.get().append(range(i % 1000, i % 1000 + 100))
+    if i % 20 == 0:
+        caches.flush()
+"""
+
+
+def test_a_killed_server_leaves_a_directory_that_opens(tmp_path: Path) -> None:
+    seeded = random.Random(3)
+    num_known = 0
+    for _ in range(4):
+        with subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(tmp_path), FINGERPRINT], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        ) as writer:
+            assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+            time.sleep(seeded.uniform(0.0, 0.4))
+            writer.kill()
+        index = {"capacity_tokens": 1 << 18, "dedup_block_tokens": 64}
+        with CacheSet(_config(tmp_path, **index), FINGERPRINT, inline=True) as caches:
+            assert caches.get().stats().num_failures == 0
+            said = _said(caches)
+            assert all(text == list(range(text[0], text[0] + 100)) for text in said)
+            assert len(said) >= num_known
+            num_known = len(said)
+        assert not list(tmp_path.rglob("*.tmp"))
+    assert num_known > 0

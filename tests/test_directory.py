@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, TokenizerMismatch
+from ssd.retrieval.directory import MANIFEST_NAME, SegmentDirectory, read_manifest
+from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.suffix_array import build_segment
+
+FINGERPRINT = "0123456789abcdef" * 2
+
+
+def _open(path: Path, fingerprint: str = FINGERPRINT) -> SegmentDirectory:
+    return SegmentDirectory(path, fingerprint=fingerprint, namespace="default")
+
+
+def _segment(start: int, segment_id: str) -> Segment:
+    return build_segment(np.array([start % 1000, SEPARATOR], np.int32), start=start, segment_id=segment_id)
+
+
+def _files(path: Path) -> set[str]:
+    return {entry.name for entry in path.glob("*.seg")}
+
+
+def _filled(path: Path) -> Path:
+    directory = _open(path)
+    directory.commit([directory.write(_segment(0, "a")), directory.write(_segment(2, "b"))], next_position=4)
+    directory.close()
+    return path
+
+
+def test_what_was_committed_is_found_again(tmp_path: Path) -> None:
+    directory = _open(_filled(tmp_path))
+    segments, failures = directory.load()
+    assert [segment.segment_id for segment in segments] == ["a", "b"] and failures == []
+    assert [segment.start for segment in segments] == [0, 2]
+    assert (directory.manifest.next_position, directory.manifest.generation) == (4, 1)
+    directory.close()
+
+
+def test_a_commit_removes_the_files_it_leaves_out(tmp_path: Path) -> None:
+    directory = _open(_filled(tmp_path))
+    segments, _ = directory.load()
+    directory.commit(segments[1:], next_position=4)
+    assert _files(tmp_path) == {"b.seg"}
+    assert segments[0].tokens.tolist() == [0, SEPARATOR]  # the map is still good
+    directory.close()
+
+
+def test_uncommitted_and_temporary_files_are_removed_at_the_next_opening(tmp_path: Path) -> None:
+    directory = _open(_filled(tmp_path))
+    directory.write(_segment(4, "c"))
+    directory.close()
+    (tmp_path / "d.seg.17.tmp").write_bytes(b"half")
+    _open(tmp_path).close()
+    assert _files(tmp_path) == {"a.seg", "b.seg"} and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_commit_leaves_files_alone_that_are_being_written(tmp_path: Path) -> None:
+    directory = _open(_filled(tmp_path))
+    (tmp_path / "merged.seg").write_bytes(b"another process is at it")
+    directory.commit(directory.load()[0], next_position=4)
+    assert (tmp_path / "merged.seg").exists()
+    directory.close()
+
+
+def test_a_segment_without_a_file_is_left_out(tmp_path: Path) -> None:
+    directory = _open(tmp_path)
+    directory.commit([_segment(0, "memory"), directory.write(_segment(2, "b"))], next_position=4)
+    assert directory.manifest.segment_ids == ("b",)
+    directory.close()
+
+
+def _try_to_open(path: Path, results: multiprocessing.Queue[str]) -> None:
+    try:
+        _open(path).close()
+    except CacheLocked as error:
+        results.put(str(error))
+    else:
+        results.put("")
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    directory = _open(tmp_path)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=_try_to_open, args=(tmp_path, results))
+    process.start()
+    assert "another process" in results.get(timeout=30)
+    process.join()
+    with pytest.raises(CacheLocked):  # within one process too
+        _open(tmp_path)
+    directory.close()
+    _open(tmp_path).close()
+
+
+def test_another_tokenizer_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerMismatch, match=r"another directory"):
+        _open(_filled(tmp_path), fingerprint="f" * 32)
+    _open(tmp_path).close()
+
+
+def test_a_damaged_segment_is_left_out_and_the_others_are_found(tmp_path: Path) -> None:
+    path = _filled(tmp_path) / "a.seg"
+    os.truncate(path, 300)
+    directory = _open(tmp_path)
+    segments, failures = directory.load()
+    assert [segment.segment_id for segment in segments] == ["b"]
+    assert [type(failure) for failure in failures] == [SegmentCorrupt]
+    directory.close()
+
+
+def test_a_missing_or_exchanged_segment_is_left_out(tmp_path: Path) -> None:
+    _filled(tmp_path)
+    (tmp_path / "b.seg").replace(tmp_path / "a.seg")
+    directory = _open(tmp_path)
+    segments, failures = directory.load()
+    assert segments == [] and len(failures) == 2
+    directory.close()
+
+
+def test_another_manifest_format_is_refused(tmp_path: Path) -> None:
+    path = _filled(tmp_path) / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 9}))
+    with pytest.raises(FormatVersion):
+        _open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{}", '{"format": 1}', "[" * 100_000, "\0\xff", '{"format":1,"manifest":3}']
+)
+def test_a_damaged_manifest_says_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(text, encoding="latin-1")
+    with pytest.raises(SegmentCorrupt, match=r"delete the directory"):
+        read_manifest(tmp_path, fingerprint=FINGERPRINT)
+
+
+@given(st.integers(0, 500), st.integers(1, 255))
+def test_a_changed_manifest_is_noticed(tmp_path_factory: pytest.TempPathFactory, offset: int, flip: int) -> None:
+    path = _filled(tmp_path_factory.mktemp("manifest"))
+    good = read_manifest(path, fingerprint=FINGERPRINT)
+    content = bytearray((path / MANIFEST_NAME).read_bytes())
+    content[offset % len(content)] ^= flip
+    (path / MANIFEST_NAME).write_bytes(content)
+    with contextlib.suppress(CacheError):
+        assert read_manifest(path, fingerprint=FINGERPRINT) == good  # white space, perhaps

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reference_retrieval import naive_suffix_array, sequences
+
+from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable, TokenizerMismatch
+from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.static import StaticWriter, load_static_directory
+
+FINGERPRINT = "0123456789abcdef" * 2
+
+
+def _write(path: Path, texts: list[list[int]], segment_tokens: int = 1000) -> None:
+    with StaticWriter(path, fingerprint=FINGERPRINT, segment_tokens=segment_tokens) as writer:
+        for text in texts:
+            writer.append(text)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=12), st.integers(40, 60))
+def test_what_is_appended_is_found_in_order(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[list[int]], segment_tokens: int
+) -> None:
+    path = tmp_path_factory.mktemp("static")
+    _write(path, texts, segment_tokens)
+    segments = load_static_directory(path, fingerprint=FINGERPRINT)
+    found = [text for segment in segments for text in sequences(segment.tokens.tolist())]
+    assert found == [text for text in texts if text]
+    for segment in segments:
+        assert segment.start is None and len(segment) <= segment_tokens
+        assert segment.suffixes.tolist() == naive_suffix_array(segment.tokens.tolist())
+
+
+def test_a_long_sequence_is_cut_to_the_segment_size(tmp_path: Path) -> None:
+    _write(tmp_path, [list(range(500))], segment_tokens=100)
+    segments = load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+    assert len(segments) > 5 and all(len(segment) <= 100 for segment in segments)
+    assert {int(token) for segment in segments for token in segment.tokens} == {SEPARATOR, *range(500)}
+
+
+def test_a_second_run_adds(tmp_path: Path) -> None:
+    _write(tmp_path, [[1]])
+    _write(tmp_path, [[2]])
+    segments = load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+    assert [segment.tokens.tolist() for segment in segments] == [[1, SEPARATOR], [2, SEPARATOR]]
+
+
+def test_a_run_that_fails_changes_nothing(tmp_path: Path) -> None:
+    _write(tmp_path, [[1]])
+    with (
+        pytest.raises(CacheError, match=r"token ids"),
+        StaticWriter(tmp_path, fingerprint=FINGERPRINT, segment_tokens=4) as writer,
+    ):
+        for token in range(10):
+            writer.append([token])
+        writer.append([-5])
+    (segment,) = load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+    assert segment.tokens.tolist() == [1, SEPARATOR]
+    assert len(list(tmp_path.glob("*.seg"))) == 1
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match=r"ssd-cache build"):
+        load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+    _write(tmp_path, [[1]])
+    with pytest.raises(TokenizerMismatch):
+        load_static_directory(tmp_path, fingerprint="f" * 32)
+    (path,) = tmp_path.glob("*.seg")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SegmentCorrupt):
+        load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+    path.unlink()
+    with pytest.raises(StoreUnavailable, match=r"incomplete"):
+        load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+
+
+def test_numpy_integers_of_any_width_are_taken(tmp_path: Path) -> None:
+    with StaticWriter(tmp_path, fingerprint=FINGERPRINT) as writer:
+        writer.append(np.array([3, 4], np.uint16))
+        assert writer.num_tokens == 3
+    assert load_static_directory(tmp_path, fingerprint=FINGERPRINT)[0].tokens.tolist() == [3, 4, SEPARATOR]
