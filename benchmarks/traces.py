@@ -1,0 +1,93 @@
+"""Recorded outputs of real models: rows of a trace as token ids."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.errors import ConfigError
+
+TokenIds = npt.NDArray[np.int32]
+
+_END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One recorded output.
+
+    ``context`` : int32[n], everything the model had seen, with no end-of-text token inside but those of earlier
+    outputs.
+    ``output`` : int32[m], the recorded output and the end-of-text token.
+    """
+
+    context: TokenIds
+    output: TokenIds
+
+
+def find_trace(name: str) -> Path:
+    """The file of a trace: a path, or a name in the folder $SSD_TRACES. Raises ConfigError when there is none."""
+    return _find(name, "SSD_TRACES", f"{name}.jsonl.gz", "trace")
+
+
+def find_tokenizer(name: str) -> Path:
+    """The tokenizer.json of a tokenizer: a directory, or a name in the folder $SSD_TOKENIZERS. Raises ConfigError."""
+    return _find(name, "SSD_TOKENIZERS", name, "tokenizer directory") / "tokenizer.json"
+
+
+def _find(name: str, variable: str, relative: str, what: str) -> Path:
+    candidates = [Path(name)]
+    if variable in os.environ:
+        candidates.append(Path(os.environ[variable]) / relative)
+    for path in candidates:
+        if path.exists():
+            return path
+    raise ConfigError(f"no {what} {name!r}; give a path, or set {variable} to the folder that holds it")
+
+
+class TraceTokenizer:
+    """Text to ids without special tokens, and the end-of-text id. Needs the ``tokenizers`` package."""
+
+    def __init__(self, path: Path) -> None:
+        """Load a tokenizer.json. Raises ConfigError when it is missing or has no end-of-text token."""
+        from tokenizers import Tokenizer
+
+        if not path.is_file():
+            raise ConfigError(f"no tokenizer.json at {path}")
+        self._tokenizer: Any = Tokenizer.from_file(str(path))
+        ids = [self._tokenizer.token_to_id(token) for token in _END_OF_TEXT]
+        known = [token_id for token_id in ids if token_id is not None]
+        if not known:
+            raise ConfigError(f"{path} has none of the end-of-text tokens {', '.join(_END_OF_TEXT)}")
+        self.end_of_text: int = known[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text`` alone."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a trace, in file order."""
+    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def read_rows(records: Iterable[dict[str, Any]], tokenizer: TraceTokenizer) -> Iterator[Row]:
+    """Tokenize records lazily, in order; prompt and output separately, as they are met while serving."""
+    session, history = None, list[int]()
+    for record in records:
+        if not record["prompt_is_delta"] or record["session"] != session:
+            session, history = record["session"], []
+        history += tokenizer.encode(record["prompt"])
+        output = [*tokenizer.encode(record["output"]), tokenizer.end_of_text]
+        yield Row(np.array(history, np.int32), np.array(output, np.int32))
+        history += output

@@ -1,0 +1,41 @@
+"""How probable is it that the target accepts a candidate token? A fixed logistic model of the evidence.
+
+The kernels take the weights as an argument, so a model fitted while serving replaces ``DEFAULT_WEIGHTS`` and nothing
+else.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.retrieval.search import kernel
+
+Weights = npt.NDArray[np.float64]
+
+NUM_FEATURES = 6
+
+DEFAULT_WEIGHTS: Weights = np.array([-1.30, 0.85, 0.10, 0.45, 0.35, -0.10])
+"""Weights of: 1, log(1 + agreeing tokens), log(1 + support), log odds of the share, own text's part, log(1 + depth)."""
+
+
+@kernel
+def acceptance_logit(
+    weights: Weights, agreeing: int, support: float, votes: float, own_votes: float, depth: int
+) -> float:
+    """Log odds that the target accepts a token.
+
+    ``agreeing`` : tokens before it that the evidence agrees on, matched or drafted. ``support`` : places that agree so.
+    ``votes`` : how many of these go on with the token; ``own_votes`` : those in the request's own text. ``depth`` :
+    draft tokens before it.
+    """
+    return float(
+        weights[0]
+        + weights[1] * math.log(1.0 + min(agreeing, 64))
+        + weights[2] * math.log(1.0 + support)
+        + weights[3] * math.log((votes + 0.5) / (support - votes + 0.5))
+        + weights[4] * own_votes / votes
+        + weights[5] * math.log(1.0 + depth)
+    )

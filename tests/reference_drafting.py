@@ -1,0 +1,96 @@
+"""Slow twins of lookup, drafting and replay: plain Python over lists, short enough to be obviously right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot, segment_table
+from ssd.retrieval.suffix_array import build_segment
+
+
+def make_snapshot(
+    segments: Sequence[Sequence[int]], tail: Sequence[int] = (), ring_size: int = 64, start: int = 0
+) -> Snapshot:
+    """A snapshot of these segment texts and this tail, whose first token lies at position ``start`` or later."""
+    built: list[Segment] = []
+    for number, text in enumerate(segments):
+        built.append(build_segment(np.array(text, np.int32), start=start, segment_id=f"s{number}"))
+        start += len(text)
+    ring = np.full(ring_size, 7, np.int32)
+    for i, token in enumerate(tail):
+        ring[(start + i) & (ring_size - 1)] = token
+    return Snapshot(1, tuple(built), segment_table(built), ring, start, start + len(tail))
+
+
+def texts(snapshot: Snapshot) -> list[list[int]]:
+    """All text of a snapshot, oldest first, the tail last."""
+    mask = len(snapshot.ring) - 1
+    tail = [int(snapshot.ring[p & mask]) for p in range(snapshot.tail_start, snapshot.tail_stop)]
+    return [segment.tokens.tolist() for segment in snapshot.segments] + [tail]
+
+
+def occurrences(text: Sequence[int], pattern: Sequence[int]) -> list[int]:
+    """Start offsets of ``pattern`` in ``text``."""
+    m = len(pattern)
+    return [i for i in range(len(text) - m + 1) if list(text[i : i + m]) == list(pattern)]
+
+
+def longest_match(snapshot: Snapshot, context: Sequence[int], max_length: int) -> tuple[int, int]:
+    """Length and support of the longest tail of ``context`` that occurs."""
+    for length in range(min(max_length, len(context)), 0, -1):
+        pattern = list(context[len(context) - length :])
+        if min(pattern) < 0:
+            continue
+        support = sum(len(occurrences(text, pattern)) for text in texts(snapshot))
+        if support:
+            return length, support
+    return 0, 0
+
+
+def continuation(text: Sequence[int], position: int, limit: int) -> tuple[int, ...]:
+    """Up to ``limit`` tokens from ``position`` on, cut at the end of the sequence."""
+    taken = list(text[position : position + limit])
+    return tuple(taken[: taken.index(SEPARATOR)] if SEPARATOR in taken else taken)
+
+
+def most_frequent(snapshot: Snapshot, context: Sequence[int], max_length: int, limit: int) -> tuple[int, ...]:
+    """The seed policy: most frequent non-empty continuation of the longest match, the most recent wins ties."""
+    length, _ = longest_match(snapshot, context, max_length)
+    if length == 0 or limit == 0:
+        return ()
+    pattern = list(context[len(context) - length :])
+    found = [continuation(text, i + length, limit) for text in texts(snapshot) for i in occurrences(text, pattern)]
+    counts = Counter(c for c in found if c)
+    latest = {c: i for i, c in enumerate(found)}
+    return max(counts, key=lambda c: (counts[c], latest[c]), default=())
+
+
+def prompt_lookup(context: Sequence[int], max_length: int, limit: int) -> tuple[int, ...]:
+    """What followed the latest of the longest earlier occurrences of the context's tail."""
+    for length in range(min(max_length, len(context) - 1), 0, -1):
+        starts = [i for i in occurrences(context, context[len(context) - length :]) if i + length < len(context)]
+        if starts:
+            return tuple(context[starts[-1] + length : starts[-1] + length + limit])
+    return ()
+
+
+def replay(
+    rows: Sequence[tuple[list[int], list[int]]], propose: Callable[[list[int]], tuple[int, ...]]
+) -> tuple[int, int, int]:
+    """Verify steps, drafted and accepted tokens of (context, output) rows, one token at a time."""
+    steps = drafted = accepted = 0
+    for context, output in rows:
+        done: list[int] = []
+        while len(done) < len(output):
+            draft = propose(context + done)
+            steps, drafted = steps + 1, drafted + len(draft)
+            for token in draft:
+                if len(done) == len(output) - 1 or token != output[len(done)]:
+                    break
+                done.append(token)
+                accepted += 1
+            done.append(output[len(done)])
+    return steps, drafted, accepted

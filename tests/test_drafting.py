@@ -1,0 +1,128 @@
+"""Drafters against their slow twins and at the edges of their inputs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.config import DraftConfig
+from ssd.drafting import DRAFTER_NAMES, make_drafter
+from ssd.drafting.continuations import MAX_SAMPLES
+from ssd.drafting.frequency import FrequencyDrafter
+from ssd.drafting.prompt_lookup import PromptLookupDrafter
+from ssd.drafting.protocol import DraftRequest
+from ssd.drafting.suffix import SuffixDrafter
+from ssd.errors import ConfigError
+from ssd.retrieval.snapshot import SEPARATOR
+from tests import reference_drafting as reference
+from tests.test_search import contexts, snapshots
+
+limits = st.integers(0, 12)
+FREQUENCY = FrequencyDrafter()
+LOOKUP = PromptLookupDrafter()
+
+
+def ask(context: list[int], snapshot: object = None, limit: int = 8, request_id: str = "a") -> DraftRequest:
+    return DraftRequest(request_id, np.array(context, np.int32), 0, snapshot, limit)  # type: ignore[arg-type]
+
+
+@given(snapshots, contexts, limits)
+@settings(max_examples=200)
+def test_frequency_equals_counting_every_continuation(snapshot, context, limit):
+    draft = FREQUENCY.propose([ask(context, snapshot, limit)])[0]
+    assert tuple(draft.token_ids.tolist()) == reference.most_frequent(snapshot, context, 10, limit)
+
+
+@given(st.lists(st.integers(0, 2), max_size=40), limits)
+@settings(max_examples=200)
+def test_prompt_lookup_equals_a_full_scan(context, limit):
+    draft = LOOKUP.propose([ask(context, None, limit)])[0]
+    assert tuple(draft.token_ids.tolist()) == reference.prompt_lookup(context, 10, limit)
+
+
+@given(st.lists(st.tuples(snapshots, contexts, limits), max_size=5))
+@settings(max_examples=60)
+@pytest.mark.parametrize("name", DRAFTER_NAMES)
+def test_a_batch_drafts_what_its_rows_draft_alone(name, rows):
+    requests = [ask(context, snapshot, limit, str(i)) for i, (snapshot, context, limit) in enumerate(rows)]
+    together = make_drafter(name, DraftConfig()).propose(requests)
+    alone = [make_drafter(name, DraftConfig()).propose([request])[0] for request in requests]
+    assert [d.token_ids.tolist() for d in together] == [d.token_ids.tolist() for d in alone]
+    assert [(d.match_length, d.source) for d in together] == [(d.match_length, d.source) for d in alone]
+    for draft, request in zip(together, requests, strict=True):
+        assert len(draft.token_ids) <= request.limit
+        assert (draft.token_ids >= 0).all()
+        assert draft.token_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("name", DRAFTER_NAMES)
+@pytest.mark.parametrize("context", [[], [3], [-5, -1], [2**31 - 1] * 3, [1] * 3000, [1, SEPARATOR]])
+def test_odd_contexts_never_raise(name, context):
+    drafter = make_drafter(name, DraftConfig())
+    for snapshot in (None, reference.make_snapshot([]), reference.make_snapshot([[1, 2, SEPARATOR]], [1, SEPARATOR])):
+        for limit in (0, 1, 16, 1000):
+            drafter.propose([ask(context, snapshot, limit)])
+    assert drafter.propose([]) == []
+    drafter.finish("never seen")
+
+
+@pytest.mark.parametrize("name", DRAFTER_NAMES)
+def test_limit_zero_drafts_nothing(name):
+    snapshot = reference.make_snapshot([[1, 2, 3, SEPARATOR]])
+    assert len(make_drafter(name, DraftConfig()).propose([ask([1, 2, 1], snapshot, 0)])[0].token_ids) == 0
+
+
+def test_suffix_copies_the_index_and_says_so():
+    snapshot = reference.make_snapshot([[*range(50), SEPARATOR]])
+    draft = SuffixDrafter(threshold=1e-4).propose([ask([*range(20)], snapshot, 16)])[0]
+    assert draft.token_ids.tolist() == [*range(20, 36)]
+    assert (draft.source, draft.match_length) == ("index", 20)
+
+
+def test_suffix_takes_own_text_when_the_index_is_empty_and_continues_repetition():
+    draft = SuffixDrafter().propose([ask([7, 8, 9] * 8, None, 16)])[0]
+    assert draft.token_ids.tolist() == ([7, 8, 9] * 6)[:16]
+    assert draft.source == "own"
+
+
+def test_suffix_follows_the_majority_and_drops_those_who_disagree():
+    text = [1, 2, 3, 4, 5, SEPARATOR] * 6 + [1, 2, 3, 9, 9, SEPARATOR] * 2
+    draft = SuffixDrafter(threshold=0.01).propose([ask([1, 2, 3], reference.make_snapshot([text]), 2)])[0]
+    assert draft.token_ids.tolist() == [4, 5]
+
+
+def test_a_request_whose_drafts_fail_drafts_less_and_is_forgotten_at_its_end():
+    snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
+    drafter = SuffixDrafter(threshold=0.3)
+    request = ask([*range(4)], snapshot, 16)
+    first = drafter.propose([request])[0]
+    for _ in range(40):
+        drafter.observe("a", drafter.propose([request])[0], 0)
+    assert len(drafter.propose([request])[0].token_ids) < len(first.token_ids)
+    drafter.finish("a")
+    assert drafter.propose([request])[0].token_ids.tolist() == first.token_ids.tolist()
+
+
+def test_work_is_bounded_when_everything_matches_in_many_segments():
+    segments = [[0] * 50 + [SEPARATOR]] * (2 * MAX_SAMPLES)
+    snapshot = reference.make_snapshot(segments, [0] * 60 + [SEPARATOR])
+    for name in ("ssd", "frequency"):
+        draft = make_drafter(name, DraftConfig()).propose([ask([0] * 8, snapshot, 8)])[0]
+        assert set(draft.token_ids.tolist()) <= {0}
+
+
+def test_unknown_drafter_is_refused_with_the_known_names():
+    with pytest.raises(ConfigError, match="prompt-lookup"):
+        make_drafter("oracle", DraftConfig())
+
+
+def test_warm_up_leaves_nothing_to_compile():
+    from ssd.drafting.suffix_kernel import propose_suffix
+
+    drafter = make_drafter("ssd", DraftConfig())
+    drafter.warm_up()  # type: ignore[attr-defined]
+    compiled = len(propose_suffix.signatures)  # type: ignore[attr-defined]
+    drafter.propose([ask([1, 2, 1], reference.make_snapshot([[1, 2, SEPARATOR]], [2, SEPARATOR]))])
+    assert len(propose_suffix.signatures) == compiled  # type: ignore[attr-defined]
