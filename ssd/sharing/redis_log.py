@@ -1,0 +1,124 @@
+"""Replicas that learn from each other through Redis; without it each goes on alone."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from ssd.errors import ConfigError
+from ssd.retrieval.cache import SuffixCache
+from ssd.retrieval.names import check_fingerprint
+from ssd.sharing.connection import address_of
+from ssd.sharing.entry import MAX_ENTRY_TOKENS, stream_key
+from ssd.sharing.reader import LogReader
+from ssd.sharing.writer import LogWriter
+
+DEFAULT_MAX_TOKENS = 1 << 22
+"""Tokens a stream keeps: some 8 to 16 MB of Redis memory for each namespace."""
+
+_MIN_MEAN_ENTRY_TOKENS = 64
+_CLOSE_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingStats:
+    """Counters since the log was opened. Entries are sequences or parts of at most 4,096 tokens."""
+
+    is_connected: bool
+    num_published: int
+    num_published_tokens: int
+    num_queued: int
+    num_received: int
+    """Entries of other replicas that were stored here."""
+    num_received_tokens: int
+    num_dropped: int
+    """Entries of ours that were given up: Redis was away or too slow, or refused them."""
+    num_invalid: int
+    """Entries that failed a check and were skipped."""
+    num_failures: int
+    num_reconnects: int
+
+
+class RedisLog:
+    """Shares namespaces of one tokenizer with every replica that has the same URL.
+
+    ``attach`` is made to be the ``on_open`` of a ``CacheSet``. One thread and connection write, one of each reads;
+    neither is ever waited for. Whatever happens to Redis shows in ``stats`` and in at most one line of log a minute::
+
+        append -> listener -> queue (bounded) -> writer -> XADD      stream ssd:1:<fingerprint>:<namespace>
+        append_shared <- checks <- reader <- XREAD                    (XREVRANGE for what was there before)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        fingerprint: str,
+        vocab_size: int,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        max_queued_tokens: int = 1 << 20,
+    ) -> None:
+        """Starts both threads; Redis need not be there.
+
+        ``url`` : redis://, rediss:// (TLS) or unix://. ``fingerprint`` and ``vocab_size`` : the tokenizer's.
+        ``max_tokens`` : bound of each stream. Raises ConfigError.
+        """
+        check_fingerprint(fingerprint)
+        if max_tokens < MAX_ENTRY_TOKENS or max_queued_tokens < MAX_ENTRY_TOKENS:
+            raise ConfigError(f"max_tokens and max_queued_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry")
+        self.address = address_of(url)
+        self._fingerprint = fingerprint
+        replica_id = secrets.token_bytes(8)
+        self._writer = LogWriter(
+            url,
+            replica_id=replica_id,
+            max_entries=max_entries_of(max_tokens),
+            max_queued_tokens=max_queued_tokens,
+        )
+        self._reader = LogReader(url, replica_id=replica_id, vocab_size=vocab_size, max_tokens=max_tokens)
+        self._writer.link.start()
+        self._reader.link.start()
+
+    def attach(self, cache: SuffixCache) -> None:
+        """From now on ``cache`` publishes what it learns and learns what others published. Returns at once."""
+        key, writer = stream_key(self._fingerprint, cache.name), self._writer
+        cache.add_listener(lambda pieces: writer.publish(key, pieces))
+        self._reader.follow(key, cache)
+
+    def stats(self) -> SharingStats:
+        """The counters as they are now."""
+        writer, reader = self._writer, self._reader
+        return SharingStats(
+            is_connected=reader.link.is_connected,
+            num_published=writer.num_published,
+            num_published_tokens=writer.num_published_tokens,
+            num_queued=writer.num_queued,
+            num_received=reader.num_received,
+            num_received_tokens=reader.num_received_tokens,
+            num_dropped=writer.num_dropped,
+            num_invalid=reader.num_invalid,
+            num_failures=writer.link.num_failures + reader.link.num_failures,
+            num_reconnects=writer.link.num_reconnects + reader.link.num_reconnects,
+        )
+
+    def close(self) -> None:
+        """Write what is queued if Redis takes it at once, then stop. At most some seconds; may be called twice."""
+        self._writer.stop()
+        self._reader.stop()
+        self._writer.close(_CLOSE_TIMEOUT_S)
+        self._reader.close(_CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def max_entries_of(max_tokens: int) -> int:
+    """Most entries of a stream: its bound in tokens, for entries of a small mean length."""
+    return max(1, max_tokens // _MIN_MEAN_ENTRY_TOKENS)
