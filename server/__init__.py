@@ -1,0 +1,1 @@
+"""The HTTP service: OpenAI's endpoints over the engine."""

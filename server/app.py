@@ -1,0 +1,167 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pydantic_core
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from ssd.errors import RequestError, SSDError
+
+from .bodies import Bodies
+from .errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
+from .gate import Gate
+from .generation import Generation
+from .metrics import NamespaceStats
+from .schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    StreamOptions,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
+from .service import Service
+from .settings import VERSION, ServerSettings
+from .stream import ClientGone, EventStream, events, until_disconnect
+from .worker import Worker, WorkerState
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(worker: Worker, settings: ServerSettings, sharing_stats: NamespaceStats | None = None) -> FastAPI:
+    """The application over a worker that the caller starts and stops; ``sharing_stats`` is for /metrics.
+
+    Answers /live at once, /health with 200 once the worker takes requests, and everything under /v1 with 503 before.
+    """
+    service = Service(worker, settings, sharing_stats)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
+    app.add_middleware(Gate, api_keys=settings.api_keys)
+    for kind in (SSDError, ApiError):
+        app.add_exception_handler(kind, answer_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+    _add_generation(app, service)
+    _add_models(app, service)
+    _add_tokenizer(app, service)
+    _add_state(app, service)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", openapi_extra=_body_of(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = CompletionBody.parse(await read_json(request, service.settings.max_body_bytes))
+        return await _generate(request, service, body, service.completion(body))
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = ChatBody.parse(await read_json(request, service.settings.max_body_bytes))
+        return await _generate(request, service, body, service.chat(body))
+
+
+async def _generate(
+    request: Request, service: Service, body: GenerateBody, start: Coroutine[Any, Any, tuple[Generation, Bodies]]
+) -> Response:
+    generation, bodies = await start
+    if body.stream:
+        options = body.stream_options or StreamOptions()
+        return EventStream(generation, events(generation, bodies, options, service.settings.keep_alive_s))
+    try:
+        await until_disconnect(request.receive, generation.finish())
+    except ClientGone:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    finally:
+        generation.close()
+    return JSONResponse(bodies.whole(generation))
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    settings = service.settings
+
+    def model_body(name: str) -> dict[str, Any]:
+        return {
+            "id": name, "object": "model", "created": settings.created, "owned_by": "ssd", "root": settings.model,
+            "parent": None, "max_model_len": service.worker.engine.max_model_len, "permission": [],
+        }  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_body(name) for name in settings.model_names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name not in settings.model_names:
+            raise model_not_found(name, settings.model_name)
+        return model_body(name)
+
+
+def _add_tokenizer(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        content = await read_json(request, service.settings.max_body_bytes)
+        chat = isinstance(content, dict) and "messages" in content
+        return await service.tokenize((TokenizeChatBody if chat else TokenizeTextBody).parse(content))
+
+    @app.post("/detokenize", openapi_extra=_body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = DetokenizeBody.parse(await read_json(request, service.settings.max_body_bytes))
+        return await service.detokenize(service.engine_for(body), body.tokens)
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    worker = service.worker
+
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if worker.state is WorkerState.READY:
+            return JSONResponse({"status": "ok"})
+        headers = {} if worker.state is WorkerState.FAILED else {"retry-after": str(RETRY_AFTER_S)}
+        return JSONResponse({"status": worker.state.value}, 503, headers)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def read_json(request: Request, max_bytes: int) -> Any:
+    """The decoded body whatever its content type; raises RequestError, or ApiError 413 when it is too long."""
+    content = bytearray()
+    try:
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > max_bytes:
+                raise ApiError(413, f"the body is longer than {max_bytes} bytes", code="body_too_long")
+    except ClientDisconnect:
+        raise RequestError("the connection closed before the whole body had arrived") from None
+    try:
+        return pydantic_core.from_json(bytes(content), allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def _body_of(schema: type[Body]) -> dict[str, Any]:
+    """Describes a body that the endpoint reads itself, for /docs."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}}

@@ -1,0 +1,167 @@
+"""The command line of ``ssd-serve``; names and meanings are those of ``vllm serve`` where it has them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, IndexConfig
+from ssd.errors import ConfigError
+
+from .settings import VERSION
+
+API_KEY_VARIABLE = "SSD_API_KEY"
+BUNDLED_NAME = "ssd-bundled"
+"""Name of the model that comes with the package."""
+
+_EXAMPLES = """\
+examples:
+  ssd-serve                                   the bundled model on http://127.0.0.1:8000
+  ssd-serve Qwen/Qwen3-0.6B --cache-dir cache/
+  ssd-serve Qwen/Qwen3-0.6B --warm warm/ --redis redis://localhost:6379/0 --namespace support
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A checked command line."""
+
+    host: str
+    port: int
+    model: str
+    model_names: tuple[str, ...]
+    dtype: str
+    device: str
+    generation_config: str
+    namespace: str
+    warm_directories: tuple[Path, ...]
+    api_keys: tuple[str, ...]
+    log_level: str
+    engine: EngineConfig
+    draft: DraftConfig
+    cache: CacheConfig
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str] = os.environ) -> Options:
+    """Read the command line; ends the process with status 2 and one line when it cannot be used."""
+    parser = _build_parser()
+    found = parser.parse_args(arguments)
+    try:
+        draft = DraftConfig()
+        limit = draft.num_speculative_tokens if found.num_speculative_tokens is None else found.num_speculative_tokens
+        keys = [*(found.api_key or []), *([environment[API_KEY_VARIABLE]] if environment.get(API_KEY_VARIABLE) else [])]
+        if not all(keys):
+            raise ConfigError("--api-key must not be empty")
+        model, name = (found.model, found.model) if found.model is not None else _bundled()
+        return Options(
+            host=found.host,
+            port=found.port,
+            model=model,
+            model_names=tuple(found.served_model_name or [name]),
+            dtype=found.dtype,
+            device=found.device,
+            generation_config=found.generation_config,
+            namespace=found.namespace,
+            warm_directories=tuple(found.warm or ()),
+            api_keys=tuple(keys),
+            log_level=found.log_level,
+            engine=EngineConfig(
+                max_num_seqs=found.max_num_seqs, max_model_len=found.max_model_len, max_waiting=found.max_waiting
+            ),
+            draft=DraftConfig(
+                num_speculative_tokens=0 if found.no_speculation else limit, max_match_length=found.max_match_length
+            ),
+            cache=CacheConfig(
+                index=IndexConfig(capacity_tokens=found.cache_tokens, rebuild_interval_s=found.rebuild_interval),
+                directory=found.cache_dir,
+                redis_url=found.redis,
+            ),
+        )
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _bundled() -> tuple[str, str]:
+    from ssd.bundled import MODEL_PATH
+
+    return str(MODEL_PATH), BUNDLED_NAME
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(
+        prog="ssd-serve",
+        description="OpenAI-compatible server that gets faster the more it is used and never changes the output.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    index, draft, engine = IndexConfig(), DraftConfig(), EngineConfig()
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="Hugging Face model directory or id (default: the bundled model)")
+    add("--version", action="version", version=f"ssd-serve {VERSION}")
+
+    add = parser.add_argument_group("service").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)")
+    add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names requests call the model by (default: MODEL)")
+    add("--api-key", action="append", metavar="KEY", help=f"opens /v1; repeatable (also: ${API_KEY_VARIABLE})")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(default: %(default)s)")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: %(default)s)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: %(default)s)")
+    add("--max-num-seqs", type=int, default=engine.max_num_seqs, metavar="S", help="slots (default: %(default)s)")
+    add("--max-model-len", type=int, metavar="L", help="prompt and output tokens together (default: the model's limit)")
+    add(
+        "--max-waiting", type=int, default=engine.max_waiting, metavar="N",
+        help="requests that may wait for a slot; more are answered 503 (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--generation-config", default="auto", metavar="auto|vllm|DIR",
+        help="sampling defaults: the model's generation_config.json, OpenAI's, or another directory's",
+    )  # fmt: skip
+
+    add = parser.add_argument_group("speculation").add_argument
+    add(
+        "--num-speculative-tokens", type=int, metavar="K",
+        help=f"most draft tokens per step (default: {draft.num_speculative_tokens})",
+    )  # fmt: skip
+    add(
+        "--max-match-length", type=int, default=draft.max_match_length, metavar="N",
+        help="longest context tail looked up, in tokens (default: %(default)s)",
+    )  # fmt: skip
+    add("--no-speculation", action="store_true", help="plain decoding: no drafts")
+
+    add = parser.add_argument_group("cache").add_argument
+    add("--cache-tokens", type=int, default=index.capacity_tokens, metavar="N", help="capacity (default: %(default)s)")
+    add(
+        "--rebuild-interval", type=float, default=index.rebuild_interval_s, metavar="SECONDS",
+        help="new text is indexed at the latest after this time (default: %(default)s)",
+    )  # fmt: skip
+    add("--cache-dir", type=Path, metavar="DIR", help="keep the cache here (default: nothing outlives the process)")
+    add("--warm", type=Path, action="append", metavar="DIR", help="draft from what `ssd-cache build` wrote; repeatable")
+    add("--redis", metavar="URL", help="learn from other servers, and they from this one")
+    add(
+        "--namespace",
+        default="default",
+        metavar="NAME",
+        help="what this server's cache is called (default: %(default)s)",
+    )
+    return parser
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"a port is a number within 0..65535, got {text!r}")
+    return int(text)

@@ -1,0 +1,86 @@
+"""Errors as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError
+
+RETRY_AFTER_S = 1
+
+
+class ServerNotReady(EngineError):
+    """The model is still being loaded, or the service is shutting down: try again."""
+
+
+class EngineFailed(EngineError):
+    """The engine died; every request fails until the service is restarted."""
+
+
+class ApiError(Exception):
+    """An error with its HTTP status, for what is not an engine's or a request's own error."""
+
+    def __init__(
+        self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None,
+        code: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """The answer to a request for a model that is not served here."""
+    message = f"The model {name!r} does not exist here; this server has {served!r}."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Status, type, param and code of any exception; what is not ours becomes a 500 that tells nothing."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
+        return ApiError(400, str(error), param=error.param, code=code)
+    if isinstance(error, QueueFull):
+        return ApiError(503, str(error), kind="server_error", code="queue_full")
+    if isinstance(error, (ServerNotReady, EngineStopped)):
+        return ApiError(503, str(error), kind="server_error", code="not_ready")
+    if isinstance(error, EngineFailed):
+        return ApiError(500, str(error), kind="server_error", code="engine_failed")
+    return ApiError(500, "internal error; the server's log has it", kind="server_error")
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """The JSON body of an error."""
+    found = as_api_error(error)
+    return {"error": {"message": str(found), "type": found.kind, "param": found.param, "code": found.code}}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The whole response of an error; overload says when to try again."""
+    status = as_api_error(error).status
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), status, headers)
+
+
+async def answer_error(_request: Request, error: Exception) -> Response:
+    """Exception handler of the application for our own exceptions."""
+    return error_response(error)
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """Exception handler for the framework's own refusals: an unknown path, a wrong method."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    response = error_response(ApiError(error.status_code, message))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,75 @@
+"""Request fields outside the schema: which are refused, and which may be left unread without changing the output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ssd.errors import RequestError
+
+IGNORED = frozenset(
+    {
+        "metadata", "user", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "priority", "request_id", "session_id",
+        "spaces_between_special_tokens", "return_tokens_as_token_ids", "include_reasoning",
+    }
+)  # fmt: skip
+"""They concern billing, routing, scheduling, or features that are refused anyway."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "skip_special_tokens": (True,),
+    "length_penalty": (1.0, 1),
+}
+"""Fields that would change the output and cannot be honoured, each with the values that mean "without it"."""
+
+
+def honoured_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request that the schema must understand: no nulls, nothing ignored, nothing neutral.
+
+    Raises RequestError for a field that would change the output and cannot be honoured.
+    """
+    honoured = {}
+    for name, value in body.items():
+        if value is None or name in IGNORED:
+            continue
+        if name in NEUTRAL:
+            _require_neutral(name, value)
+        elif name == "best_of":
+            _require_best_of(value, body.get("n"))
+        else:
+            honoured[name] = value
+    return honoured
+
+
+def _require_neutral(name: str, value: Any) -> None:
+    # By type too: to Python, 0 equals False, and ``logprobs: 0`` asks for the chosen token's.
+    if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[name]):
+        allowed = " or ".join(["leave it out", *(f"send {neutral!r}" for neutral in NEUTRAL[name])])
+        raise RequestError(f"{name} is not supported by this server: {allowed}", param=name)
+
+
+def _require_best_of(best_of: Any, n: Any) -> None:
+    if type(best_of) is not int or best_of != (1 if n is None else n):
+        raise RequestError("best_of is not supported by this server unless it equals n", param="best_of")

@@ -1,0 +1,135 @@
+"""The choices of one HTTP request while the engine works on them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ssd.errors import EngineStopped
+
+from .errors import EngineFailed
+from .metrics import Latencies
+from .worker import Inbox, Worker
+
+if TYPE_CHECKING:
+    from ssd.engine import Request, RequestOutput
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one choice has produced so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole HTTP request; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def body(self) -> dict[str, int]:
+        """As OpenAI writes it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+class Generation:
+    """Submits requests, one a choice, and follows them to their end. ``close`` must be called, whatever happens."""
+
+    def __init__(self, worker: Worker, latencies: Latencies, prompts: list[tuple[int, ...]]) -> None:
+        self.prompts = prompts
+        self.choices: list[Choice] = []
+        self._worker = worker
+        self._latencies = latencies
+        self._inbox = Inbox()
+        self._index: dict[str, int] = {}
+        self._running: set[str] = set()
+        self._started = time.perf_counter()
+        self._first_token: dict[str, float] = {}
+
+    def submit(self, requests: list[Request]) -> None:
+        """Hand over all choices; when one is refused, none stays and the refusal is raised."""
+        try:
+            for request in requests:
+                self._worker.submit(request, self._inbox)
+                self._index[request.request_id] = len(self.choices)
+                self._running.add(request.request_id)
+                self.choices.append(Choice())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, so that its slot is free at the engine's next step."""
+        for request_id in self._running:
+            self._worker.cancel(request_id)
+        self._running.clear()
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far."""
+        return Usage(sum(map(len, self.prompts)), sum(len(choice.token_ids) for choice in self.choices))
+
+    @property
+    def has_more_now(self) -> bool:
+        """True when the next output is here already."""
+        return bool(self._running) and not self._inbox.queue.empty()
+
+    async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
+        """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
+
+        Raises EngineFailed or EngineStopped when a choice cannot be finished.
+        """
+        while self._running:
+            if self._inbox.queue.empty():
+                try:
+                    async with asyncio.timeout(wait_s):
+                        request_id, delivery = await self._inbox.queue.get()
+                except TimeoutError:
+                    yield None
+                    continue
+            else:
+                request_id, delivery = self._inbox.queue.get_nowait()
+            if isinstance(delivery, Exception):
+                self._running.discard(request_id)
+                raise delivery
+            self._record(request_id, delivery)
+            yield self._index[request_id], delivery
+
+    async def finish(self) -> None:
+        """Wait until all choices have ended."""
+        async for _ in self.outputs():
+            pass
+
+    def _record(self, request_id: str, output: RequestOutput) -> None:
+        choice = self.choices[self._index[request_id]]
+        choice.text.append(output.text)
+        choice.token_ids.extend(output.token_ids)
+        now = time.perf_counter()
+        if output.token_ids and request_id not in self._first_token:
+            self._first_token[request_id] = now
+            self._latencies.time_to_first_token.observe(now - self._started)
+        if output.finish_reason is None:
+            return
+        self._running.discard(request_id)
+        if output.finish_reason == "error":
+            raise EngineFailed(output.error or "the engine failed on this request")
+        if output.finish_reason == "cancelled":
+            raise EngineStopped("the request was cancelled by the server")
+        choice.finish_reason = str(output.finish_reason)
+        choice.stop_reason = output.stop_reason
+        self._latencies.end_to_end.observe(now - self._started)
+        if len(choice.token_ids) > 1:
+            decoding_s = now - self._first_token[request_id]
+            self._latencies.time_per_output_token.observe(decoding_s / (len(choice.token_ids) - 1))

@@ -1,0 +1,139 @@
+"""``ssd-serve``: take the port, load everything beside it, serve, and leave in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+
+from ssd.errors import ConfigError, SSDError
+
+from .app import create_app
+from .arguments import Options, parse_arguments
+from .loading import EngineLoader, make_settings
+from .settings import ServerSettings
+from .worker import Worker, WorkerState
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 2.0
+"""After SIGTERM, running requests may go on for this long."""
+_CONNECTIONS_S = 3
+"""Then connections have until here, counted from the signal too, to take what was sent."""
+_CLOSE_S = 1.5
+"""Time for the engine's thread to close the cache."""
+
+OK, UNUSABLE = 0, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server; returns the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(OK))
+    options = parse_arguments(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for noisy in ("uvicorn", "httpx", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    try:
+        listener = listen(options.host, options.port)
+        settings = make_settings(options)
+    except SSDError as error:
+        return _refuse(error)
+    return serve(options, settings, listener)
+
+
+def serve(options: Options, settings: ServerSettings, listener: socket.socket) -> int:
+    """Serve on a listening socket until a signal comes; returns the exit status."""
+    loader = EngineLoader(options)
+    worker = Worker(loader)
+    config = uvicorn.Config(
+        create_app(worker, settings, loader.sharing_stats),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_CONNECTIONS_S,
+    )
+    address = "http://{}:{}".format(*listener.getsockname())
+    server = _Server(config, worker, f"{settings.model_name} on {address}")
+    log.info("loading %s; %s answers /live now and /health once it is ready", options.model, address)
+    worker.start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        stopped = worker.stop(_CLOSE_S)
+    if worker.load_error is not None:
+        return _refuse(worker.load_error)
+    if not stopped:
+        # The thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it.
+        log.warning("left before the engine had stopped")
+        logging.shutdown()
+        os._exit(OK)
+    return OK
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, so that two servers started at once cannot both believe the port is theirs."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+        ) from error
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Ends running requests when it is told to stop, and ends itself when the engine cannot be loaded."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, name: str) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._name = name
+        self._announced = False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals, but do not raise them again at the end: having been told to stop is no failure."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle_exit)
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """Several times a second: say once that the server is ready, or stop when it cannot become so."""
+        if not self._announced and self._worker.state is WorkerState.READY:
+            self._announced = True
+            log.info("ready: %s", self._name)
+        return await super().on_tick(counter) or self._worker.load_error is not None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests finish for a while and end the others, while connections close."""
+        drain = asyncio.create_task(self._worker.drain(DRAIN_S))
+        await super().shutdown(sockets)
+        await drain
+
+
+def _refuse(error: Exception) -> int:
+    """One line that says what to do; the traceback only for those who ask for it."""
+    logging.getLogger(__name__).debug("could not start", exc_info=error)
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message.lower():
+        message = f"not enough memory: {message}; lower --max-num-seqs, --max-model-len or --cache-tokens"
+    elif not isinstance(error, SSDError):
+        message = f"{type(error).__name__}: {message} (--log-level debug shows where)"
+    print(f"ssd-serve: error: {message}", file=sys.stderr)
+    return UNUSABLE

@@ -1,0 +1,161 @@
+"""From a validated body to running requests: the text's way into the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from ssd.config import SamplingParams
+from ssd.errors import ContextTooLong, RequestError
+
+from .bodies import Bodies, ChatBodies, CompletionBodies
+from .errors import model_not_found
+from .generation import Generation
+from .metrics import NamespaceStats, ServerMetrics
+from .schema import (
+    COMPLETION_MAX_TOKENS,
+    Body,
+    ChatBody,
+    ChatTemplateFields,
+    CompletionBody,
+    GenerateBody,
+    TokenizeTextBody,
+)
+from .settings import ServerSettings
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from ssd.engine import Engine
+    from ssd.text.codec import TextCodec
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+_MAX_CHARACTERS_PER_TOKEN = 512
+"""No tokenizer in use has a longer token; those that come near are runs of spaces."""
+
+
+class Service:
+    """Tokenises on a thread beside the event loop, then submits to the worker."""
+
+    def __init__(self, worker: Worker, settings: ServerSettings, sharing_stats: NamespaceStats | None = None) -> None:
+        self.worker = worker
+        self.settings = settings
+        self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats)
+        # One thread: tokenizers are not made to be used by several at once.
+        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        """End the tokenizer's thread."""
+        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+
+    def engine_for(self, body: Body) -> Engine:
+        """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
+        if body.model is not None and body.model not in self.settings.model_names:
+            raise model_not_found(body.model, self.settings.model_name)
+        return self.worker.engine
+
+    async def completion(self, body: CompletionBody) -> tuple[Generation, Bodies]:
+        """Start every choice of every prompt."""
+        engine = self.engine_for(body)
+        prompts = [
+            await self.encode_text(engine, prompt, special=body.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in body.prompts()
+        ]
+        bodies = CompletionBodies(self.settings, return_token_ids=body.return_token_ids)
+        return self._start(engine, body, prompts, bodies, default_limit=COMPLETION_MAX_TOKENS), bodies
+
+    async def chat(self, body: ChatBody) -> tuple[Generation, Bodies]:
+        """Start every choice of a conversation's next message."""
+        engine = self.engine_for(body)
+        prompt = await self.encode_messages(engine, body)
+        bodies = ChatBodies(self.settings, return_token_ids=body.return_token_ids)
+        return self._start(engine, body, [prompt], bodies, default_limit=None), bodies
+
+    async def encode_text(self, engine: Engine, text: str, *, special: bool) -> list[int]:
+        """Token ids of a text prompt, with the tokenizer's own special tokens around it if ``special``."""
+        codec = codec_of(engine)
+        _require_plausible_length(engine, len(text), "prompt")
+        return await self._aside(codec.encode_prompt if special else codec.encode_completion, text)
+
+    async def encode_messages(self, engine: Engine, body: ChatTemplateFields) -> list[int]:
+        """Token ids of a conversation."""
+        _require_plausible_length(
+            engine, sum(len(str(message.get("content"))) for message in body.messages), "messages"
+        )
+        return await self._aside(codec_of(engine).encode_chat, body.messages, **body.template_arguments())
+
+    async def tokenize(self, body: TokenizeTextBody | Any) -> dict[str, Any]:
+        """The answer of /tokenize."""
+        engine = self.engine_for(body)
+        if isinstance(body, TokenizeTextBody):
+            tokens = await self.encode_text(engine, body.prompt, special=body.add_special_tokens)
+        else:
+            tokens = await self.encode_messages(engine, body)
+        codec = codec_of(engine)
+        texts = [codec.decode([token]) for token in tokens] if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": texts}
+
+    async def detokenize(self, engine: Engine, tokens: list[int]) -> dict[str, Any]:
+        """The answer of /detokenize."""
+        codec = codec_of(engine)
+        if not all(0 <= token < codec.vocab_size for token in tokens):
+            raise RequestError(f"tokens has a token id outside 0..{codec.vocab_size - 1}", param="tokens")
+        return {"prompt": await self._aside(codec.decode, tokens)}
+
+    def _start(
+        self, engine: Engine, body: GenerateBody, prompts: list[list[int]], bodies: Bodies, *, default_limit: int | None
+    ) -> Generation:
+        from ssd.engine import Request  # by now loaded by the engine's thread
+
+        generation = Generation(self.worker, self.metrics.latencies, [tuple(prompt) for prompt in prompts])
+        requests = []
+        seed: int | None = None
+        for number, prompt in enumerate(generation.prompts):
+            room = engine.max_model_len - len(prompt)
+            sampling: SamplingParams = body.sampling(
+                self.settings.sampling_defaults, room=room, default_limit=default_limit, drawn_seed=seed
+            )
+            seed = sampling.seed
+            requests += [
+                Request(
+                    request_id=f"{bodies.id}-{number}-{choice}",
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    choice_index=choice,
+                    namespace=self._namespace(body),
+                )
+                for choice in range(body.n)
+            ]
+        generation.submit(requests)
+        return generation
+
+    def _namespace(self, body: GenerateBody) -> str | None:
+        """Which cache a request uses. A salted one asks to share nothing, so it neither reads nor feeds a cache."""
+        return None if body.cache_salt is not None else self.settings.namespace
+
+    async def _aside(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizer_thread, lambda: call(*args, **kwargs))
+
+
+def _require_plausible_length(engine: Engine, num_characters: int, param: str) -> None:
+    """Refuse text that cannot fit before time is spent on it: others wait while it is tokenised."""
+    limit = engine.max_model_len * _MAX_CHARACTERS_PER_TOKEN
+    if num_characters > limit:
+        raise ContextTooLong(
+            f"{param} has {num_characters} characters, which cannot fit this model's maximum context length of "
+            f"{engine.max_model_len} tokens: shorten it",
+            param=param,
+        )
+
+
+def codec_of(engine: Engine) -> TextCodec:
+    """The tokenizer, which the engine of a server always has."""
+    assert engine.codec is not None
+    return engine.codec

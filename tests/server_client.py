@@ -1,0 +1,64 @@
+"""Plain HTTP for tests that look at the wire."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+
+class Answer:
+    """Status, headers and body of one response."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.status = response.status
+        self.headers = response.headers
+        self.content = response.read()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        body: dict[str, Any] = self.json["error"]
+        assert set(body) == {"message", "type", "param", "code"}
+        return body
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of each server-sent event, the end mark excluded; it must be there, and last."""
+        blocks = [block for block in self.content.decode().split("\n\n") if block and not block.startswith(":")]
+        assert blocks[-1] == "data: [DONE]"
+        return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+def ask(
+    port: int, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, timeout: float = 60
+) -> Answer:
+    """One request on a connection of its own; ``body`` is sent as JSON unless it is bytes."""
+    content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)) as connection:
+        connection.request(method, path, content, {"content-type": "application/json", **(headers or {})})
+        return Answer(connection.getresponse())
+
+
+def post(port: int, path: str, body: Any, **options: Any) -> Answer:
+    """POST of a JSON body."""
+    return ask(port, "POST", path, body, **options)
+
+
+def get(port: int, path: str, **options: Any) -> Answer:
+    """GET."""
+    return ask(port, "GET", path, **options)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Poll until a claim about another thread holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)

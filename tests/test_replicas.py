@@ -1,0 +1,106 @@
+"""Two servers on one Redis: what one learns speeds up the other, and losing Redis costs speed only."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.redis_server import RedisServer, redis_server
+from tests.server_client import get, post, wait_until
+from tests.test_server_process import SMALL, answers, running
+
+__all__ = ["redis_server"]  # a fixture
+
+PROMPTS = [
+    "def read_lines(path):\n",
+    "class Connection:\n    def close(self):\n",
+    "import threading\n\n\nclass Worker",
+    "    for name, value in options.items():\n",
+]
+
+
+@pytest.fixture
+def replicas(redis_server: RedisServer) -> Iterator[tuple[int, int]]:
+    with ExitStack() as stack:
+        ports = []
+        for _ in range(2):
+            _, port = stack.enter_context(running("--redis", redis_server.url, "--namespace", "shared", *SMALL))
+            ports.append(port)
+        for port in ports:
+            wait_until(lambda port=port: answers(port, "/health"), 120)  # type: ignore[misc]
+        yield ports[0], ports[1]
+
+
+def complete(port: int, prompt: str) -> str:
+    answer = post(port, "/v1/completions", {"prompt": prompt, "max_tokens": 48, "temperature": 0})
+    assert answer.status == 200, answer.content
+    text: str = answer.json["choices"][0]["text"]
+    return text
+
+
+def counters(port: int) -> dict[str, float]:
+    """Every metric, summed over its labels."""
+    found: dict[str, float] = {}
+    for line in get(port, "/metrics").content.decode().splitlines():
+        if match := re.match(r"([a-z_:]+)(?:\{.*\})? ([-+.e\d]+)$", line):
+            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+    return found
+
+
+def steps_of(port: int, prompt: str) -> tuple[str, float]:
+    before = counters(port)["ssd:verify_steps_total"]
+    text = complete(port, prompt)
+    return text, counters(port)["ssd:verify_steps_total"] - before
+
+
+@pytest.mark.timeout(400)
+def test_replicas_share_and_outlive_redis(replicas: tuple[int, int], redis_server: RedisServer) -> None:
+    first, second = replicas
+
+    # What was asked of the first is drafted by the second.
+    learned = {prompt: steps_of(first, prompt) for prompt in PROMPTS}
+    wait_until(lambda: counters(second)["ssd:sharing_received_total"] >= len(PROMPTS), 10)
+    for prompt, (text, steps) in learned.items():
+        again, fewer = steps_of(second, prompt)
+        assert again == text
+        assert fewer <= steps and fewer <= 8
+
+    # kill -9 under load: no failed request, no changed output.
+    stop = threading.Event()
+    outcomes: list[Any] = []
+
+    def load(port: int) -> None:
+        while not stop.is_set():
+            for prompt in PROMPTS:
+                try:
+                    outcomes.append(complete(port, prompt) == learned[prompt][0])
+                except Exception as error:
+                    outcomes.append(error)
+
+    threads = [threading.Thread(target=load, args=(port,)) for port in replicas]
+    for thread in threads:
+        thread.start()
+    time.sleep(1)
+    redis_server.kill()
+    time.sleep(3)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) >= 8 and all(outcome is True for outcome in outcomes), outcomes[:5]
+
+    # Redis is back, empty: sharing resumes by itself.
+    redis_server.start()
+    received = counters(second)["ssd:sharing_received_total"]
+    prompt = "def unheard_of(value):\n"
+
+    def resumed() -> bool:
+        complete(first, prompt)
+        return counters(second)["ssd:sharing_received_total"] > received
+
+    wait_until(resumed, 30)

@@ -1,0 +1,137 @@
+"""``ssd-serve`` as a process: start, errors at start, signals."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.server_client import get, post, wait_until
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ("--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "256", "--cache-tokens", "65536")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def refused(*arguments: str) -> str:
+    """Run a server that cannot start; returns its one line of complaint."""
+    done = subprocess.run(
+        [sys.executable, "-m", "server", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    complaints = [line for line in done.stderr.splitlines() if line.startswith("ssd-serve: error: ")]
+    assert len(complaints) == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == complaints[0]
+    return complaints[0]
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-m", "server", "--port", str(port), *arguments], cwd=ROOT)
+    try:
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(port: int, path: str) -> bool:
+    try:
+        return get(port, path, timeout=5).status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def test_port_in_use_is_found_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        started = time.monotonic()
+        assert "--port" in refused("--port", str(taken.getsockname()[1]))
+        assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--no-such-flag",), "--no-such-flag"),
+        (("--port", "http"), "--port"),
+        (("--num-speculative-tokens", "500"), "num_speculative_tokens"),
+        (("--cache-tokens", "0"), "capacity_tokens"),
+        (("--host", "no such host"), "--host"),
+        (("./no-such-directory",), "no-such-directory"),
+        ((str(ROOT / "tests"),), "config.json"),
+        (("--generation-config", str(ROOT / "tests")), "generation_config.json"),
+    ],
+)
+def test_unusable_arguments_end_in_one_line(arguments: tuple[str, ...], hint: str) -> None:
+    if "--port" not in arguments:
+        arguments = ("--port", "0", *arguments)
+    assert hint in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--max-model-len", "1000000"), "max_model_len"),
+        (("--warm", str(ROOT / "tests")), "tests"),
+        (("--namespace", "../other"), "namespace"),
+    ],
+)
+def test_what_only_loading_shows_ends_in_one_line(arguments: tuple[str, ...], hint: str) -> None:
+    assert hint in refused("--port", "0", "--device", "cpu", *arguments)
+
+
+def test_start_serve_and_sigterm_with_a_request_in_flight(tmp_path: Path) -> None:
+    directory = str(tmp_path / "cache")
+    with running(*SMALL, "--cache-dir", directory) as (process, port):
+        wait_until(lambda: answers(port, "/live"), 60)
+        wait_until(lambda: answers(port, "/health"), 120)
+        assert get(port, "/v1/models").json["data"][0]["max_model_len"] == 256
+        fields = {"prompt": "import os\n", "temperature": 0, "ignore_eos": True}
+        assert post(port, "/v1/completions", {**fields, "max_tokens": 40}).status == 200
+        assert directory in refused("--port", "0", *SMALL, "--cache-dir", directory)
+
+        statuses: list[int] = []
+        # Long enough to be running still when the signal comes, whatever the machine.
+        asked = {**fields, "prompt": "x = 1\n", "max_tokens": 200, "n": 4}
+        client = threading.Thread(target=lambda: statuses.append(post(port, "/v1/completions", asked).status))
+        client.start()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert process.wait(20) == 0
+        assert time.monotonic() - started < 5
+        client.join(10)
+        assert statuses in ([200], [503])
+
+    # What was learned is there again after a restart.
+    with running(*SMALL, "--cache-dir", directory) as (process, port):
+        wait_until(lambda: answers(port, "/health"), 120)
+        text = get(port, "/metrics").content.decode()
+        tokens = next(line for line in text.splitlines() if line.startswith("ssd:cache_tokens{"))
+        assert float(tokens.rsplit(" ", 1)[1]) >= 40
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_sigterm_while_loading_ends_with_status_0() -> None:
+    with running(*SMALL) as (process, port):
+        wait_until(lambda: answers(port, "/live"), 60)
+        process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert process.wait(20) == 0
+        assert time.monotonic() - started < 5

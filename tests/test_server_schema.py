@@ -1,0 +1,197 @@
+"""What request bodies may contain, and what becomes of each field."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.fields import IGNORED, NEUTRAL
+from server.schema import ChatBody, CompletionBody, GenerateBody
+from server.settings import VERSION, read_sampling_defaults
+from server.stream import encode_event
+from ssd.config import SamplingParams
+from ssd.errors import ConfigError, RequestError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def sampling(
+    body: GenerateBody, *, room: int = 100, default_limit: int | None = None, **defaults: float
+) -> SamplingParams:
+    return body.sampling(defaults, room=room, default_limit=default_limit)
+
+
+def refusal(schema: type[GenerateBody], fields: dict[str, Any]) -> RequestError:
+    base: dict[str, Any] = {"messages": MESSAGES} if schema is ChatBody else {"prompt": "hello"}
+    with pytest.raises(RequestError) as caught:
+        body = schema.parse({**base, **fields})
+        if isinstance(body, CompletionBody):
+            body.prompts()
+        if isinstance(body, ChatBody):
+            body.template_arguments()
+        sampling(body)
+    return caught.value
+
+
+@pytest.mark.parametrize("schema", [CompletionBody, ChatBody])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprobs", True), ("logprobs", 1), ("logprobs", 0), ("top_logprobs", 3), ("prompt_logprobs", 1),
+        ("echo", True), ("suffix", "end"), ("best_of", 2), ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"), ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}),
+        ("response_format", {"type": "json_object"}), ("modalities", ["audio"]), ("audio", {"voice": "x"}),
+        ("prediction", {"type": "content", "content": "x"}), ("guided_json", {}),
+        ("structured_outputs", {"regex": "a"}), ("bad_words", ["x"]), ("truncate_prompt_tokens", 5),
+        ("skip_special_tokens", False), ("use_beam_search", True), ("allowed_token_ids", [1]), ("no_such_field", 1),
+        ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", "5"), ("max_tokens", 1.5), ("temperature", -0.1),
+        ("temperature", 2.5), ("temperature", "hot"), ("temperature", True), ("top_p", 0.0), ("top_p", 1.5),
+        ("top_k", -2), ("min_p", 2.0), ("repetition_penalty", 0.0), ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0), ("n", 0), ("n", 1000), ("seed", 1 << 64), ("stop", [""]), ("stop", ""),
+        ("stop", [1]), ("stop", ["x"] * 200), ("stop_token_ids", ["1"]), ("min_tokens", -1), ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {"1": 1000.0}), ("stream", "yes"), ("stream_options", {"include_usage": True}),
+        ("cache_salt", ""), ("model", 5),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_honoured_are_refused_by_name(schema: type[GenerateBody], field: str, value: Any) -> None:
+    error = refusal(schema, {field: value})
+    assert error.param == field
+    assert field in str(error)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "param"),
+    [
+        (CompletionBody, {"prompt": []}, "prompt"),
+        (CompletionBody, {"prompt": [[]]}, "prompt"),
+        (CompletionBody, {"prompt": [1, "a"]}, "prompt"),
+        (CompletionBody, {"prompt": [[1], 2]}, "prompt"),
+        (CompletionBody, {"prompt": [True]}, "prompt"),
+        (CompletionBody, {"prompt": 7}, "prompt"),
+        (CompletionBody, {"prompt": None}, "prompt"),
+        (CompletionBody, {"messages": MESSAGES}, "messages"),
+        (ChatBody, {"messages": []}, "messages"),
+        (ChatBody, {"messages": "hello"}, "messages"),
+        (ChatBody, {"messages": None}, "messages"),
+        (ChatBody, {"prompt": "hello"}, "prompt"),
+        (ChatBody, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (ChatBody, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (ChatBody, {"add_special_tokens": True}, "add_special_tokens"),
+        (ChatBody, {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        (ChatBody, {"stream": True, "stream_options": {"every": 2}}, "stream_options.every"),
+    ],
+)
+def test_malformed_bodies_name_the_field(schema: type[GenerateBody], fields: dict[str, Any], param: str) -> None:
+    assert refusal(schema, fields).param == param
+
+
+@pytest.mark.parametrize("content", [None, [], "text", 3])
+def test_a_body_that_is_no_object_is_refused(content: Any) -> None:
+    with pytest.raises(RequestError, match="JSON object"):
+        ChatBody.parse(content)
+
+
+def test_null_means_absent_and_fields_without_effect_are_ignored() -> None:
+    plain = CompletionBody.parse({"prompt": "x"})
+    nulls = {name: None for name in [*CompletionBody.model_fields, *NEUTRAL, "best_of"] if name != "prompt"}
+    assert CompletionBody.parse({"prompt": "x", **nulls}) == plain
+    assert CompletionBody.parse({"prompt": "x", **{name: {"any": "thing"} for name in IGNORED}}) == plain
+    neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+    assert CompletionBody.parse({"prompt": "x", "best_of": 1, **neutral}) == plain
+
+
+def test_fields_reach_the_sampling_parameters() -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
+        "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": -4, "stop_token_ids": [5],
+        "include_stop_str_in_output": True, "ignore_eos": True, "min_tokens": 2,
+    }  # fmt: skip
+    body = CompletionBody.parse({"prompt": "x", "logit_bias": {"3": -1, "4": 2.5}, "stop": "end", **fields})
+    expected: dict[str, Any] = {**fields, "stop_token_ids": (5,), "stop": ("end",), "logit_bias": ((3, -1.0), (4, 2.5))}
+    assert sampling(body, temperature=1.5, top_k=3) == SamplingParams(**expected)
+
+
+def test_defaults_fill_what_the_request_leaves_out_and_openai_fills_the_rest() -> None:
+    body = ChatBody.parse({"messages": MESSAGES, "top_p": 0.5})
+    found = sampling(body, temperature=0.6, top_p=0.9, top_k=20)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.5, 20, 0.0)
+    assert sampling(body).temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "room", "default_limit", "defaults", "expected"),
+    [
+        ({}, 100, 16, {}, 16),
+        ({}, 10, 16, {}, 10),
+        ({}, -5, 16, {}, 1),
+        ({}, 100, None, {}, None),
+        ({}, 100, None, {"max_new_tokens": 50}, 50),
+        ({}, 30, None, {"max_new_tokens": 50}, 30),
+        ({"max_tokens": 60}, 30, None, {"max_new_tokens": 50}, 60),
+        ({"max_tokens": 60, "max_completion_tokens": 7}, 30, None, {}, 7),
+    ],
+)
+def test_output_limit(
+    fields: dict[str, int], room: int, default_limit: int | None, defaults: dict[str, float], expected: int | None
+) -> None:
+    body = ChatBody.parse({"messages": MESSAGES, **fields})
+    assert sampling(body, room=room, default_limit=default_limit, **defaults).max_tokens == expected
+
+
+def test_a_seed_is_drawn_once_for_a_request_without_one() -> None:
+    body = CompletionBody.parse({"prompt": "x"})
+    first = sampling(body).seed
+    assert first is not None
+    assert first != sampling(body).seed
+    assert body.sampling({}, room=9, default_limit=None, drawn_seed=5).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), ("", [""]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_four_shapes_of_prompt(prompt: Any, expected: list[Any]) -> None:
+    assert CompletionBody.parse({"prompt": prompt}).prompts() == expected
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*ChatBody.model_fields, *CompletionBody.model_fields, "x"]), _JSON))
+def test_any_json_is_understood_or_refused_with_our_error(fields: dict[str, Any]) -> None:
+    for schema in (ChatBody, CompletionBody):
+        try:
+            body = schema.parse(fields)
+            body.prompts() if isinstance(body, CompletionBody) else body.template_arguments()
+            sampling(body)
+        except RequestError as error:
+            assert str(error)
+
+
+@given(st.text(max_size=400))
+def test_padded_events_have_a_length_that_tells_nothing(text: str) -> None:
+    assert len(encode_event({"text": text}, pad=True)) % 256 == 0
+
+
+def test_sampling_defaults_are_read_from_a_generation_config(tmp_path: Any) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": [1, 2], "do_sample": true, "top_p": null}')
+    assert read_sampling_defaults(path) == {"temperature": 0.6, "top_k": 20}
+    for content in ("[]", "{", '{"top_k": "x"}'):
+        path.write_text(content)
+        with pytest.raises(ConfigError):
+            read_sampling_defaults(path)
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    project = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    assert tomllib.loads(project.read_text())["project"]["version"] == VERSION
