@@ -8,17 +8,17 @@ A first difference counts as a tie only when the plain run's two best scores, no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from ssd.retrieval.cache import CacheSet
 
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
+from ssd.retrieval.cache import CacheSet
 from ssd.target.noise import gumbel_noise, position_keys
 from ssd.target.sampling import truncated_scores
 from ssd.target.target import SlotTarget, Target
@@ -50,7 +50,7 @@ class RandomDrafter:
 class OracleDrafter(RandomDrafter):
     """Knows each prompt's answer and drafts it; every third draft has its last token spoilt."""
 
-    def __init__(self, answers: dict[tuple[int, ...], Sequence[int]], vocab_size: int) -> None:
+    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int) -> None:
         super().__init__(vocab_size)
         self._answers = answers
         self._calls = 0
@@ -129,7 +129,7 @@ def run(
     setting: Setting | None,
     *,
     eos_token_ids: Iterable[int],
-    answers: dict[tuple[int, ...], Sequence[int]] | None = None,
+    answers: Mapping[tuple[int, ...], Sequence[int]] | None = None,
 ) -> tuple[list[list[int]], float]:
     """Outputs of a fresh engine over ``target``, ``batch_size`` requests at a time, and the mean acceptance length.
 
@@ -235,7 +235,7 @@ def reference_greedy(
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=target.device)
-        out = model.generate(  # type: ignore[operator]
+        out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_tokens,

@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.growth [MODEL] [--requests N] [--max-tokens N] [--out DIR] [--json]``
 
-Four runs: a stream in which some requests recur, some are near-variants and some are new, and beside it a stream with
+First the same 50 greedy requests twice: verify steps of both runs, and tokens/s of the second against speculation off.
+Then four runs: a stream in which some requests recur, some are near-variants and some are new, and beside it a stream with
 no repeats; each greedy and sampled (temperature 0.7, top-p 0.9, a seed per request). Requests go in windows; every
 window runs once with speculation and once without, the order alternating, so that a machine that slows down slows both.
 Every output is compared token by token. Prints a table, writes ``growth.png`` and ends stdout with one JSON line.
@@ -19,18 +20,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
+from transformers import PreTrainedModel
 
 from benchmarks.environment import describe
 from benchmarks.exactness import TIE_MARGIN, score_margin
-from benchmarks.workloads import MIXED, NO_REPEATS, Mix, checksum, stream
+from benchmarks.workloads import MIXED, NO_REPEATS, Mix, checksum, snippets, stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine, Request
+from ssd.retrieval.cache import CacheSet
 from ssd.target.loading import load_model, open_target
 from ssd.target.target import Target
+from ssd.text.codec import TextCodec
 
 
 @dataclass(slots=True)
@@ -97,6 +99,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"growth: model {Path(args.model).name}, {model.device}, {model.dtype}, {args.requests} requests of at most "
           f"{args.max_tokens} new tokens, windows of {args.window}, batch {args.batch}, "
           f"draft limit {args.num_speculative_tokens}, seed {args.seed}")  # fmt: skip
+    repeated = repeat(model, codec, args)
+    print(f"\nthe same {repeated['requests']} greedy requests twice: {repeated['steps_first']} verify steps, then "
+          f"{repeated['steps_second']} ({repeated['tokens_per_step_first']} and {repeated['tokens_per_step_second']} "
+          f"tokens a step); second run {repeated['speedup_second']} x the tokens/s of speculation off")  # fmt: skip
     runs = []
     for mix in (MIXED, NO_REPEATS):
         for sampling in ("greedy", "sampled"):
@@ -119,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "device": str(model.device),
         "dtype": str(model.dtype),
         "parameters": {k: v for k, v in vars(args).items() if k not in ("model", "out", "json")},
+        "repeated_requests": repeated,
         "runs": [run.summary() for run in runs],
     }
     line = json.dumps(result)
@@ -126,8 +133,63 @@ def main(argv: Sequence[str] | None = None) -> None:
         (args.out / "growth.json").write_text(line + "\n")
     if args.json:
         print(line)
-    if any(run.num_mismatches for run in runs):
+    if repeated["mismatches"] or any(run.num_mismatches for run in runs):
         raise SystemExit("outputs differ: speculation changed a token")
+
+
+def repeat(
+    model: PreTrainedModel, codec: TextCodec, args: argparse.Namespace, num_requests: int = 50
+) -> dict[str, Any]:
+    """The same greedy requests on an empty cache and again, one at a time; the second run against speculation off."""
+    prompts = [codec.encode_prompt(text)[-256:] for text in snippets(args.seed + 1)[:num_requests]]
+    params = [SamplingParams(max_tokens=args.max_tokens, temperature=0.0)] * num_requests
+    draft = DraftConfig(num_speculative_tokens=args.num_speculative_tokens)
+    everything = range(num_requests)
+    with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
+        on, off = (
+            Engine(
+                open_target(model, num_slots=1, max_length=512, max_draft_tokens=args.num_speculative_tokens),
+                drafter=make_drafter(drafter, draft),
+                codec=codec,
+                caches=known,
+                config=EngineConfig(max_num_seqs=1),
+                draft=draft,
+            )
+            for drafter, known in (("ssd", caches), ("none", None))
+        )
+        on.warm_up()
+        off.warm_up()
+        first, _ = complete(on, prompts, params, everything)
+        steps_first = on.metrics.num_verify_steps
+        caches.flush()
+        second: list[list[int]] = []
+        plain: list[list[int]] = []
+        ratios = []
+        for index in everything:  # in turn, so that a machine that slows down slows both
+            got, on_s = complete(on, prompts, params, range(index, index + 1))
+            want, off_s = complete(off, prompts, params, range(index, index + 1))
+            second += got
+            plain += want
+            ratios.append(off_s / on_s)
+        steps_second = on.metrics.num_verify_steps - steps_first
+    differing = sum(a != c or b != c for a, b, c in zip(first, second, plain, strict=True))
+    ties = Run(NO_REPEATS, "greedy", "", [], 0, 0, 0)
+    for prompt, got, again, want in zip(prompts, first, second, plain, strict=True):
+        _compare(ties, off.target, prompt, params[0], got, want)
+        _compare(ties, off.target, prompt, params[0], again, want)
+    num_tokens = sum(map(len, plain))
+    return {
+        "requests": num_requests,
+        "output_tokens": num_tokens,
+        "steps_first": steps_first,
+        "steps_second": steps_second,
+        "tokens_per_step_first": round(num_tokens / steps_first, 2),
+        "tokens_per_step_second": round(num_tokens / steps_second, 2),
+        "speedup_second": round(median(ratios), 2),
+        "differing_outputs": differing,
+        "ties": ties.num_ties,
+        "mismatches": ties.num_mismatches,
+    }
 
 
 def run_stream(on: Target, off: Target, codec: TextCodec, mix: Mix, sampling: str, args: argparse.Namespace) -> Run:

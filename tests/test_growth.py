@@ -1,0 +1,44 @@
+"""The service needs fewer passes with use: counts only, no times."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from benchmarks.growth import repeat, run_stream
+from benchmarks.workloads import MIXED, checksum, stream
+from ssd.bundled import MODEL_PATH
+from ssd.target.loading import load_model, open_target
+from ssd.text.codec import TextCodec
+
+OPTIONS = argparse.Namespace(requests=24, max_tokens=32, window=6, batch=2, num_speculative_tokens=16, seed=0)
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec.load(str(MODEL_PATH))
+
+
+def test_the_same_requests_again_need_far_fewer_passes(codec: TextCodec) -> None:
+    """At least 3x fewer; where own text drafted the first run well, 1.5x fewer and 8 tokens a step."""
+    found = repeat(load_model(MODEL_PATH, dtype="float32", device="cpu"), codec, OPTIONS)
+    assert found["mismatches"] == 0
+    fewer = found["steps_first"] / found["steps_second"]
+    assert fewer >= 3 or (fewer >= 1.5 and found["tokens_per_step_second"] >= 8), found
+
+
+def test_a_growth_stream_changes_no_token(codec: TextCodec) -> None:
+    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
+    on, off = (open_target(model, num_slots=2, max_length=1024) for _ in range(2))
+    run = run_stream(on, off, codec, MIXED, "sampled", OPTIONS)
+    assert run.num_mismatches == 0 and run.num_tokens > 0
+    assert run.windows[-1].cached_tokens > run.windows[0].cached_tokens
+
+
+def test_a_stream_is_the_same_every_time_and_has_its_shares() -> None:
+    requests = stream(MIXED, 300, seed=3)
+    assert checksum(requests) == checksum(stream(MIXED, 300, seed=3)) != checksum(stream(MIXED, 300, seed=4))
+    share = sum(request.kind == "repeat" for request in requests) / 300
+    assert abs(share - MIXED.repeat) < 0.1
+    assert not any(request.text.rstrip("\n").endswith(" ") for request in requests)
