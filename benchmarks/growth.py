@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.growth [MODEL] [--requests N] [--max-tokens N] [--out DIR] [--json]``
 
-First the same 50 greedy requests twice: verify steps of both runs, and tokens/s of the second against speculation off.
-Then four runs: a stream in which some requests recur, some are near-variants and some are new, and beside it a stream with
-no repeats; each greedy and sampled (temperature 0.7, top-p 0.9, a seed per request). Requests go in windows; every
+First the same 50 greedy requests twice: verify steps of both runs, and the second's tokens/s against speculation off.
+Then four runs: a stream in which some requests recur, some are near-variants and some are new, and beside it a stream
+with no repeats; each greedy and sampled (temperature 0.7, top-p 0.9, a seed per request). Requests go in windows; every
 window runs once with speculation and once without, the order alternating, so that a machine that slows down slows both.
 Every output is compared token by token. Prints a table, writes ``growth.png`` and ends stdout with one JSON line.
 """
@@ -174,9 +174,9 @@ def repeat(
         steps_second = on.metrics.num_verify_steps - steps_first
     differing = sum(a != c or b != c for a, b, c in zip(first, second, plain, strict=True))
     ties = Run(NO_REPEATS, "greedy", "", [], 0, 0, 0)
-    for prompt, got, again, want in zip(prompts, first, second, plain, strict=True):
-        _compare(ties, off.target, prompt, params[0], got, want)
-        _compare(ties, off.target, prompt, params[0], again, want)
+    for prompt, once, again, alone in zip(prompts, first, second, plain, strict=True):
+        _compare(ties, off.target, prompt, params[0], once, alone)
+        _compare(ties, off.target, prompt, params[0], again, alone)
     num_tokens = sum(map(len, plain))
     return {
         "requests": num_requests,

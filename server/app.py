@@ -114,8 +114,9 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         content = await read_json(request, service.settings.max_body_bytes)
-        chat = isinstance(content, dict) and "messages" in content
-        return await service.tokenize((TokenizeChatBody if chat else TokenizeTextBody).parse(content))
+        if isinstance(content, dict) and content.get("messages") is not None:
+            return await service.tokenize(TokenizeChatBody.parse(content))
+        return await service.tokenize(TokenizeTextBody.parse(content))
 
     @app.post("/detokenize", openapi_extra=_body_of(DetokenizeBody))
     async def detokenize(request: Request) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from .schema import (
     ChatTemplateFields,
     CompletionBody,
     GenerateBody,
+    TokenizeChatBody,
     TokenizeTextBody,
 )
 from .settings import ServerSettings
@@ -90,7 +91,7 @@ class Service:
         )
         return await self._aside(codec_of(engine).encode_chat, body.messages, **body.template_arguments())
 
-    async def tokenize(self, body: TokenizeTextBody | Any) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
         engine = self.engine_for(body)
         if isinstance(body, TokenizeTextBody):

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_retrieval import naive_count, naive_skipped, sequences, snapshot_count, snapshot_text
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked, ConfigError, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.static import StaticWriter
+from tests.reference.retrieval import naive_count, naive_skipped, sequences, snapshot_count, snapshot_text
 
 FINGERPRINT = "0123456789abcdef" * 2
 ROOT = Path(__file__).resolve().parents[1]

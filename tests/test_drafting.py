@@ -16,7 +16,7 @@ from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix import SuffixDrafter
 from ssd.errors import ConfigError
 from ssd.retrieval.snapshot import SEPARATOR
-from tests import reference_drafting as reference
+from tests.reference import drafting as reference
 from tests.test_search import contexts, snapshots
 
 limits = st.integers(0, 12)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import VOCAB, tiny_model
-from reference_target import greedy_decode
 
 from benchmarks.exactness import OracleDrafter, RandomDrafter
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
@@ -20,6 +19,8 @@ from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.retrieval.cache import CacheSet
 from ssd.target.loading import open_target
+from tests.models import VOCAB, tiny_model
+from tests.reference.target import greedy_decode
 
 MODEL = tiny_model()
 PLAIN_MODEL = tiny_model()  # the same weights, never driven by an engine
@@ -189,6 +190,10 @@ def test_a_broken_drafter_is_a_counter_and_changes_nothing() -> None:
     assert engine.metrics.drafter_failures > 0
 
 
+def one_token(**sampling: Any) -> Request:
+    return Request(request_id="a", prompt_token_ids=(5,), sampling=SamplingParams(**sampling))
+
+
 def test_bad_requests_are_refused_and_nothing_is_queued() -> None:
     engine = make_engine()
     too_long = Request(request_id="a", prompt_token_ids=prompt(0, 96), sampling=GREEDY)
@@ -197,8 +202,8 @@ def test_bad_requests_are_refused_and_nothing_is_queued() -> None:
         (Request(request_id="a", prompt_token_ids=prompt(0, 90), sampling=GREEDY), ContextTooLong),
         (Request(request_id="a", prompt_token_ids=()), RequestError),
         (Request(request_id="a", prompt_token_ids=(VOCAB,)), RequestError),
-        (Request(request_id="a", prompt_token_ids=(5,), sampling=SamplingParams(logit_bias=((VOCAB, 1.0),))), RequestError),
-        (Request(request_id="a", prompt_token_ids=(5,), sampling=SamplingParams(stop=("x",))), RequestError),
+        (one_token(logit_bias=((VOCAB, 1.0),)), RequestError),
+        (one_token(stop=("x",)), RequestError),
     ):  # fmt: skip
         with pytest.raises(error):
             engine.submit(bad)

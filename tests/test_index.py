@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_retrieval import naive_count, sequences, snapshot_count, snapshot_text
 
 from ssd.config import IndexConfig
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.snapshot import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import build_segment
+from tests.reference.retrieval import naive_count, sequences, snapshot_count, snapshot_text
 
 
 def _tokens(*ids: int) -> np.ndarray:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference_retrieval import naive_suffix_array
 
 from ssd.errors import CacheError, StoreUnavailable
 from ssd.retrieval.merge_worker import MergeWorker
@@ -18,6 +17,7 @@ from ssd.retrieval.segment_file import open_segment, write_segment
 from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.worker import MergeJob
+from tests.reference.retrieval import naive_suffix_array
 
 FINGERPRINT = "0123456789abcdef" * 2
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_retrieval import naive_skipped, naive_split
 
 from ssd.retrieval.prefixes import PrefixFilter, split_sequence
+from tests.reference.retrieval import naive_skipped, naive_split
 
 
 def _tokens(ids: list[int]) -> np.ndarray:

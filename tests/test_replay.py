@@ -13,7 +13,7 @@ from benchmarks.traces import Row, TraceTokenizer, read_records, read_rows
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
 from ssd.retrieval.snapshot import SEPARATOR
-from tests import reference_drafting as reference
+from tests.reference import drafting as reference
 
 
 def made_rows(num_rows: int = 12) -> list[tuple[list[int], list[int]]]:

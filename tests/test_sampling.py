@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import reference_target as slow
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.target.noise import argmax_with_noise, gumbel_noise, position_keys
 from ssd.target.sampling import SamplingRow, apply_prefix_rules, target_tokens, truncated_scores
+from tests.reference import target as slow
 
 VOCAB = 24
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ssd.retrieval.search import find_interval, longest_match
 from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.suffix_array import build_segment, build_suffix_array
-from tests import reference_drafting as reference
+from tests.reference import drafting as reference
 
 tokens = st.integers(0, 3)
 sequences = st.lists(st.lists(tokens, max_size=8).map(lambda s: [*s, SEPARATOR]), min_size=1, max_size=5).map(

@@ -114,6 +114,13 @@ def _drain(server: RunningServer, grace_s: float) -> None:
     asyncio.run(server.worker.drain(grace_s))
 
 
+def test_documentation_describes_the_bodies() -> None:
+    with serving(lambda _: FailingEngine()) as server:
+        paths = get(server.port, "/openapi.json").json["paths"]
+    schema = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"messages", "temperature", "stream"} <= set(schema["properties"])
+
+
 def test_api_keys_protect_v1_only() -> None:
     with serving(lambda _: FailingEngine(), api_keys=("first", "second")) as server:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first"}):

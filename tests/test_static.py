@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_retrieval import naive_suffix_array, sequences
 
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.static import StaticWriter, load_static_directory
+from tests.reference.retrieval import naive_suffix_array, sequences
 
 FINGERPRINT = "0123456789abcdef" * 2
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_retrieval import naive_suffix_array
 
 from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.suffix_array import build_segment, build_suffix_array, dense_ranks
+from tests.reference.retrieval import naive_suffix_array
 
 
 @pytest.mark.parametrize("tokens", [[], [SEPARATOR], [7], [3, 3], [3, 5], [5, 3], [2**31 - 1, 0, SEPARATOR]])

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import RECURRENT_ARCHITECTURES, ROW_ARCHITECTURES, SLOT_ARCHITECTURES, VOCAB, tiny_model
 
 from ssd.errors import ModelError
 from ssd.target.loading import load_model, open_target
 from ssd.target.target import RowTarget, SlotTarget, Target
+from tests.models import RECURRENT_ARCHITECTURES, ROW_ARCHITECTURES, SLOT_ARCHITECTURES, VOCAB, tiny_model
 
 
 @torch.inference_mode()

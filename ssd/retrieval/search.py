@@ -34,7 +34,7 @@ def kernel(function: _F) -> _F:
     return cast(_F, njit(cache=True, nogil=True)(function))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _pointer(_typing: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.CPointer(types.int32)))

@@ -1,0 +1,95 @@
+"""From records to token ids, exactly as a server would have made them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ssd.errors import RequestError
+from ssd.text.codec import Example, TextCodec
+
+from .inputs import InputError, Record
+
+UNDERSTOOD = 'understood are "text", "prompt" with "completion", "messages", and "request" with "response"'
+
+
+def examples_of(record: Record, codec: TextCodec) -> list[Example]:
+    """The sequences of one record; raises InputError, which names its place."""
+    if not record.is_json:
+        return [codec.encode_text_example(record.text)]
+    try:
+        line = json.loads(record.text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{record.where}: not JSON ({error}). Correct the line, or leave such lines out with --skip-invalid"
+        ) from None
+    if not isinstance(line, dict):
+        raise InputError(f"{record.where}: a JSON object was expected, got {type(line).__name__}; {UNDERSTOOD}")
+    try:
+        return _examples_of_line(line, record.where, codec)
+    except RequestError as error:
+        raise InputError(f"{record.where}: {error}") from error
+
+
+def _examples_of_line(line: Mapping[str, Any], where: str, codec: TextCodec) -> list[Example]:
+    if isinstance(line.get("request"), dict) and isinstance(line.get("response"), dict):
+        return _examples_of_exchange(_body(line["request"]), _body(line["response"]), where, codec)
+    if "messages" in line:
+        return _chat(line["messages"], line, where, codec)
+    if "prompt" in line and "completion" in line:
+        return [codec.encode_completion_example(_string(line, "prompt", where), _string(line, "completion", where))]
+    if "text" in line:
+        return [codec.encode_text_example(_string(line, "text", where))]
+    found = ", ".join(f'"{str(key)[:40]}"' for key in list(line)[:8]) or "nothing"
+    raise InputError(f"{where}: no usable fields: found {found}; {UNDERSTOOD}")
+
+
+def _examples_of_exchange(
+    request: Mapping[str, Any], response: Mapping[str, Any], where: str, codec: TextCodec
+) -> list[Example]:
+    """An OpenAI request and its response: every choice is an example, the request's own history is not."""
+    examples = []
+    choices = response.get("choices")
+    for choice in choices if isinstance(choices, list) else []:
+        message = choice.get("message") if isinstance(choice, dict) else None
+        if "messages" in request and isinstance(message, dict):
+            examples += _chat([*_list(request, where), message], request, where, codec)[-1:]
+        elif isinstance(request.get("prompt"), str) and isinstance(choice, dict):
+            examples.append(codec.encode_completion_example(request["prompt"], _string(choice, "text", where)))
+    if not examples:
+        raise InputError(f'{where}: its "response" has no choices that belong to its "request"; {UNDERSTOOD}')
+    return examples
+
+
+def _chat(messages: Any, fields: Mapping[str, Any], where: str, codec: TextCodec) -> list[Example]:
+    given = fields.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise InputError(f'{where}: "chat_template_kwargs" must be an object, got {type(given).__name__}')
+    template_kwargs = dict(given)
+    if fields.get("tools"):
+        template_kwargs["tools"] = fields["tools"]
+    examples = codec.encode_chat_examples(messages, template_kwargs=template_kwargs)
+    if not examples:
+        raise InputError(f'{where}: "messages" has no assistant message with text, so there is nothing to learn')
+    return examples
+
+
+def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Batch files wrap the body once more."""
+    body = part.get("body")
+    return body if isinstance(body, dict) else part
+
+
+def _list(request: Mapping[str, Any], where: str) -> list[Any]:
+    messages = request["messages"]
+    if not isinstance(messages, list):
+        raise InputError(f'{where}: "messages" must be a list, got {type(messages).__name__}')
+    return messages
+
+
+def _string(fields: Mapping[str, Any], name: str, where: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise InputError(f'{where}: "{name}" must be a string, got {type(value).__name__}')
+    return value

@@ -1,0 +1,123 @@
+"""``ssd-cache inspect``: what a cache directory holds, every byte of it checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable
+from ssd.retrieval.directory import MANIFEST_NAME, Manifest, read_manifest
+from ssd.retrieval.names import is_segment_id
+from ssd.retrieval.segment_file import open_segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentReport:
+    """One segment; ``error`` is None when its file is there and every checksum matches."""
+
+    segment_id: str
+    num_tokens: int
+    num_bytes: int
+    is_static: bool
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryReport:
+    """A directory; token counts include separators."""
+
+    path: Path
+    manifest: Manifest
+    segments: tuple[SegmentReport, ...]
+
+    @property
+    def is_intact(self) -> bool:
+        """True when no segment is damaged or missing."""
+        return all(segment.error is None for segment in self.segments)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "path": str(self.path),
+            "namespace": self.manifest.namespace,
+            "fingerprint": self.manifest.fingerprint,
+            "generation": self.manifest.generation,
+            "num_tokens": sum(segment.num_tokens for segment in self.segments),
+            "num_bytes": sum(segment.num_bytes for segment in self.segments),
+            "is_intact": self.is_intact,
+            "segments": [
+                {
+                    "id": segment.segment_id,
+                    "num_tokens": segment.num_tokens,
+                    "num_bytes": segment.num_bytes,
+                    "is_static": segment.is_static,
+                    "error": segment.error,
+                }
+                for segment in self.segments
+            ],
+        }
+
+    def as_text(self) -> str:
+        """For people."""
+        totals = self.as_json()
+        lines = [
+            f"{self.path}",
+            f"  namespace    {self.manifest.namespace}",
+            f"  tokenizer    {self.manifest.fingerprint}",
+            f"  generation   {self.manifest.generation}",
+            f"  tokens       {totals['num_tokens']:,}",
+            f"  bytes        {totals['num_bytes']:,}",
+            f"  segments     {len(self.segments)}",
+        ]
+        for segment in self.segments:
+            state = "checksums ok" if segment.error is None else f"DAMAGED: {segment.error}"
+            lines.append(f"    {segment.segment_id:40}{segment.num_tokens:>14,} tokens   {state}")
+        return "\n".join(lines)
+
+
+def fingerprint_of(path: Path) -> str:
+    """The tokenizer a directory was made with, as its manifest says. Raises SegmentCorrupt, StoreUnavailable."""
+    try:
+        outer = json.loads((path / MANIFEST_NAME).read_text())
+        fingerprint = outer["manifest"]["fingerprint"]
+        if not isinstance(fingerprint, str):
+            raise TypeError("its fingerprint is not text")
+    except OSError:
+        inside = sorted(child.parent.name for child in path.glob(f"*/{MANIFEST_NAME}")) if path.is_dir() else []
+        hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
+        raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SegmentCorrupt(f"{path / MANIFEST_NAME} is damaged ({error}). Restore it, or build again") from None
+    return fingerprint
+
+
+def inspect_directory(path: Path) -> DirectoryReport:
+    """Read all of a directory and check it. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
+    manifest = read_manifest(path, fingerprint=fingerprint_of(path))
+    if manifest is None:
+        raise StoreUnavailable(f"{path} is being replaced at this moment: try again")
+    segments = tuple(_inspect_segment(path, entry, manifest.fingerprint) for entry in manifest.segments)
+    return DirectoryReport(path=path, manifest=manifest, segments=segments)
+
+
+def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> SegmentReport:
+    segment_id = str(entry["id"])
+    assert is_segment_id(segment_id)  # read_manifest checked it
+    file = path / f"{segment_id}.seg"
+    num_tokens, num_bytes, error = 0, 0, None
+    try:
+        num_bytes = file.stat().st_size
+        num_tokens = len(open_segment(file, fingerprint=fingerprint))
+    except FileNotFoundError:
+        error = f"{file} is missing"
+    except (CacheError, OSError) as failure:
+        error = str(failure)
+    return SegmentReport(
+        segment_id=segment_id,
+        num_tokens=num_tokens,
+        num_bytes=num_bytes,
+        is_static=entry.get("start") is None,
+        error=error,
+    )

@@ -1,0 +1,15 @@
+"""The small language model that ships with the project, so that everything runs without a model hub.
+
+``MODEL_PATH`` is an ordinary Hugging Face model directory: ``AutoModelForCausalLM.from_pretrained(MODEL_PATH)``.
+How it was made is kept beside it (``python -m ssd.bundled.train``, ``python -m ssd.bundled.evaluate``); what it can and
+cannot do is in ``model/MODEL_CARD.md``. Importing this package loads no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MODEL_PATH: Path = Path(__file__).resolve().parent / "model"
+"""Directory of the bundled model: weights, tokenizer, chat template, model card."""
+
+__all__ = ["MODEL_PATH"]

@@ -1,0 +1,189 @@
+"""What the bundled model learns from: Python's standard library, as files and as question-and-answer pairs.
+
+The list of files with their hashes ships with the model (``CORPUS.json``), and so do the licence and the copyright
+notices found in the files (``PYTHON-LICENSE.txt``, ``NOTICES.txt``).
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import json
+import platform
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Left out: tests and example programs, tables written by generators, text that is not Python, foreign packages, and
+# the parts that distributors move into packages of their own.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idlelib", "pydoc_data", "encodings", "turtledemo", "lib2to3", "ensurepip", "site-packages"}
+)
+MAX_FILE_BYTES = 400_000
+HELD_OUT_ONE_IN = 24
+"""One file in this many, chosen by the hash of its path, is never trained on."""
+MAX_ANSWER_LINES = 40
+CONVERSATION_PERCENT = 45
+"""Share of the documented functions that are also shown as conversations."""
+SYSTEM_MESSAGES = ("You are a helpful assistant.", "You write Python code.", "Answer with Python source code only.")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of the standard library."""
+
+    path: str
+    """Relative to the standard library, with forward slashes."""
+    text: str
+    held_out: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the text in UTF-8."""
+        return len(self.text.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, as the chat template takes it."""
+
+    role: str
+    content: str
+
+
+def is_held_out(path: str) -> bool:
+    """Whether this file is kept for measuring; depends on its relative path alone."""
+    return int(hashlib.sha256(path.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
+
+
+def standard_library() -> list[SourceFile]:
+    """The files of the running interpreter, ordered by path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for file in sorted(root.rglob("*.py")):
+        relative = file.relative_to(root)
+        # `config-3.11-...` and `_sysconfigdata_...` describe how one interpreter was built, and where.
+        if any(part in SKIPPED_FOLDERS or part.startswith(("config-", "_sysconfigdata")) for part in relative.parts):
+            continue
+        if file.stat().st_size < MAX_FILE_BYTES:
+            path = relative.as_posix()
+            files.append(SourceFile(path, file.read_text("utf-8", "replace"), is_held_out(path)))
+    return files
+
+
+def conversations(file: SourceFile) -> Iterator[list[Message]]:
+    """Documented functions of the file as questions answered by their source.
+
+    Which functions are taken, how the question is put, and whether two make one conversation follows from a hash of
+    the source, so that the same file always gives the same conversations.
+    """
+    pending: list[Message] = []
+    for function, docstring, source in _documented_functions(file.text):
+        number = int.from_bytes(hashlib.sha256(f"{file.path}\0{source}".encode()).digest()[:8], "big")
+        if number % 100 >= CONVERSATION_PERCENT:
+            continue
+        number //= 100
+        if not pending and number % 4 == 0:
+            pending.append(Message("system", SYSTEM_MESSAGES[number // 4 % len(SYSTEM_MESSAGES)]))
+        number //= 64
+        pending += [Message("user", _question(function, docstring, number)), Message("assistant", source)]
+        # Four in five end here; the others go on with the next function of the file.
+        if number // 4 % 5 or len(pending) > 4:
+            yield pending
+            pending = []
+    if pending:
+        yield pending
+
+
+def _documented_functions(text: str) -> Iterator[tuple[ast.FunctionDef, str, str]]:
+    """Functions with their docstring and their source, moved to the left margin."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        docstring = ast.get_docstring(node)
+        last_line = node.end_lineno or node.lineno
+        if docstring and 2 <= last_line - node.lineno < MAX_ANSWER_LINES:
+            yield node, docstring, textwrap.dedent("".join(lines[node.lineno - 1 : last_line])).rstrip("\n")
+
+
+def _question(function: ast.FunctionDef, docstring: str, number: int) -> str:
+    """One of four ways to ask for the function."""
+    summary = " ".join(docstring.split("\n\n")[0].split())
+    signature = f"def {function.name}({ast.unparse(function.args)}):"
+    return (
+        f"Write `{function.name}`: {summary}",
+        f"Write a Python function. {summary}",
+        f'Complete this function:\n{signature}\n    """{summary}"""',
+        f"Write a function `{function.name}`. {summary}",
+    )[number % 4]
+
+
+def write_record(files: list[SourceFile], out: Path) -> None:
+    """Write the list of files with hashes, the licence of Python, and the notices found in the files."""
+    record = {
+        "source": "Python standard library",
+        "python": platform.python_version(),
+        "files": [
+            {
+                "path": file.path,
+                "sha256": hashlib.sha256(file.text.encode()).hexdigest(),
+                "bytes": file.num_bytes,
+                "held_out": file.held_out,
+            }
+            for file in files
+        ],
+    }
+    # One file a line: a change of the corpus is then readable in a diff.
+    text = json.dumps(record, separators=(",", ":")).replace('{"path"', '\n{"path"')
+    (out / "CORPUS.json").write_text(text + "\n")
+    (out / "PYTHON-LICENSE.txt").write_text(_python_license())
+    notices = [f"==== {file.path}\n{notice}\n" for file in files if (notice := _notice(file.text))]
+    (out / "NOTICES.txt").write_text(
+        "Copyright and licence notices found in the files of the standard library that the model was trained on.\n"
+        "The library as a whole is under the licence in PYTHON-LICENSE.txt.\n\n" + "\n".join(notices)
+    )
+
+
+def _python_license() -> str:
+    """Full licence text of the running interpreter."""
+    printer = getattr(builtins, "license")  # noqa: B009 - installed by `site`, unknown to type checkers
+    printer._Printer__setup()
+    return "\n".join(printer._Printer__lines).strip() + "\n"
+
+
+def _notice(text: str) -> str:
+    """The blocks of comment or documentation lines that speak of copyright or permission; empty when there are none."""
+    pattern = re.compile(r"copyright|all rights reserved|permission to|licen[cs]ed|warrant", re.IGNORECASE)
+    lines = text.splitlines()
+    kept: list[str] = []
+    end = 0
+    for number, line in enumerate(lines):
+        if number < end or not re.search(r"copyright.*(\d{4}|©|\(c\))|:copyright:", line, re.IGNORECASE):
+            continue
+        start = end = number
+        while start and lines[start - 1].strip(" #"):
+            start -= 1
+        # A notice goes on over blank lines as long as the next paragraph is about terms, too.
+        while end < len(lines) and (lines[end].strip(" #") or _paragraph_matches(lines, end + 1, pattern)):
+            end += 1
+        kept.extend(line.rstrip() for line in lines[start:end])
+        kept.append("")
+    return "\n".join(kept).strip("\n")
+
+
+def _paragraph_matches(lines: list[str], start: int, pattern: re.Pattern[str]) -> bool:
+    for line in lines[start : start + 12]:
+        if not line.strip(" #"):
+            return False
+        if pattern.search(line):
+            return True
+    return False

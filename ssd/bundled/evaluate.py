@@ -1,0 +1,169 @@
+"""Judge a model directory: ``python -m ssd.bundled.evaluate [DIR]``.
+
+Prints samples and ends with one JSON line. Every output comes from one fixed set of prompts, alone in its batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from ssd.bundled import MODEL_PATH, corpus
+from ssd.bundled.data import held_out_documents
+from ssd.bundled.loops import looped_tokens
+from ssd.bundled.model_format import END_OF_TEXT_ID, MAX_POSITIONS, render
+
+MAX_NEW_TOKENS = 256
+
+# No prompt ends in a space: in the vocabulary a space belongs to the word after it.
+CODE_PROMPTS = (
+    "import os\nimport",
+    "from collections import",
+    "def main():\n",
+    "def fibonacci(n):\n",
+    "def read_file(path):\n",
+    "def __init__(self, name, value=None):\n",
+    "class Stack:\n",
+    "class Request(object):\n    def __init__(self, url):\n",
+    "class ParseError(Exception):\n",
+    "for i in range(",
+    "for line in file:\n",
+    "while True:\n",
+    "try:\n    value = int(text)\nexcept",
+    "with open(filename) as f:\n",
+    "if __name__ == '__main__':\n",
+    '    def close(self):\n        """Close the',
+    '"""Utilities for',
+    "# Copyright",
+    "    return self.",
+    "    raise ValueError(",
+    "    def test_",
+    "async def fetch(",
+    "@property\ndef",
+    "_cache = {}\n\ndef lookup(key):\n",
+)
+QUESTIONS = (
+    "Write a Python function. Return the sum of two numbers.",
+    "Write `is_empty`: Return True if the queue is empty.",
+    "Write a function `read_lines`. Read all lines of a file and return them as a list.",
+    "Write a Python function. Remove an item from the list.",
+    'Complete this function:\ndef close(self):\n    """Close the connection."""',
+    "Write `parse_header`: Parse a header line and return its name and value.",
+    "Write a function `join`. Join two paths.",
+    "How do I sort a list in Python?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a model wrote for one prompt."""
+
+    prompt: str
+    token_ids: list[int]
+    """Without the prompt and without end-of-text."""
+    ended: bool
+    """Whether the model ended the text itself."""
+
+
+@torch.inference_mode()
+def bits_per_byte(
+    model: PreTrainedModel, documents: list[npt.NDArray[np.int64]], num_bytes: int, row_length: int
+) -> float:
+    """Cost of the held-out text, all documents end to end, cut into rows that are read without what came before."""
+    tokens = torch.from_numpy(np.concatenate(documents)).to(model.device)
+    training = model.training
+    model.eval()
+    nats = 0.0
+    for start in range(0, len(tokens) - 1, row_length):
+        row = tokens[start : start + row_length + 1]
+        logits = model(input_ids=row[None, :-1], use_cache=False).logits[0].float()
+        nats += functional.cross_entropy(logits, row[1:], reduction="sum").item()
+    model.train(training)
+    return nats / math.log(2) / num_bytes
+
+
+def all_prompts() -> list[str]:
+    """The fixed prompts, 24 openings of source text and 8 rendered questions."""
+    questions = [render([corpus.Message("user", question)]) + "<|assistant|>" for question in QUESTIONS]
+    return [*CODE_PROMPTS, *questions]
+
+
+def write_outputs(model: PreTrainedModel, tokenizer: Tokenizer, config: GenerationConfig, seed: int) -> list[Output]:
+    """Continue every fixed prompt."""
+    torch.manual_seed(seed)
+    outputs = []
+    for prompt in all_prompts():
+        ids = tokenizer.encode(prompt).ids
+        inputs = torch.tensor([ids], device=model.device)
+        new = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)[0, len(ids) :]
+        ended = new[-1].item() == END_OF_TEXT_ID
+        outputs.append(Output(prompt, new.tolist()[: len(new) - ended], ended))
+    return outputs
+
+
+def looped_share(texts: list[list[int]], num_tokens: int) -> float:
+    """Share of tokens inside loops, counted over the first ``num_tokens`` of every text."""
+    masks = [looped_tokens(np.array(text[:num_tokens], np.int64)) for text in texts]
+    return sum(int(mask.sum()) for mask in masks) / max(1, sum(map(len, masks)))
+
+
+def judge(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[dict[str, object], dict[str, list[Output]]]:
+    """Every figure of the model card, and the outputs they were counted on."""
+    model.eval()
+    documents, num_bytes = held_out_documents(corpus.standard_library(), tokenizer)
+    ends = {"max_new_tokens": MAX_NEW_TOKENS, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
+    greedy = GenerationConfig(do_sample=False, **ends)
+    sampled = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, **ends)
+    outputs = {
+        "greedy": write_outputs(model, tokenizer, greedy, seed=0),
+        "sampled": write_outputs(model, tokenizer, sampled, seed=0),
+    }
+    figures: dict[str, object] = {
+        f"held_out_bits_per_byte_{length}": round(bits_per_byte(model, documents, num_bytes, length), 4)
+        for length in (512, 1024, MAX_POSITIONS)
+    }
+    # What people wrote, cut into pieces of the same lengths: the share that is no fault.
+    text = np.concatenate(documents).tolist()
+    for length in (64, MAX_NEW_TOKENS):
+        pieces = [text[i : i + length] for i in range(0, len(text), length)]
+        figures[f"human_loop_share_{length}"] = round(looped_share(pieces, length), 4)
+    for mode, texts in outputs.items():
+        questions = texts[len(CODE_PROMPTS) :]
+        for length in (64, MAX_NEW_TOKENS):
+            figures[f"{mode}_loop_share_{length}"] = round(looped_share([t.token_ids for t in texts], length), 4)
+        figures[f"{mode}_ended_share"] = round(sum(t.ended for t in texts) / len(texts), 4)
+        figures[f"{mode}_ended_share_questions"] = round(sum(t.ended for t in questions) / len(questions), 4)
+    return figures, outputs
+
+
+def main() -> None:
+    """Print outputs and figures."""
+    parser = argparse.ArgumentParser(prog="python -m ssd.bundled.evaluate", description=__doc__)
+    parser.add_argument("directory", nargs="?", type=Path, default=MODEL_PATH)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = Tokenizer.from_file(str(args.directory / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(args.directory, dtype=torch.float32)
+    figures, outputs = judge(model, tokenizer)
+    for mode, texts in outputs.items():
+        for output in texts:
+            share = looped_share([output.token_ids], MAX_NEW_TOKENS)
+            print(f"==== {mode}, ended: {output.ended}, looped: {share:.2f}\n{output.prompt}", end="")
+            print(f"[[{tokenizer.decode(output.token_ids, skip_special_tokens=False)}]]\n")
+    weights = sum(file.stat().st_size for file in args.directory.iterdir() if file.is_file())
+    print(json.dumps({**figures, "directory_bytes": weights}))
+
+
+if __name__ == "__main__":
+    main()

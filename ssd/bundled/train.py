@@ -1,0 +1,173 @@
+"""Train the bundled model.
+
+``python -m ssd.bundled.train --out DIR`` learns the standard library (phase 1), then unlearns loops and stretches the
+context to 2,048 tokens (phase 2, ``finish.py``). Everything is scheduled by step; the order of the data follows from
+the seed. A run that was stopped goes on from its last checkpoint when started again with ``--resume``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from ssd.bundled import corpus
+from ssd.bundled.data import TokenStream, held_out_documents, training_documents
+from ssd.bundled.evaluate import bits_per_byte
+from ssd.bundled.finish import UNLIKELIHOOD_WEIGHT, Prefixes, greedy_rollouts, rollout_tokens, unlikelihood_loss
+from ssd.bundled.model_format import model_config, save_model, train_tokenizer
+from ssd.bundled.muon import MuonWithAdamW
+
+ROW_LENGTH = 512
+PEAK_LEARNING_RATE = 3e-3
+WARM_UP_STEPS = 40
+FINISH_SHARE = 0.15
+"""Learning rate at the start of phase 2, as a share of the peak; it falls in a line to zero."""
+FINISH_ROW_LENGTH = 2048
+CHECKPOINT_EVERY = 50
+
+
+def learning_rate(step: int, num_steps: int) -> float:
+    """Phase 1: rise over ``WARM_UP_STEPS``, stay, then fall in a line over the last 55 % to where phase 2 starts."""
+    rise = (step + 1) / WARM_UP_STEPS
+    left = min(1.0, (num_steps - step) / (0.55 * num_steps))
+    return PEAK_LEARNING_RATE * min(rise, FINISH_SHARE + (1 - FINISH_SHARE) * left)
+
+
+def pretrain(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, files: list[corpus.SourceFile], args: argparse.Namespace
+) -> None:
+    """Phase 1: plain next-token training. Leaves ``pretrain.pt`` in the output directory."""
+    stream = TokenStream(training_documents(files, tokenizer), args.seed, args.step_tokens)
+    held_out, held_out_bytes = held_out_documents(files, tokenizer)
+    optimizer = MuonWithAdamW(model)
+    checkpoint = args.out / "pretrain.pt"
+    done, seconds = 0, 0.0
+    if args.resume and checkpoint.exists():
+        state = torch.load(checkpoint, map_location=args.device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, seconds = state["step"], state["seconds"]
+    log(args.out, phase="pretrain", start=done, steps=args.steps, threads=args.threads, epoch=stream.tokens_per_epoch)
+    started = time.monotonic() - seconds
+    model.train()
+    for step in range(done, args.steps):
+        inputs, targets = (t.to(args.device) for t in stream.batch(step, ROW_LENGTH))
+        logits = model(input_ids=inputs, use_cache=False).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        model.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(learning_rate(step, args.steps))
+        seconds = time.monotonic() - started
+        if (step + 1) % 20 == 0:
+            log(args.out, step=step + 1, loss=round(loss.item(), 3), seconds=round(seconds))
+        if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == args.steps:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            save_checkpoint({**state, "step": step + 1, "seconds": seconds}, checkpoint)
+            save_model(model, tokenizer, args.out / "pretrained")
+            measured = bits_per_byte(model, held_out, held_out_bytes, ROW_LENGTH)
+            log(args.out, step=step + 1, held_out_bits_per_byte=round(measured, 4))
+
+
+def finish(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, files: list[corpus.SourceFile], args: argparse.Namespace
+) -> None:
+    """Phase 2: long rows of the corpus and, in every step, unlikelihood on loops the model has just written."""
+    documents = training_documents(files, tokenizer)
+    # Another seed: phase 1 has not finished its second epoch, and its order must not simply go on.
+    stream = TokenStream(documents, args.seed + 1, FINISH_ROW_LENGTH)
+    prefixes = Prefixes(documents, args.seed)
+    held_out, held_out_bytes = held_out_documents(files, tokenizer)
+    optimizer = MuonWithAdamW(model)
+    checkpoint = args.out / "finish.pt"
+    state = torch.load(args.out / "pretrain.pt", map_location=args.device)
+    done, seconds = 0, 0.0
+    if args.resume and checkpoint.exists():
+        state = torch.load(checkpoint, map_location=args.device)
+        done, seconds = state["step"], state["seconds"]
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    log(args.out, phase="finish", start=done, steps=args.finish_steps, threads=args.threads)
+    started = time.monotonic() - seconds
+    looped = []
+    for step in range(done, args.finish_steps):
+        row_length = FINISH_ROW_LENGTH if step % 2 else ROW_LENGTH
+        inputs, targets = (t.to(args.device) for t in stream.batch(step, row_length))
+        logits = model(input_ids=inputs, use_cache=False).logits
+        likelihood = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        model.zero_grad()
+        torch.autograd.backward(likelihood)
+        start = prefixes.batch(step).to(args.device)
+        written = greedy_rollouts(model, start, rollout_tokens(step, args.finish_steps))
+        unlikelihood, share = unlikelihood_loss(model, written, start.shape[1])
+        if unlikelihood.requires_grad:
+            torch.autograd.backward(UNLIKELIHOOD_WEIGHT * unlikelihood)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(PEAK_LEARNING_RATE * FINISH_SHARE * (1 - step / args.finish_steps))
+        looped.append(share)
+        seconds = time.monotonic() - started
+        if (step + 1) % 10 == 0:
+            recent = round(sum(looped[-10:]) / len(looped[-10:]), 3)
+            log(args.out, step=step + 1, loss=round(likelihood.item(), 3), looped=recent, seconds=round(seconds))
+        if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == args.finish_steps:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            save_checkpoint({**state, "step": step + 1, "seconds": seconds}, checkpoint)
+            save_model(model, tokenizer, args.out / "model")
+            measured = bits_per_byte(model, held_out, held_out_bytes, ROW_LENGTH)
+            log(args.out, step=step + 1, held_out_bits_per_byte=round(measured, 4))
+
+
+def save_checkpoint(state: dict[str, Any], path: Path) -> None:
+    """Write beside the old checkpoint, then replace it: a stop at any time leaves a whole one."""
+    new = path.with_suffix(".new")
+    torch.save(state, new)
+    new.replace(path)
+
+
+def log(out: Path, **record: object) -> None:
+    """One JSON line to the screen and to ``log.jsonl``."""
+    line = json.dumps(record)
+    print(line, flush=True)
+    with (out / "log.jsonl").open("a") as file:
+        file.write(line + "\n")
+
+
+def parse_args() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m ssd.bundled.train", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory for checkpoints and the finished model")
+    parser.add_argument("--steps", type=int, default=950, help="steps of phase 1")
+    parser.add_argument("--step-tokens", type=int, default=2048, help="tokens per step of phase 1")
+    parser.add_argument("--finish-steps", type=int, default=150, help="steps of phase 2")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, from the interpreter's own library to a model directory."""
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    files = corpus.standard_library()
+    # Training it takes seconds and always gives the same vocabulary.
+    tokenizer = train_tokenizer(file.text for file in files if not file.held_out)
+    model = LlamaForCausalLM(model_config()).to(args.device)
+    pretrain(model, tokenizer, files, args)
+    finish(model, tokenizer, files, args)
+    corpus.write_record(files, args.out / "model")
+
+
+if __name__ == "__main__":
+    main()

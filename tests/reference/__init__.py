@@ -1,0 +1,1 @@
+"""The slow twins: what the fast code must equal, short enough to be obviously right."""

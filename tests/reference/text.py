@@ -1,0 +1,20 @@
+"""Slow twin of the incremental detokeniser: decode everything, then look at one character after another."""
+
+from __future__ import annotations
+
+from ssd.text.codec import TextCodec
+
+
+def decoded_text(codec: TextCodec, token_ids: list[int]) -> str:
+    """The whole text, special tokens left out."""
+    return codec.decode([token_id for token_id in token_ids if token_id not in codec.special_ids])
+
+
+def stopped_text(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[str, str | None]:
+    """``text`` up to the first stop string to be complete, the longest of those complete at once; and which it was."""
+    for end in range(1, len(text) + 1):
+        hits = [string for string in stop if text[:end].endswith(string)]
+        if hits:
+            hit = max(hits, key=len)
+            return text[: end if include_stop else end - len(hit)], hit
+    return text, None

@@ -1,0 +1,282 @@
+"""The ``ssd-cache`` command, run as a user would."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ssd
+from cache_builder.__main__ import main
+from ssd.config import CacheConfig
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.static import load_static_directory
+from ssd.sharing.redis_log import RedisLog
+from ssd.text.codec import TextCodec
+from tests.redis_server import RedisServer, redis_server
+from tests.test_sharing import eventually, stored
+from tests.tokenizers_for_tests import write_model_directory
+
+__all__ = ["redis_server"]  # the fixture
+
+ROOT = Path(ssd.__file__).parent.parent
+USER = {"role": "user", "content": "hello"}
+CHAT = [USER, {"role": "assistant", "content": "hi there"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def codec(model: Path) -> TextCodec:
+    return TextCodec.load(str(model))
+
+
+def write_lines(path: Path, *lines: Any) -> str:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def sequences(directory: Path, codec: TextCodec) -> list[list[int]]:
+    """What a server would find in a directory."""
+    found = []
+    for segment in load_static_directory(directory, fingerprint=codec.fingerprint):
+        for part in np.split(segment.tokens, np.flatnonzero(segment.tokens == SEPARATOR) + 1):
+            if len(part):
+                found.append(part[:-1].tolist())
+    return found
+
+
+def build(model: Path, out: Path, *arguments: str) -> int:
+    return main(["build", *arguments, "--tokenizer", str(model), "--out", str(out)])
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("ssd-cache: error: ")
+    return captured.err
+
+
+def test_ids_are_those_of_the_server_path(model: Path, codec: TextCodec, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write_lines(
+        tmp_path / "in.jsonl",
+        {"messages": CHAT},
+        "",
+        {"prompt": "2+2=", "completion": "4"},
+        {"text": "a document"},
+        {"request": {"model": "m", "messages": [USER]}, "response": {"choices": [{"message": CHAT[1]}]}},
+        {"request": {"body": {"prompt": "1+"}}, "response": {"body": {"choices": [{"text": "1"}, {"text": "2"}]}}},
+    )
+    assert build(model, tmp_path / "out", path) == 0
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chat = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=True, return_dict=False)
+    chat += [*tokenizer.encode("hi there", add_special_tokens=False), 0]
+
+    def completion(prompt: str, text: str) -> list[int]:
+        return [*tokenizer.encode(prompt), *tokenizer.encode(text, add_special_tokens=False), 0]
+
+    assert sequences(tmp_path / "out", codec) == [
+        chat,
+        completion("2+2=", "4"),
+        [*tokenizer.encode("a document"), 0],
+        chat,
+        completion("1+", "1"),
+        completion("1+", "2"),
+    ]
+
+
+def test_a_built_directory_is_searched(model: Path, codec: TextCodec, tmp_path: Path) -> None:
+    assert build(model, tmp_path / "out", write_lines(tmp_path / "in.jsonl", {"text": "searched text"})) == 0
+    with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches:
+        caches.get().add_static_directory(tmp_path / "out")
+        assert caches.get().snapshot().num_tokens == len(codec.encode_prompt("searched text")) + 2
+
+
+def test_a_conversations_history_is_stored_once(model: Path, codec: TextCodec, tmp_path: Path) -> None:
+    long = "a rather long question about nothing in particular. " * 20
+    turns = [{"role": "user", "content": long}, CHAT[1], {"role": "user", "content": "and?"}, CHAT[1]]
+    assert build(model, tmp_path / "out", write_lines(tmp_path / "in.jsonl", {"messages": turns})) == 0
+    first, second = sequences(tmp_path / "out", codec)
+    assert first == codec.encode_chat_examples(turns)[0].token_ids
+    whole = codec.encode_chat_examples(turns)[1].token_ids
+    assert len(second) < len(whole) // 2
+    assert whole[-len(second) :] == second
+
+
+def test_text_compressed_text_and_standard_input(
+    model: Path, codec: TextCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("plain\ntext")
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "line"}'))
+    (tmp_path / "empty.txt").write_text("\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "piped"}\n')))
+    names = [str(tmp_path / name) for name in ("a.txt", "b.md.gz", "c.jsonl.gz", "empty.txt")]
+    assert build(model, tmp_path / "out", *names, "-") == 0
+    texts = ["plain\ntext", "packed", "line", "piped"]
+    assert sequences(tmp_path / "out", codec) == [codec.encode_text_example(text).token_ids for text in texts]
+
+
+def test_inspect_reports_and_finds_damage(
+    model: Path, codec: TextCodec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert build(model, out, write_lines(tmp_path / "in.jsonl", {"text": "x"}), "--namespace", "support") == 0
+    capsys.readouterr()
+    assert main(["inspect", str(out)]) == 0
+    assert "support" in (text := capsys.readouterr().out) and codec.fingerprint in text
+    assert main(["inspect", str(out), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_intact"]
+    assert report["num_tokens"] == len(sequences(out, codec)[0]) + 1
+    (file,) = out.glob("*.seg")
+    assert report["num_bytes"] == file.stat().st_size
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    assert main(["inspect", str(out), "--json"]) == 1
+    assert "checksum" in json.loads(capsys.readouterr().out)["segments"][0]["error"]
+    file.unlink()
+    assert main(["inspect", str(out)]) == 1
+    assert "missing" in capsys.readouterr().out
+    (out / "manifest.json").write_text("{")
+    assert main(["inspect", str(out)]) == 2
+    assert "damaged" in error_of(capsys)
+
+
+def test_push_reaches_a_running_replica(
+    model: Path, codec: TextCodec, tmp_path: Path, redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert build(model, out, write_lines(tmp_path / "in.jsonl", {"messages": CHAT}, {"text": "more"})) == 0
+    with (
+        RedisLog(redis_server.url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size) as log,
+        CacheSet(CacheConfig(), codec.fingerprint, inline=True, on_open=log.attach) as caches,
+    ):
+        caches.get("support")
+        assert main(["push", str(out), "--redis", redis_server.url, "--namespace", "support"]) == 0
+        assert "pushed" in capsys.readouterr().out
+        eventually(lambda: stored(caches, "support") == sequences(out, codec))
+
+
+def test_an_existing_cache_is_kept_added_to_or_replaced(
+    model: Path, codec: TextCodec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    one, two = (write_lines(tmp_path / f"{n}.jsonl", {"text": n}) for n in ("one", "two"))
+    first, second = (codec.encode_text_example(text).token_ids for text in ("one", "two"))
+    assert build(model, out, one) == 0
+    assert build(model, out, two) == 2
+    assert "--force" in error_of(capsys)
+    assert build(model, out, two, "--add") == 0
+    assert sequences(out, codec) == [first, second]
+    assert build(model, out, two, "--add", "--force") == 2
+    assert build(model, out, two, "--force") == 0
+    assert sequences(out, codec) == [second]
+    capsys.readouterr()
+    other = write_model_directory(tmp_path / "other", num_tokens=401)
+    assert build(other, out, one, "--add") == 2
+    assert "tokenizer" in error_of(capsys)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("mine")
+    assert build(model, tmp_path / "notes", one, "--force") == 2
+    assert "holds no cache" in error_of(capsys)
+    assert (tmp_path / "notes" / "diary.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", "in.jsonl:2: not JSON"),
+        ("[1]", "a JSON object was expected, got list"),
+        ({"question": "x"}, 'found "question"; understood are "text"'),
+        ({"text": 7}, '"text" must be a string, got int'),
+        ({"prompt": ["x"], "completion": "y"}, '"prompt" must be a string'),
+        ({"messages": [USER]}, "no assistant message"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "has role 'robot'"),
+        ({"messages": {"a": 1}}, "must be a list"),
+        ({"request": {"messages": "x"}, "response": {"choices": [{"message": CHAT[1]}]}}, '"messages" must be a list'),
+        ({"request": {"messages": [USER]}, "response": {}}, "no choices"),
+        ({"messages": CHAT, "chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_bad_line_stops_or_is_counted(
+    model: Path, codec: TextCodec, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Any, message: str
+) -> None:
+    path = write_lines(tmp_path / "in.jsonl", {"text": "good"}, line)
+    assert build(model, tmp_path / "out", path) == 2
+    error = error_of(capsys)
+    assert message in error and "in.jsonl:2" in error
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["in.jsonl"]  # nothing half written
+    assert build(model, tmp_path / "out", path, "--skip-invalid") == 0
+    assert "1 invalid" in capsys.readouterr().out
+    assert sequences(tmp_path / "out", codec) == [codec.encode_text_example("good").token_ids]
+
+
+def test_inputs_that_cannot_be_read(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = gzip.compress(b'{"text": "x"}\n' * 1000)
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    (tmp_path / "no.txt.gz").write_bytes(b"not gzip")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "empty.txt").write_text("")
+    for name, message in {
+        "missing.txt": "no such file",
+        "cut.jsonl.gz": "damaged gzip",
+        "no.txt.gz": "damaged gzip",
+        "latin.txt": "not UTF-8",
+        "empty.txt": "nothing was built",
+        ".": "is a directory",
+    }.items():
+        assert build(model, tmp_path / "out", str(tmp_path / name)) == 2
+        assert message in error_of(capsys)
+        assert not (tmp_path / "out").exists()
+
+
+def test_other_errors_are_explained(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path / "in.jsonl", {"messages": CHAT})
+    silent = write_model_directory(tmp_path / "silent", chat_template=None)
+    assert build(silent, tmp_path / "out", path) == 2
+    assert "no chat template" in error_of(capsys)
+    assert build(tmp_path / "nowhere" / "else", tmp_path / "out", path) == 2
+    assert "no tokenizer" in error_of(capsys)
+    assert build(model, tmp_path / "out", path, "--namespace", "no/way") == 2
+    assert "namespace" in error_of(capsys)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "holds no cache" in error_of(capsys)
+    assert main(["push", str(tmp_path), "--redis", "redis://localhost:1/0"]) == 2
+    assert "holds no cache" in error_of(capsys)
+
+
+def test_the_program_runs_without_torch(model: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", {"messages": CHAT})
+    code = (
+        "import sys, cache_builder.__main__ as program; status = program.main();"
+        "print(status, sys.modules.get('torch'), [name for name in sys.modules if name.startswith('torch.')])"
+    )
+    arguments = ["build", path, "--tokenizer", str(model), "--out", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "0 None []"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"], ["inspect", "--help"], ["push", "--help"]])
+def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    assert "usage: ssd-cache" in capsys.readouterr().out

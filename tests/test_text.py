@@ -1,0 +1,317 @@
+"""Text to ids and back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ssd
+from ssd.errors import ModelError, RequestError
+from ssd.text.codec import TextCodec
+from ssd.text.stream import TextStream
+from tests.reference.text import decoded_text, stopped_text
+from tests.tokenizers_for_tests import (
+    real_tokenizers,
+    sentencepiece_like_tokenizer,
+    write_model_directory,
+)
+
+ROOT = Path(ssd.__file__).parent.parent
+USER = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def codec(directory: Path) -> TextCodec:
+    return TextCodec.load(str(directory))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    path = tmp_path_factory.mktemp("sentencepiece")
+    sentencepiece_like_tokenizer().save(str(path / "tokenizer.json"))
+    return TextCodec.load(str(path))
+
+
+# Loading
+
+
+def test_properties_of_a_model_directory(codec: TextCodec) -> None:
+    assert codec.vocab_size == 400
+    assert codec.eos_token_ids == (0, 3)
+    assert (codec.eos_token_id, codec.bos_token_id) == (0, 1)
+    assert codec.special_ids == {0, 1, 2, 3, 4}
+    assert codec.has_chat_template
+
+
+def test_a_lone_tokenizer_file_finds_its_end_of_text(sentencepiece: TextCodec) -> None:
+    assert (sentencepiece.eos_token_ids, sentencepiece.bos_token_id) == ((2,), 1)
+    assert not sentencepiece.has_chat_template
+
+
+def test_the_fingerprint_says_what_ids_mean(codec: TextCodec, directory: Path, tmp_path: Path) -> None:
+    assert len(codec.fingerprint) == 32
+    assert set(codec.fingerprint) <= set("0123456789abcdef")
+    assert TextCodec.load(str(directory / "tokenizer.json")).fingerprint == codec.fingerprint
+    other = TextCodec.load(str(write_model_directory(tmp_path / "other", num_tokens=401)))
+    assert other.fingerprint != codec.fingerprint
+
+
+def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="holds no tokenizer"):
+        TextCodec.load(str(tmp_path))
+    with pytest.raises(ModelError, match="neither a directory here nor a model id"):
+        TextCodec.load(str(tmp_path / "missing" / "model"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        TextCodec.load(str(tmp_path))
+    write_model_directory(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        TextCodec.load(str(tmp_path / "model"))
+
+
+def test_a_program_that_hides_torch_tokenises_without_it(directory: Path) -> None:
+    code = (
+        "import sys; from ssd.text.torchless import hide_torch; assert hide_torch();"
+        "from ssd.text.codec import TextCodec; codec = TextCodec.load(sys.argv[1]);"
+        "ids = codec.encode_chat([{'role': 'user', 'content': 'hello'}]); codec.decode(ids); codec.fingerprint;"
+        "print(ids, sys.modules.get('torch'), [name for name in sys.modules if name.startswith('torch.')])"
+    )
+    command = [sys.executable, "-c", code, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    expected = TextCodec.load(str(directory)).encode_chat([USER])
+    assert done.stdout.strip() == f"{expected} None []"
+    assert done.stderr == ""
+
+
+# Encoding
+
+
+def test_ids_are_those_of_transformers(codec: TextCodec, directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text = "def naïve(café):\n    return '你好 😀'  "
+    assert codec.encode_prompt(text) == tokenizer.encode(text)
+    assert codec.encode_prompt(text)[0] == codec.bos_token_id
+    assert codec.encode_completion(text) == tokenizer.encode(text, add_special_tokens=False)
+    messages = [{"role": "system", "content": "be brief"}, USER, {"role": "assistant", "content": "he"}]
+    for options in ({"add_generation_prompt": True}, {"continue_final_message": True, "add_generation_prompt": False}):
+        expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+        assert codec.encode_chat(messages, **options) == expected
+    assert codec.decode(codec.encode_completion(text)) == text
+
+
+def test_content_may_be_text_parts(codec: TextCodec) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert codec.encode_chat([{"role": "user", "content": parts}]) == codec.encode_chat(
+        [{"role": "user", "content": "hel\nlo"}]
+    )
+
+
+def test_a_template_of_the_callers_and_its_variables(codec: TextCodec) -> None:
+    template = "{{ messages[0]['content'] }}{{ mood }}{{ tools | length }}"
+    ids = codec.encode_chat([USER], chat_template=template, template_kwargs={"mood": "!", "tools": [{}, {}]})
+    assert codec.decode(ids) == "hello!2"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "empty"),
+        ("hello", "list of messages"),
+        (["hello"], r"messages\[0\] must be an object"),
+        ([USER, {"role": "robot", "content": "x"}], r"messages\[1\] has role 'robot'"),
+        ([{"content": "x"}], "has role None"),
+        ([{"role": ["user"], "content": "x"}], "has role"),
+        ([{"role": "user"}], "has no content"),
+        ([{"role": "user", "content": 7}], "content of type int"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is not a text part.*'image_url'"),
+        ([{"role": "user", "content": ["x"]}], r"content\[0\] is not a text part"),
+        ([{"role": "developer", "content": "x"}], "no developers here"),
+        ([{"role": "assistant", "content": None, "tool_calls": "x"}], "tool_calls must be a list"),
+    ],
+)
+def test_messages_that_cannot_be_used(codec: TextCodec, messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        codec.encode_chat(messages)
+    assert caught.value.param == "messages"
+
+
+def test_other_reasons_to_refuse_a_conversation(codec: TextCodec, sentencepiece: TextCodec) -> None:
+    with pytest.raises(RequestError, match="no chat template") as caught:
+        sentencepiece.encode_chat([USER])
+    assert caught.value.param == "messages"
+    for template in ("{% if %}", "{{ 1 / 0 }}", "{{ undefined.attribute }}"):
+        with pytest.raises(RequestError) as caught:
+            codec.encode_chat([USER], chat_template=template)
+        assert caught.value.param == "chat_template"
+    with pytest.raises(RequestError, match="tokenize") as caught:
+        codec.encode_chat([USER], template_kwargs={"tokenize": True})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_tool_call_arguments_reach_the_template_as_objects(codec: TextCodec) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    template = "{{ messages[1].tool_calls[0].function.arguments.x + 1 }}{{ messages[1].content }}"
+    assert codec.decode(codec.encode_chat(messages, chat_template=template)) == "2"
+    assert call["function"]["arguments"] == '{"x": 1}'  # the caller's is untouched
+
+
+def test_half_a_surrogate_pair_is_no_character(codec: TextCodec) -> None:
+    assert codec.decode(codec.encode_completion("a\ud800b")) == "a\ufffdb"
+
+
+def test_examples_begin_with_what_the_server_would_encode(codec: TextCodec) -> None:
+    example = codec.encode_completion_example("Say hi", " hi")
+    assert example.token_ids == [*codec.encode_prompt("Say hi"), *codec.encode_completion(" hi"), 0]
+    assert example.prompt_length == len(codec.encode_prompt("Say hi"))
+    messages = [USER, {"role": "assistant", "content": "one"}, USER, {"role": "assistant", "content": "two"}]
+    first, second = codec.encode_chat_examples(messages)
+    assert first.token_ids == [*codec.encode_chat(messages[:1]), *codec.encode_completion("one"), 0]
+    assert second.token_ids[: second.prompt_length] == codec.encode_chat(messages[:3])
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids  # so it need not be stored again
+    assert codec.encode_chat_examples([USER]) == []
+    assert codec.encode_text_example("abc").token_ids == [*codec.encode_prompt("abc"), 0]
+
+
+def test_threads_may_encode_and_decode_at_once(codec: TextCodec) -> None:
+    text = "some words to encode, again and again. " * 20
+    expected, failures = codec.encode_prompt(text), []
+
+    def work() -> None:
+        try:
+            for _ in range(30):
+                assert codec.encode_prompt(text) == expected
+                codec.decode(expected)
+                codec.encode_chat([USER])
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+# Streaming
+
+load_once = cache(TextCodec.load)
+
+
+def streamed(codec: TextCodec, token_ids: list[int], **options: Any) -> tuple[str, str | None]:
+    """All that a stream returns, checking that it never takes back a character."""
+    stream = TextStream(codec, **options)
+    text = "".join([stream.push_token(token_id) for token_id in token_ids])
+    return text + stream.finish(), stream.stop_hit
+
+
+@given(st.data())
+def test_pieces_are_together_the_decoded_text(codec: TextCodec, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, codec.vocab_size + 3), max_size=60))
+    assert streamed(codec, ids)[0] == decoded_text(codec, ids)
+
+
+@given(st.lists(st.sampled_from([0x80, 0xBF, 0xC3, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x41, 0x20]), max_size=60))
+def test_broken_characters_are_those_of_the_whole_text(codec: TextCodec, data: list[int]) -> None:
+    alphabet = _byte_ids(codec)
+    ids = [alphabet[byte] for byte in data]
+    assert streamed(codec, ids)[0] == decoded_text(codec, ids) == bytes(data).decode(errors="replace")
+
+
+def _byte_ids(codec: TextCodec) -> dict[int, int]:
+    """The id that spells each single byte."""
+    ids: dict[int, int] = {}
+    for token_id in range(codec.vocab_size):
+        if token_id not in codec.special_ids:
+            spelled = codec._tokenizer.convert_ids_to_tokens(token_id)
+            if len(spelled) == 1:
+                ids[_BYTE_OF[spelled]] = token_id
+    return ids
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes are themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+@given(st.text("ab cd\n你😀é", max_size=40), st.lists(st.integers(0, 268), max_size=20))
+def test_sentencepiece_keeps_its_spaces(sentencepiece: TextCodec, text: str, ids: list[int]) -> None:
+    encoded = sentencepiece.encode_completion(text)
+    assert streamed(sentencepiece, encoded)[0] == decoded_text(sentencepiece, encoded) == text
+    whole = decoded_text(sentencepiece, encoded + ids)
+    if "\ufffd" not in whole:
+        assert streamed(sentencepiece, encoded + ids)[0] == whole
+
+
+@given(
+    st.text("abc ", max_size=30),
+    st.lists(st.text("abc ", min_size=1, max_size=4), max_size=3),
+    st.booleans(),
+)
+def test_the_text_ends_at_the_first_stop_string(
+    codec: TextCodec, text: str, stop: list[str], include_stop: bool
+) -> None:
+    ids = codec.encode_completion(text)
+    assert streamed(codec, ids, stop=tuple(stop), include_stop=include_stop) == stopped_text(
+        text, tuple(stop), include_stop
+    )
+
+
+def test_what_may_become_a_stop_string_is_held_back(codec: TextCodec) -> None:
+    stream = TextStream(codec, stop=("<end>",))
+    assert stream.push(codec.encode_completion("text <en")) == "text "
+    assert stream.push(codec.encode_completion("t <end")) == "<ent "
+    assert stream.stop_hit is None
+    assert stream.push(codec.encode_completion("> more")) == ""
+    assert stream.stop_hit == "<end>"
+    assert stream.finish() == ""
+
+
+def test_an_incomplete_character_waits_for_its_end(codec: TextCodec) -> None:
+    ids = codec.encode_completion("\U0001f680")  # not in what the tokenizer was trained on
+    assert len(ids) > 1
+    stream = TextStream(codec)
+    assert [stream.push_token(token_id) for token_id in ids] == [""] * (len(ids) - 1) + ["\U0001f680"]
+    stream.push(ids[:-1])
+    assert stream.finish() == "\ufffd"
+
+
+def test_special_tokens_and_padding_ids_give_no_text(codec: TextCodec) -> None:
+    word = codec.encode_completion("word")
+    assert streamed(codec, [1, *word, 0, codec.vocab_size + 7, *word])[0] == "wordword"
+
+
+@pytest.mark.parametrize("path", real_tokenizers(), ids=lambda path: path.name)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_real_tokenizers_stream_what_they_decode(path: Path, data: st.DataObject) -> None:
+    codec = load_once(str(path))
+    text = data.draw(st.text(max_size=60))
+    ids = codec.encode_completion(text)
+    assert streamed(codec, ids)[0] == decoded_text(codec, ids)
+    ids = data.draw(st.lists(st.integers(0, codec.vocab_size - 1), max_size=40))
+    whole = decoded_text(codec, ids)
+    if "\ufffd" not in whole:
+        assert streamed(codec, ids)[0] == whole
