@@ -40,6 +40,7 @@ class Options:
     namespace: str
     warm_directories: tuple[Path, ...]
     api_keys: tuple[str, ...]
+    trust_request_chat_template: bool
     log_level: str
     engine: EngineConfig
     draft: DraftConfig
@@ -75,6 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             namespace=found.namespace,
             warm_directories=tuple(found.warm or ()),
             api_keys=tuple(keys),
+            trust_request_chat_template=found.trust_request_chat_template,
             log_level=found.log_level,
             engine=EngineConfig(
                 max_num_seqs=found.max_num_seqs, max_model_len=found.max_model_len, max_waiting=found.max_waiting
@@ -116,6 +118,7 @@ def _build_parser() -> _Parser:
     add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
     add("--served-model-name", nargs="+", metavar="NAME", help="names requests call the model by (default: MODEL)")
     add("--api-key", action="append", metavar="KEY", help=f"opens /v1; repeatable (also: ${API_KEY_VARIABLE})")
+    add("--trust-request-chat-template", action="store_true", help="run chat templates that requests bring")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(default: %(default)s)")
 
     add = parser.add_argument_group("model").add_argument

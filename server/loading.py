@@ -26,6 +26,7 @@ def make_settings(options: Options) -> ServerSettings:
         model=options.model,
         namespace=options.namespace,
         api_keys=options.api_keys,
+        trust_request_chat_template=options.trust_request_chat_template,
         sampling_defaults=_sampling_defaults(options),
     )
 

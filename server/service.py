@@ -89,6 +89,12 @@ class Service:
         _require_plausible_length(
             engine, sum(len(str(message.get("content"))) for message in body.messages), "messages"
         )
+        if body.chat_template is not None and not self.settings.trust_request_chat_template:
+            raise RequestError(
+                "chat templates of requests are not run here: a template is a program. "
+                "Leave chat_template out, or start the server with --trust-request-chat-template",
+                param="chat_template",
+            )
         return await self._aside(codec_of(engine).encode_chat, body.messages, **body.template_arguments())
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:

@@ -37,6 +37,9 @@ class ServerSettings:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
 
+    trust_request_chat_template: bool = False
+    """Run a ``chat_template`` that a request brings; a hostile one can keep the tokenizer's thread busy."""
+
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
 

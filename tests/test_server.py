@@ -41,7 +41,8 @@ def load(resources: ExitStack) -> Engine:
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     defaults = read_sampling_defaults(MODEL_PATH / "generation_config.json")
-    with serving(load, model=str(MODEL_PATH), sampling_defaults=defaults) as running:
+    trusting = {"trust_request_chat_template": True}
+    with serving(load, model=str(MODEL_PATH), sampling_defaults=defaults, **trusting) as running:
         yield running
 
 
