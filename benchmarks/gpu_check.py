@@ -13,6 +13,7 @@ Ends stdout with one JSON line. ``--device cpu`` runs the same for a look at the
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import time
 from collections.abc import Sequence
@@ -47,7 +48,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     codec = TextCodec.load(str(args.model))
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     print(f"gpu_check: {Path(args.model).name} on {name}, {args.prompts} prompts, {args.max_tokens} new tokens each")
-    result: dict[str, Any] = {"benchmark": "gpu_check", "device": name, "environment": describe()}
+    result: dict[str, Any] = {
+        "benchmark": "gpu_check",
+        "date": datetime.date.today().isoformat(),
+        "device": name,
+        "environment": describe(),
+    }
     result["exactness"] = exactness(args, codec)
     result["growth"] = growth(args, codec)
     result["steps"] = {dtype: step_times(args, dtype) for dtype in ("float32", "bfloat16")}

@@ -12,6 +12,7 @@ Every output is compared token by token. Prints a table, writes ``growth.png`` a
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import time
 from collections.abc import Sequence
@@ -120,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"wrote {args.out / 'growth.png'}")
     result = {
         "benchmark": "growth",
+        "date": datetime.date.today().isoformat(),
         "environment": describe(),
         "model": Path(args.model).name,
         "device": str(model.device),

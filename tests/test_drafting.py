@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
-from ssd.drafting.continuations import MAX_SAMPLES
+from ssd.drafting.acceptance import DEFAULT_WEIGHTS
+from ssd.drafting.continuations import MAX_SAMPLES, MAX_SCANNED_SAMPLES
 from ssd.drafting.frequency import FrequencyDrafter
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix import SuffixDrafter
+from ssd.drafting.suffix_kernel import ENOUGH_SUPPORT, MAX_LEVELS
 from ssd.errors import ConfigError
 from ssd.retrieval.snapshot import SEPARATOR
 from tests.reference import drafting as reference
@@ -40,6 +42,21 @@ def test_frequency_equals_counting_every_continuation(snapshot, context, limit):
 def test_prompt_lookup_equals_a_full_scan(context, limit):
     draft = LOOKUP.propose([ask(context, None, limit)])[0]
     assert tuple(draft.token_ids.tolist()) == reference.prompt_lookup(context, 10, limit)
+
+
+@given(snapshots, contexts, limits, st.integers(1, 3), st.sampled_from([0.02, 0.1, 0.5]))
+@settings(max_examples=200)
+def test_suffix_draft_equals_weighing_every_occurrence(snapshot, context, limit, min_length, threshold):
+    levels = reference.suffix_levels(
+        snapshot, context, 32, min_length, limit, most=MAX_LEVELS, enough=int(ENOUGH_SUPPORT)
+    )
+    # Beyond these the fast one looks at a sample of the occurrences.
+    assume(all(sum(own for _, _, own in found) <= MAX_SCANNED_SAMPLES for _, found in levels))
+    expected = reference.suffix_draft(
+        levels, limit, threshold, lambda *features: reference.acceptance_logit(DEFAULT_WEIGHTS, *features)
+    )
+    drafter = SuffixDrafter(max_match_length=32, min_match_length=min_length, threshold=threshold)
+    assert tuple(drafter.propose([ask(context, snapshot, limit)])[0].token_ids.tolist()) == expected
 
 
 @given(st.lists(st.tuples(snapshots, contexts, limits), max_size=5))
