@@ -60,11 +60,11 @@ def growth_section(result: dict[str, Any]) -> str:
         f"{again['steps_second']} the second time, at {again['speedup_second']:.1f}x the tokens/s of speculation off. "
         f"Every output was compared with speculation off: {tokens:,} tokens, {ties} near-ties, no other difference.",
         "",
-        f"`python -m benchmarks.growth` on {result['date']}: {result['model']} model, {result['dtype'].split('.')[-1]}, "
+        f"`python -m benchmarks.growth` on {result['date']}: {result['model']}, {result['dtype'].split('.')[-1]}, "
         f"{environment['cpu']}, {environment['cores']} cores, batch {parameters['batch']}, "
         f"{parameters['requests']} requests of at most {parameters['max_tokens']} tokens, draft limit "
-        f"{parameters['num_speculative_tokens']}. On and off ran in turn; figures are medians over windows. A small model "
-        "repeats itself more than a large one when greedy, so the sampled rows are the fairer ones.",
+        f"{parameters['num_speculative_tokens']}. On and off ran in turn; figures are medians over windows. A small "
+        "model repeats itself more than a large one when greedy, so the sampled rows are the fairer ones.",
     ]
     return "\n".join(lines)
 

@@ -146,7 +146,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="directory for checkpoints and the finished model")
     parser.add_argument("--steps", type=int, default=950, help="steps of phase 1")
     parser.add_argument("--step-tokens", type=int, default=2048, help="tokens per step of phase 1")
-    parser.add_argument("--finish-steps", type=int, default=150, help="steps of phase 2")
+    parser.add_argument("--finish-steps", type=int, default=210, help="steps of phase 2")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")

@@ -39,11 +39,21 @@ class Draft:
     ``token_ids`` : int32[k], k <= the request's limit; empty when nothing was found.
     ``match_length`` : tokens of the context's tail that the evidence matched.
     ``source`` : where it came from: "own", "index" or "none".
+    ``probabilities`` : float64[k], estimated chance that each token is accepted once those before it are; None when the
+        drafter has no estimate.
     """
 
     token_ids: TokenIds
     match_length: int = 0
     source: str = "none"
+    probabilities: npt.NDArray[np.float64] | None = None
+
+    def cut(self, length: int) -> Draft:
+        """The first ``length`` tokens; itself when it has no more."""
+        if length >= len(self.token_ids):
+            return self
+        estimates = None if self.probabilities is None else self.probabilities[:length]
+        return Draft(self.token_ids[:length], self.match_length, self.source, estimates)
 
 
 EMPTY_DRAFT = Draft(np.empty(0, np.int32))

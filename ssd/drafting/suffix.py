@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ssd.drafting.acceptance import DEFAULT_WEIGHTS
 from ssd.drafting.batch import MAX_DRAFT, Batch, by_snapshot
@@ -35,7 +34,6 @@ class SuffixDrafter:
         self._batch = Batch()
         self._scratch = make_scratch(MAX_DRAFT)
         self._biases: dict[str, float] = {}
-        self._estimates: dict[str, npt.NDArray[np.float64]] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
@@ -66,7 +64,8 @@ class SuffixDrafter:
             )
             for row, i in enumerate(members):
                 drafts[i] = draft = batch.draft(row)
-                self._estimates[requests[i].request_id] = batch.probabilities[row, : len(draft.token_ids)].copy()
+                if len(draft.token_ids):
+                    draft.probabilities = batch.probabilities[row, : len(draft.token_ids)].copy()
         return drafts
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
@@ -74,10 +73,10 @@ class SuffixDrafter:
 
         Tokens after the first rejected one were never tested and teach nothing.
         """
-        estimates = self._estimates.get(request_id)
-        if estimates is None:
+        estimates = draft.probabilities
+        if estimates is None or not len(estimates):
             return
-        tested = min(len(draft.token_ids), len(estimates), num_accepted + 1)
+        tested = min(len(estimates), num_accepted + 1)
         accepted = min(num_accepted, tested)
         surprise = accepted - float(estimates[:tested].sum())
         bias = self._biases.get(request_id, 0.0) + _BIAS_STEP * surprise
@@ -86,7 +85,6 @@ class SuffixDrafter:
     def finish(self, request_id: str) -> None:
         """Forget a request: it has ended."""
         self._biases.pop(request_id, None)
-        self._estimates.pop(request_id, None)
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from ssd.engine.metrics import EngineMetrics
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
+from ssd.engine.verify_cost import VerifyCost
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import Snapshot
@@ -31,6 +33,9 @@ from ssd.text.stream import TextStream
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_CALIBRATION_ROWS = 8
+_CALIBRATION_PASSES = 4
 
 
 class Engine:
@@ -62,6 +67,7 @@ class Engine:
         self._eos_token_ids = tuple(
             eos_token_ids if eos_token_ids is not None else codec.eos_token_ids if codec else ()
         )
+        self._cost = VerifyCost()
         self._scheduler = Scheduler(target.num_slots)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
@@ -146,9 +152,11 @@ class Engine:
         batch = [sequence for sequence in self._scheduler.running if self._is_prefilled(sequence)]
         if batch:
             drafts = self._propose(batch)
-            fed = [np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)]
-            logits = self.target.forward([s.slot for s in batch], pad_rows(fed), [len(row) for row in fed])
+            fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
+            started = time.perf_counter()
+            logits = self.target.forward([s.slot for s in batch], fed, [len(draft.token_ids) + 1 for draft in drafts])
             chosen = target_tokens(logits, [s.sampling_row(draft) for s, draft in zip(batch, drafts, strict=True)])
+            self._cost.observe(fed.size, time.perf_counter() - started)
             for sequence, draft, row in zip(batch, drafts, chosen, strict=True):
                 outputs.append(self._commit(sequence, draft, row))
         self._observe_load()
@@ -166,6 +174,7 @@ class Engine:
             )
         while self.has_work():
             self.step()
+        self._calibrate()
         self.metrics = EngineMetrics()
 
     def generate(
@@ -217,6 +226,22 @@ class Engine:
                 self.target.prefill([sequence.slot], pad_rows([part]), [len(part)])
                 budget -= len(part)
 
+    def _calibrate(self) -> None:
+        """Time passes of both widths at two batch sizes; no sequence runs yet, so every slot is free."""
+        if self._draft_limit == 0:
+            return
+        for batch_size in {1, min(_CALIBRATION_ROWS, self.target.num_slots)}:
+            slots = list(range(batch_size))
+            for width in (1, self._draft_limit + 1):
+                tokens = np.ones((batch_size, width), np.int64)
+                for attempt in range(_CALIBRATION_PASSES + 1):
+                    started = time.perf_counter()
+                    self.target.forward(slots, tokens, [width] * batch_size).argmax(-1).cpu()
+                    if attempt:  # the first one allocates
+                        self._cost.calibrate(tokens.size, time.perf_counter() - started)
+                    for slot in slots:
+                        self.target.rollback(slot, 0)
+
     def _is_prefilled(self, sequence: Sequence) -> bool:
         return self.target.length(sequence.slot) >= sequence.num_prompt_tokens - 1
 
@@ -242,7 +267,9 @@ class Engine:
         )
         if drafts is None or len(drafts) != len(batch):
             return nothing
-        return [self._usable(draft, sequence) for draft, sequence in zip(drafts, batch, strict=True)]
+        usable = [self._usable(draft, sequence) for draft, sequence in zip(drafts, batch, strict=True)]
+        width = self._cost.paying_width(usable)
+        return [draft.cut(width) for draft in usable]
 
     def _usable(self, draft: Draft, sequence: Sequence) -> Draft:
         """The draft, or nothing where a token is outside the vocabulary; cut to what may still be generated."""

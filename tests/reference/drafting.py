@@ -150,7 +150,9 @@ def suffix_draft(
             votes = Counter(item[0][depth] for item in alive if len(item[0]) > depth)
             if not votes:
                 continue
-            latest = {item[0][depth]: item[1] for item in sorted(alive, key=lambda item: item[1]) if len(item[0]) > depth}
+            latest = {
+                item[0][depth]: item[1] for item in sorted(alive, key=lambda item: item[1]) if len(item[0]) > depth
+            }
             token = max(votes, key=lambda token: (votes[token], latest[token]))
             own = sum(item[2] for item in alive if len(item[0]) > depth and item[0][depth] == token)
             estimate = logit(length + depth, float(len(alive)), float(votes[token]), float(own), depth)
