@@ -15,12 +15,13 @@ import numpy as np
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
+from ssd.engine.admission import check_request
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
-from ssd.engine.verify_cost import VerifyCost
-from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
+from ssd.engine.verify_cost import VerifyCost, calibrate
+from ssd.errors import EngineStopped, QueueFull
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import Snapshot
 from ssd.target.loading import load_model, open_target
@@ -33,9 +34,6 @@ from ssd.text.stream import TextStream
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_CALIBRATION_ROWS = 8
-_CALIBRATION_PASSES = 4
 
 
 class Engine:
@@ -174,7 +172,8 @@ class Engine:
             )
         while self.has_work():
             self.step()
-        self._calibrate()
+        if self._draft_limit > 0:
+            calibrate(self._cost, self.target, self._draft_limit + 1)
         self.metrics = EngineMetrics()
 
     def generate(
@@ -225,22 +224,6 @@ class Engine:
                 part = sequence.context[done : min(sequence.num_prompt_tokens - 1, done + budget)]
                 self.target.prefill([sequence.slot], pad_rows([part]), [len(part)])
                 budget -= len(part)
-
-    def _calibrate(self) -> None:
-        """Time passes of both widths at two batch sizes; no sequence runs yet, so every slot is free."""
-        if self._draft_limit == 0:
-            return
-        for batch_size in {1, min(_CALIBRATION_ROWS, self.target.num_slots)}:
-            slots = list(range(batch_size))
-            for width in (1, self._draft_limit + 1):
-                tokens = np.ones((batch_size, width), np.int64)
-                for attempt in range(_CALIBRATION_PASSES + 1):
-                    started = time.perf_counter()
-                    self.target.forward(slots, tokens, [width] * batch_size).argmax(-1).cpu()
-                    if attempt:  # the first one allocates
-                        self._cost.calibrate(tokens.size, time.perf_counter() - started)
-                    for slot in slots:
-                        self.target.rollback(slot, 0)
 
     def _is_prefilled(self, sequence: Sequence) -> bool:
         return self.target.length(sequence.slot) >= sequence.num_prompt_tokens - 1
@@ -335,32 +318,17 @@ class Engine:
             return None
 
     def _checked(self, request: Request) -> Sequence:
-        sampling = request.sampling
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt == 0:
-            raise RequestError("the prompt is empty: give at least one token", param="prompt")
-        vocab_size = self.target.vocab_size
-        if not all(0 <= token < vocab_size for token in request.prompt_token_ids):
-            raise RequestError(f"the prompt has a token id outside 0..{vocab_size - 1}", param="prompt")
-        for name, ids in (
-            ("logit_bias", [token for token, _ in sampling.logit_bias]),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
-            if not all(0 <= token < vocab_size for token in ids):
-                raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}", param=name)
-        room = self.max_model_len - num_prompt
-        if room < (sampling.max_tokens or 1):
-            wanted = f" and {sampling.max_tokens} to generate" if sampling.max_tokens else ""
-            raise ContextTooLong(
-                f"this model's maximum context length is {self.max_model_len} tokens, but the request has "
-                f"{num_prompt} prompt tokens{wanted}: shorten the prompt or lower max_tokens",
-                param="prompt" if room < 1 else "max_tokens",
-            )
-        if sampling.stop and self.codec is None:
-            raise RequestError("stop strings need a tokenizer", param="stop")
+        check_request(
+            request,
+            vocab_size=self.target.vocab_size,
+            max_model_len=self.max_model_len,
+            has_tokenizer=self.codec is not None,
+        )
         stream = None
         if self.codec is not None:
-            stream = TextStream(self.codec, stop=sampling.stop, include_stop=sampling.include_stop_str_in_output)
+            stream = TextStream(
+                self.codec, stop=request.sampling.stop, include_stop=request.sampling.include_stop_str_in_output
+            )
         return Sequence(request, max_length=self.max_model_len, eos_token_ids=self._eos_token_ids, stream=stream)
 
     def _observe_load(self) -> None:

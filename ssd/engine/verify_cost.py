@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.drafting.protocol import Draft
+from ssd.target.target import Target
 
 _FORGETTING = 0.98
 _MIN_OBSERVATIONS = 12
 _OUTLIER = 5.0
 _MIN_SPREAD = 1e-3
+_CALIBRATION_ROWS = 8
+_CALIBRATION_PASSES = 4
 
 
 class VerifyCost:
@@ -68,6 +72,21 @@ class VerifyCost:
         expected = len(drafts) + np.cumsum(gain)
         seconds = line[0] + line[1] * len(drafts) * np.arange(1, widest + 2)
         return int(np.argmax(expected / np.maximum(seconds, 1e-9)))
+
+
+def calibrate(cost: VerifyCost, target: Target, width: int) -> None:
+    """Time passes of 1 and of ``width`` positions at two batch sizes, on free slots."""
+    for batch_size in {1, min(_CALIBRATION_ROWS, target.num_slots)}:
+        slots = list(range(batch_size))
+        for positions in (1, width):
+            tokens = np.ones((batch_size, positions), np.int64)
+            for attempt in range(_CALIBRATION_PASSES + 1):
+                started = time.perf_counter()
+                target.forward(slots, tokens, [positions] * batch_size).argmax(-1).cpu()
+                if attempt:  # the first one allocates
+                    cost.calibrate(tokens.size, time.perf_counter() - started)
+                for slot in slots:
+                    target.rollback(slot, 0)
 
 
 def _terms(num_positions: int, seconds: float) -> npt.NDArray[np.float64]:

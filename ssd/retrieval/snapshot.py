@@ -38,7 +38,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """One generation of an index. Safe to read from any thread for as long as it is held.
+    """One generation of an index. Safe to read from any thread.
+
+    Segments never change. The tail lies in the ring, which is overwritten about ``len(ring)`` tokens later: a snapshot
+    held that long reads newer tokens there, never anything that was not a token. Take a fresh one for every lookup.
 
     ``segments`` : static ones first, then those of the ring, oldest first.
     ``segment_table`` : int64[len(segments), 3], for the kernels: address of ``tokens``, address of ``suffixes``, n.

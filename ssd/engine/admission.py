@@ -1,0 +1,31 @@
+"""Whether a request can be served at all, before anything is queued for it."""
+
+from __future__ import annotations
+
+from ssd.engine.request import Request
+from ssd.errors import ContextTooLong, RequestError
+
+
+def check_request(request: Request, *, vocab_size: int, max_model_len: int, has_tokenizer: bool) -> None:
+    """Raise RequestError, which names the field and says what to do, if the request cannot be served."""
+    sampling = request.sampling
+    num_prompt = len(request.prompt_token_ids)
+    if num_prompt == 0:
+        raise RequestError("the prompt is empty: give at least one token", param="prompt")
+    for name, ids in (
+        ("prompt", request.prompt_token_ids),
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        if not all(0 <= token < vocab_size for token in ids):
+            raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}", param=name)
+    room = max_model_len - num_prompt
+    if room < (sampling.max_tokens or 1):
+        wanted = f" and {sampling.max_tokens} to generate" if sampling.max_tokens else ""
+        raise ContextTooLong(
+            f"this model's maximum context length is {max_model_len} tokens, but the request has "
+            f"{num_prompt} prompt tokens{wanted}: shorten the prompt or lower max_tokens",
+            param="prompt" if room < 1 else "max_tokens",
+        )
+    if sampling.stop and not has_tokenizer:
+        raise RequestError("stop strings need a tokenizer", param="stop")
