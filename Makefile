@@ -34,7 +34,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Reproduces the README's figures: about 15 minutes on two cores. The replay needs recorded traces and tokenizers.
+# Reproduces the README's figures: about ten minutes on two cores. The replay needs recorded traces and tokenizers.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results --json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \

@@ -326,8 +326,8 @@ def smoothed(values: Sequence[float], width: int = 7) -> list[float]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default=MODEL_PATH, help="Hugging Face directory or id (default: bundled)")
-    parser.add_argument("--requests", type=int, default=240)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--requests", type=int, default=160)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--window", type=int, default=8, help="requests per measured window")
     parser.add_argument("--batch", type=int, default=1, help="requests decoded together")
     parser.add_argument("--num-speculative-tokens", type=int, default=16)

@@ -56,7 +56,7 @@ def test_importing_the_path_loads_no_torch() -> None:
 
 
 def test_everything_together_is_at_most_12_megabytes() -> None:
-    files = {file.name: file.stat().st_size for file in MODEL_PATH.iterdir()}
+    files = {file.name: file.stat().st_size for file in MODEL_PATH.iterdir() if file.is_file()}
     assert sum(files.values()) <= 12_000_000, files
     assert {"MODEL_CARD.md", "CORPUS.json", "PYTHON-LICENSE.txt", "NOTICES.txt", "chat_template.jinja"} <= set(files)
 
@@ -101,9 +101,9 @@ def test_an_answer_ends_in_end_of_text() -> None:
 
 
 def test_greedy_text_is_the_same_twice_and_does_not_loop_at_once() -> None:
-    first = greedy("def read_file(path):\n", 32)
-    assert first == greedy("def read_file(path):\n", 32)
-    assert loop_share(first) < 1
+    first = greedy("class Stack:\n", 64)
+    assert first == greedy("class Stack:\n", 64)
+    assert loop_share(first) <= 0.3
 
 
 def test_positions_up_to_the_limit_are_usable() -> None:

@@ -117,9 +117,11 @@ def test_a_request_whose_drafts_fail_drafts_less_and_is_forgotten_at_its_end():
     first = drafter.propose([request])[0]
     for _ in range(40):
         drafter.observe("a", drafter.propose([request])[0], 0)
-    assert len(drafter.propose([request])[0].token_ids) < len(first.token_ids)
+    discouraged = drafter.propose([request])[0]
+    assert len(discouraged.token_ids) < len(first.token_ids)
     drafter.finish("a")
-    assert drafter.propose([request])[0].token_ids.tolist() == first.token_ids.tolist()
+    # Its own bias is forgotten; that all estimates were too high is not.
+    assert len(discouraged.token_ids) < len(drafter.propose([request])[0].token_ids) <= len(first.token_ids)
 
 
 def test_work_is_bounded_when_everything_matches_in_many_segments():

@@ -118,6 +118,17 @@ def test_sampled_law_is_the_exact_one(params: SamplingParams) -> None:
     assert statistic <= limits[int(support.sum()) - 1]
 
 
+@pytest.mark.parametrize("params", [{"top_p": 0.999}, {"top_p": 0.3}, {"top_k": 300}, {"top_k": 300, "top_p": 0.9}])
+def test_flat_and_peaked_rows_are_cut_where_the_whole_vocabulary_says(params: dict[str, float]) -> None:
+    """Rows that the first look decides beside rows that need the whole vocabulary."""
+    random = np.random.default_rng(5)
+    logits = np.stack([random.normal(0, scale, 1000).astype(np.float32) for scale in (0.1, 1.0, 8.0)])
+    chosen = SamplingParams(**params)
+    scores = truncated_scores(torch.from_numpy(logits), [chosen] * 3)
+    for row, cut in zip(logits, scores, strict=True):
+        assert set(np.flatnonzero(np.isfinite(cut.numpy()))) == set(slow.allowed_tokens(row.tolist(), chosen))
+
+
 def test_choices_of_one_seed_are_independent_streams() -> None:
     first, second = (position_keys(1, choice, np.arange(1000)) for choice in (0, 1))
     assert not np.intersect1d(first, second).size

@@ -27,6 +27,7 @@ MAX_FILE_BYTES = 400_000
 HELD_OUT_ONE_IN = 24
 """One file in this many, chosen by the hash of its path, is never trained on."""
 MAX_ANSWER_LINES = 40
+MAX_NOTICE_LINES = 30
 CONVERSATION_PERCENT = 45
 """Share of the documented functions that are also shown as conversations."""
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You write Python code.", "Answer with Python source code only.")
@@ -161,29 +162,24 @@ def _python_license() -> str:
 
 
 def _notice(text: str) -> str:
-    """The blocks of comment or documentation lines that speak of copyright or permission; empty when there are none."""
-    pattern = re.compile(r"copyright|all rights reserved|permission to|licen[cs]ed|warrant", re.IGNORECASE)
+    """The comments and docstring parts that claim copyright, to their end; empty when there are none."""
+    # Code that merely prints the word is no notice.
+    claims = re.compile(r"copyright.*(\d{4}|\(c\)|rights reserved)|\(c\) copyright|:copyright:", re.IGNORECASE)
     lines = text.splitlines()
     kept: list[str] = []
     end = 0
     for number, line in enumerate(lines):
-        if number < end or not re.search(r"copyright.*(\d{4}|©|\(c\))|:copyright:", line, re.IGNORECASE):
+        if number < end or not claims.search(line):
             continue
-        start = end = number
-        while start and lines[start - 1].strip(" #"):
-            start -= 1
-        # A notice goes on over blank lines as long as the next paragraph is about terms, too.
-        while end < len(lines) and (lines[end].strip(" #") or _paragraph_matches(lines, end + 1, pattern)):
-            end += 1
-        kept.extend(line.rstrip() for line in lines[start:end])
-        kept.append("")
+        start, end = number, number + 1
+        if line.lstrip().startswith("#"):
+            while start and lines[start - 1].lstrip().startswith("#"):
+                start -= 1
+            while end < len(lines) and lines[end].lstrip().startswith("#"):
+                end += 1
+        else:
+            # Terms may run over several paragraphs of the docstring.
+            while end < min(len(lines), number + MAX_NOTICE_LINES) and not re.search(r'"""|\'\'\'', lines[end - 1]):
+                end += 1
+        kept += [*(line.rstrip() for line in lines[start:end]), ""]
     return "\n".join(kept).strip("\n")
-
-
-def _paragraph_matches(lines: list[str], start: int, pattern: re.Pattern[str]) -> bool:
-    for line in lines[start : start + 12]:
-        if not line.strip(" #"):
-            return False
-        if pattern.search(line):
-            return True
-    return False

@@ -161,8 +161,7 @@ def main() -> None:
             share = looped_share([output.token_ids], MAX_NEW_TOKENS)
             print(f"==== {mode}, ended: {output.ended}, looped: {share:.2f}\n{output.prompt}", end="")
             print(f"[[{tokenizer.decode(output.token_ids, skip_special_tokens=False)}]]\n")
-    size = sum(file.stat().st_size for file in args.directory.iterdir() if file.is_file())
-    print(json.dumps({**figures, "directory_bytes": size}))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

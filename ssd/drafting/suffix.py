@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ssd.drafting.acceptance import DEFAULT_WEIGHTS
+from ssd.drafting.acceptance import DEFAULT_WEIGHTS, Calibration
 from ssd.drafting.batch import MAX_DRAFT, Batch, by_snapshot
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix_kernel import make_scratch, propose_suffix
@@ -14,6 +14,7 @@ from ssd.retrieval.search import address
 
 _BIAS_STEP = 0.15
 _MAX_BIAS = 2.0
+_RELAXATION = 0.995  # a request that drafts nothing learns nothing: it tries again after a while
 
 
 class SuffixDrafter:
@@ -30,7 +31,7 @@ class SuffixDrafter:
         self._max_length = max_match_length
         self._min_length = min_match_length
         self._threshold = threshold
-        self._weights = DEFAULT_WEIGHTS
+        self._calibration = Calibration()
         self._batch = Batch()
         self._scratch = make_scratch(MAX_DRAFT)
         self._biases: dict[str, float] = {}
@@ -38,6 +39,7 @@ class SuffixDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
         drafts = [EMPTY_DRAFT] * len(requests)
+        weights = self._calibration.applied_to(DEFAULT_WEIGHTS)
         batch = self._batch
         for snapshot, members in by_snapshot(requests):
             contexts = batch.fill([requests[i] for i in members])
@@ -55,7 +57,7 @@ class SuffixDrafter:
                 self._max_length,
                 self._min_length,
                 self._threshold,
-                self._weights,
+                weights,
                 batch.intervals,
                 self._scratch,
                 batch.tokens,
@@ -69,18 +71,20 @@ class SuffixDrafter:
         return drafts
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Move the request's estimates towards what was accepted: one gradient step of the log loss over its bias.
+        """Learn from what was accepted: the calibration of all estimates, and this request's own bias.
 
-        Tokens after the first rejected one were never tested and teach nothing.
+        One gradient step of the log loss. Tokens after the first rejected one were never tested and teach nothing.
         """
         estimates = draft.probabilities
+        bias = self._biases.get(request_id, 0.0)
         if estimates is None or not len(estimates):
+            self._biases[request_id] = bias * _RELAXATION
             return
         tested = min(len(estimates), num_accepted + 1)
-        accepted = min(num_accepted, tested)
-        surprise = accepted - float(estimates[:tested].sum())
-        bias = self._biases.get(request_id, 0.0) + _BIAS_STEP * surprise
-        self._biases[request_id] = min(_MAX_BIAS, max(-_MAX_BIAS, bias))
+        accepted = np.arange(tested) < num_accepted
+        self._calibration.learn(estimates[:tested], accepted, bias)
+        surprise = float(accepted.sum() - estimates[:tested].sum())
+        self._biases[request_id] = min(_MAX_BIAS, max(-_MAX_BIAS, bias + _BIAS_STEP * surprise))
 
     def finish(self, request_id: str) -> None:
         """Forget a request: it has ended."""

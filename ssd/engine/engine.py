@@ -154,7 +154,7 @@ class Engine:
             started = time.perf_counter()
             logits = self.target.forward([s.slot for s in batch], fed, [len(draft.token_ids) + 1 for draft in drafts])
             chosen = target_tokens(logits, [s.sampling_row(draft) for s, draft in zip(batch, drafts, strict=True)])
-            self._cost.observe(fed.size, time.perf_counter() - started)
+            self._cost.observe(len(batch), fed.shape[1], time.perf_counter() - started)
             for sequence, draft, row in zip(batch, drafts, chosen, strict=True):
                 outputs.append(self._commit(sequence, draft, row))
         self._observe_load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,48 +13,61 @@ from ssd.drafting.protocol import Draft
 from ssd.target.target import Target
 
 _FORGETTING = 0.98
-_MIN_OBSERVATIONS = 12
+_MIN_WEIGHT = 12.0
 _OUTLIER = 5.0
-_MIN_SPREAD = 1e-3
+_RIDGE = 1e-9
 _CALIBRATION_ROWS = 8
+_CALIBRATION_WIDTHS = (1, 2, 5)
 _CALIBRATION_PASSES = 4
 
 
-class VerifyCost:
-    """Learns the time of a pass as ``fixed + per_position * positions`` while serving, and cuts drafts to what pays.
+class PassTime(NamedTuple):
+    """Seconds of a pass: ``fixed + per_position * rows * width``, and ``wide`` more when the width exceeds 1."""
 
-    A pass computes rows * width positions, padding included. On a CPU time is close to linear in them; where a GPU is
-    flat, the slope comes out near 0 and nothing is cut. Least squares over the passes of the warm-up, which are kept,
-    and the recent ones, which are forgotten exponentially: a change of load or context length is followed within some
-    fifty passes. Only speed depends on it, never a token.
+    fixed: float
+    per_position: float
+    wide: float
+
+    def of(self, num_rows: int, width: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Seconds for a pass of ``num_rows`` rows and ``width`` positions each."""
+        widths = np.asarray(width)
+        return self.fixed + self.per_position * num_rows * widths + self.wide * (widths > 1)
+
+
+class VerifyCost:
+    """Learns what a pass takes while serving, and cuts drafts to what pays.
+
+    A pass computes rows * width positions, padding included. On a CPU time is close to linear in them, but for a step
+    from one position to two, where products of a matrix and a vector become products of matrices; where a GPU is flat,
+    both come out near 0 and nothing is cut. Least squares over the passes of the warm-up, which are kept, and the
+    recent ones, which are forgotten exponentially: a change of load or context length is followed within some fifty
+    passes. Only speed depends on it, never a token.
     """
 
     def __init__(self) -> None:
-        # Sums of 1, positions, positions^2, seconds, positions * seconds.
-        self._lasting = np.zeros(5)
-        self._recent = np.zeros(5)
+        self._lasting = np.zeros((3, 4))  # sums of outer products: features by (features, seconds)
+        self._recent = np.zeros((3, 4))
 
-    def calibrate(self, num_positions: int, seconds: float) -> None:
+    def calibrate(self, num_rows: int, width: int, seconds: float) -> None:
         """One pass of the warm-up."""
-        self._lasting += _terms(num_positions, seconds)
+        self._lasting += _terms(num_rows, width, seconds)
 
-    def observe(self, num_positions: int, seconds: float) -> None:
+    def observe(self, num_rows: int, width: int, seconds: float) -> None:
         """One pass. A pass many times slower than expected was interrupted and says nothing about its size."""
-        line = self.line()
-        if line is not None and seconds > _OUTLIER * (line[0] + line[1] * num_positions):
+        expected = self.pass_time()
+        if expected is not None and seconds > _OUTLIER * expected.of(num_rows, width):
             return
-        self._recent = self._recent * _FORGETTING + _terms(num_positions, seconds)
+        self._recent = self._recent * _FORGETTING + _terms(num_rows, width, seconds)
 
-    def line(self) -> tuple[float, float] | None:
-        """(fixed, per_position) in seconds, both >= 0; None before passes of different size have been seen."""
-        weight, x, xx, y, xy = self._lasting + self._recent
-        if weight < _MIN_OBSERVATIONS:
+    def pass_time(self) -> PassTime | None:
+        """What has been learned, every part >= 0; None before enough passes of different size have been seen."""
+        sums = self._lasting + self._recent
+        moments, products = sums[:, :3], sums[:, 3]
+        if moments[0, 0] < _MIN_WEIGHT or np.linalg.matrix_rank(moments) < 3:
             return None
-        spread = xx - x * x / weight
-        if spread <= _MIN_SPREAD * xx:
-            return None
-        slope = max(0.0, (xy - x * y / weight) / spread)
-        return max(0.0, (y - slope * x) / weight), slope
+        scale = np.sqrt(np.diag(moments))
+        solution = np.linalg.solve(moments / np.outer(scale, scale) + _RIDGE * np.eye(3), products / scale) / scale
+        return PassTime(*(max(0.0, float(part)) for part in solution))
 
     def paying_width(self, drafts: Sequence[Draft]) -> int:
         """Draft tokens per row that give most expected tokens per second; drafts without estimates are kept whole.
@@ -62,32 +76,35 @@ class VerifyCost:
         chance that its first i tokens are all accepted. Every row is padded to the widest. O(tokens drafted).
         """
         widest = max((len(draft.token_ids) for draft in drafts), default=0)
-        line = self.line()
-        if widest == 0 or line is None or any(d.probabilities is None and len(d.token_ids) for d in drafts):
+        if widest == 0 or any(d.probabilities is None and len(d.token_ids) for d in drafts):
+            return widest
+        pass_time = self.pass_time()
+        if pass_time is None:
             return widest
         gain = np.zeros(widest + 1)
         for draft in drafts:
             if draft.probabilities is not None:
                 gain[1 : len(draft.token_ids) + 1] += np.cumprod(draft.probabilities)
         expected = len(drafts) + np.cumsum(gain)
-        seconds = line[0] + line[1] * len(drafts) * np.arange(1, widest + 2)
+        seconds = pass_time.of(len(drafts), np.arange(1, widest + 2))
         return int(np.argmax(expected / np.maximum(seconds, 1e-9)))
 
 
-def calibrate(cost: VerifyCost, target: Target, width: int) -> None:
-    """Time passes of 1 and of ``width`` positions at two batch sizes, on free slots."""
-    for batch_size in {1, min(_CALIBRATION_ROWS, target.num_slots)}:
-        slots = list(range(batch_size))
-        for positions in (1, width):
-            tokens = np.ones((batch_size, positions), np.int64)
+def calibrate(cost: VerifyCost, target: Target, max_width: int) -> None:
+    """Time passes of several widths at two batch sizes, on free slots."""
+    for num_rows in {1, min(_CALIBRATION_ROWS, target.num_slots)}:
+        slots = list(range(num_rows))
+        for width in {*(width for width in _CALIBRATION_WIDTHS if width < max_width), max_width}:
+            tokens = np.ones((num_rows, width), np.int64)
             for attempt in range(_CALIBRATION_PASSES + 1):
                 started = time.perf_counter()
-                target.forward(slots, tokens, [positions] * batch_size).argmax(-1).cpu()
+                target.forward(slots, tokens, [width] * num_rows).argmax(-1).cpu()
                 if attempt:  # the first one allocates
-                    cost.calibrate(tokens.size, time.perf_counter() - started)
+                    cost.calibrate(num_rows, width, time.perf_counter() - started)
                 for slot in slots:
                     target.rollback(slot, 0)
 
 
-def _terms(num_positions: int, seconds: float) -> npt.NDArray[np.float64]:
-    return np.array([1.0, num_positions, num_positions**2, seconds, num_positions * seconds])
+def _terms(num_rows: int, width: int, seconds: float) -> npt.NDArray[np.float64]:
+    features = np.array([1.0, num_rows * width, float(width > 1)])
+    return np.outer(features, np.append(features, seconds))

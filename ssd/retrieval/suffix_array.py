@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from pydivsufsort import divsufsort
 
+from ssd.retrieval.openmp import one_openmp_thread
 from ssd.retrieval.snapshot import SEPARATOR, Segment
 
 Tokens = npt.NDArray[np.int32]
@@ -42,14 +43,16 @@ def build_suffix_array(tokens: Tokens) -> Tokens:
     ``tokens`` : int32[n], 0 <= n < 2**31, values >= -1. Returns int32[n]. ``SEPARATOR`` is an ordinary symbol, the
     smallest; suffixes run to the end of the text, and a suffix precedes those it is a prefix of.
 
-    Notes ----- libdivsufsort (Y. Mori) through pydivsufsort: O(n log n), about 0.12 s for 10**6 tokens of 32k distinct
-    ids. It sorts bytes, so work and memory (22-26 bytes a token with up to 65,536 distinct values, else 44) follow the
-    width of the ranks; that is why ids become dense ranks first. The sort itself runs without the GIL.
+    libdivsufsort (Y. Mori) through pydivsufsort: O(n log n), about 0.12 s for 10**6 tokens of 32k distinct ids. It
+    sorts bytes, so work and memory (22-26 bytes a token with up to 65,536 distinct values, else 44) follow the width
+    of the ranks; that is why ids become dense ranks first. The sort itself runs without the GIL, on one thread.
     """
     if len(tokens) == 0:
         return np.empty(0, np.int32)
     # A fresh, writable, contiguous array is what the library asks for; dense_ranks returns one.
-    return np.ascontiguousarray(divsufsort(dense_ranks(tokens)), dtype=np.int32)
+    ranks = dense_ranks(tokens)
+    with one_openmp_thread():
+        return np.ascontiguousarray(divsufsort(ranks), dtype=np.int32)
 
 
 def build_segment(tokens: Tokens, *, start: int | None, segment_id: str) -> Segment:

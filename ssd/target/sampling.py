@@ -16,6 +16,8 @@ import torch
 from ssd.config import SamplingParams
 from ssd.target.noise import argmax_with_noise, position_keys
 
+_FIRST_LOOK = 256
+
 
 @dataclass(slots=True, eq=False)
 class SamplingRow:
@@ -82,18 +84,30 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
     return scores
 
 
-def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Rule out what top-k and top-p leave out; the most probable token always stays."""
+def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams], look: int = _FIRST_LOOK) -> torch.Tensor:
+    """Rule out what top-k and top-p leave out; what ties with the last token kept stays, so order never matters.
+
+    Sorting a whole vocabulary costs more than a small model's step, and the kept tokens are nearly always few: the
+    ``look`` best are looked at first, and only rows that they do not decide are sorted whole.
+    """
     vocab_size = scores.shape[-1]
-    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    rank = torch.arange(vocab_size, device=scores.device)
+    look = min(look, vocab_size)
     top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=scores.device)
-    ordered = ordered.masked_fill(rank >= top_k[:, None], float("-inf"))
     top_p = torch.tensor([p.top_p for p in params], device=scores.device, dtype=torch.float64)
-    probability = torch.softmax(ordered.double(), -1)
-    before = probability.cumsum(-1) - probability
-    ordered = ordered.masked_fill((before >= top_p[:, None]) & (rank > 0), float("-inf"))
-    return torch.empty_like(scores).scatter_(-1, order, ordered)
+    best = torch.topk(scores, look).values
+    rank = torch.arange(look, device=scores.device)
+    within = rank < top_k[:, None]
+    among = best.double().masked_fill(~within, float("-inf"))
+    whole = torch.where(top_k <= look, among.logsumexp(-1), scores.double().logsumexp(-1))
+    probability = torch.exp(among - whole[:, None])
+    kept = within & ((probability.cumsum(-1) - probability < top_p[:, None]) | (rank == 0))
+    lowest = best.gather(-1, kept.sum(-1, keepdim=True) - 1)
+    cut = scores.masked_fill(scores < lowest, float("-inf"))
+    if look < vocab_size:
+        undecided = (kept[:, -1] & (top_k > look)).nonzero()[:, 0].tolist()
+        if undecided:
+            cut[undecided] = _cut_top(scores[undecided], [params[n] for n in undecided], vocab_size)
+    return cut
 
 
 def needs_prefix(params: SamplingParams) -> bool:

@@ -37,17 +37,18 @@ def gumbel(key: int, token: int) -> float:
 def allowed_tokens(logits: Sequence[float], params: SamplingParams) -> dict[int, float]:
     """Tokens that temperature, top-k, top-p and min-p leave, with their scores (logit / temperature)."""
     scores = {token: logit / params.temperature for token, logit in enumerate(logits)}
-    ranked = sorted(scores, key=lambda token: (-scores[token], token))
+    ranked = sorted(scores, key=lambda token: -scores[token])
     if params.top_k > 0:
         ranked = ranked[: params.top_k]
     highest = scores[ranked[0]]
     total = sum(math.exp(scores[token] - highest) for token in ranked)
-    kept, mass = [], 0.0
+    last, mass = ranked[0], 0.0
     for token in ranked:
-        if kept and mass >= params.top_p:
+        if mass >= params.top_p:
             break
-        kept.append(token)
+        last = token
         mass += math.exp(scores[token] - highest) / total
+    kept = [token for token in scores if scores[token] >= scores[last]]  # with all that tie
     if params.min_p > 0:
         kept = [token for token in kept if scores[token] >= highest + math.log(params.min_p)]
     return {token: scores[token] for token in kept}
