@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.environment import describe
 from benchmarks.exactness import TIE_MARGIN, score_margin
-from benchmarks.workloads import MIXED, NO_REPEATS, Mix, checksum, snippets, stream
+from benchmarks.workloads import MIXED, NO_REPEATS, Mix, checksum, shares, snippets, stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
@@ -52,6 +52,7 @@ class Run:
     """One stream under one sampling."""
 
     mix: Mix
+    shares: str
     sampling: str
     checksum: str
     windows: list[Window]
@@ -65,8 +66,7 @@ class Run:
         ratios = [w.on_tokens_per_s / w.off_tokens_per_s for w in self.windows]
         return {
             "stream": self.mix.name,
-            "repeat_share": self.mix.repeat,
-            "variant_share": self.mix.variant,
+            "shares": self.shares,
             "sampling": self.sampling,
             "checksum": self.checksum,
             "output_tokens": self.num_tokens,
@@ -175,7 +175,7 @@ def repeat(
             ratios.append(off_s / on_s)
         steps_second = on.metrics.num_verify_steps - steps_first
     differing = sum(a != c or b != c for a, b, c in zip(first, second, plain, strict=True))
-    ties = Run(NO_REPEATS, "greedy", "", [], 0, 0, 0)
+    ties = Run(NO_REPEATS, "", "greedy", "", [], 0, 0, 0)
     for prompt, once, again, alone in zip(prompts, first, second, plain, strict=True):
         _compare(ties, off.target, prompt, params[0], once, alone)
         _compare(ties, off.target, prompt, params[0], again, alone)
@@ -199,7 +199,7 @@ def run_stream(on: Target, off: Target, codec: TextCodec, mix: Mix, sampling: st
     requests = stream(mix, args.requests, args.seed)
     draft = DraftConfig(num_speculative_tokens=args.num_speculative_tokens)
     config = EngineConfig(max_num_seqs=args.batch)
-    result = Run(mix, sampling, checksum(requests), [], 0, 0, 0)
+    result = Run(mix, shares(requests), sampling, checksum(requests), [], 0, 0, 0)
     limit = on.max_length - args.max_tokens
     prompts = [codec.encode_prompt(request.text)[-limit:] for request in requests]
     params = [_params(sampling, args.max_tokens, index) for index in range(len(prompts))]
@@ -275,8 +275,7 @@ def _compare(
 
 def print_run(run: Run) -> None:
     """A table of windows, thinned to at most twelve lines."""
-    mix = run.mix
-    print(f"\n{mix.name}, {run.sampling}: {mix.new:.0%} new, {mix.repeat:.0%} repeated, {mix.variant:.0%} variants; "
+    print(f"\n{run.mix.name}, {run.sampling}: {run.shares}; "
           f"{run.num_tokens} tokens compared, {run.num_ties} near-ties, {run.num_mismatches} mismatches")  # fmt: skip
     print(
         f"{'cached tokens':>14} {'on tok/s':>9} {'off tok/s':>10} {'on/off':>7} {'tokens/step':>12} {'acc. rate':>10}"
@@ -304,8 +303,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         ):
             axis.plot(x, values, ".", color=colour, alpha=0.35)
             axis.plot(x, smoothed(values), color=colour, label=label, linewidth=2)
-        mix = run.mix
-        axis.set_title(f"{run.sampling}: {mix.new:.0%} new, {mix.repeat:.0%} repeated, {mix.variant:.0%} near-variants")
+        axis.set_title(f"{run.sampling}: {run.shares}")
         axis.set_xlabel("tokens cached (thousands)")
         axis.grid(alpha=0.3)
         axis.set_ylim(bottom=0)

@@ -45,10 +45,8 @@ def growth_section(result: dict[str, Any]) -> str:
         "|---|---|--:|--:|--:|--:|",
     ]
     for run in result["runs"]:
-        new = 1 - run["repeat_share"] - run["variant_share"]
-        shares = f"{new:.0%} new, {run['repeat_share']:.0%} repeated, {run['variant_share']:.0%} variants"
         lines.append(
-            f"| {shares} | {run['sampling']} | {run['speedup_first']:.2f}x | {run['speedup_last']:.2f}x "
+            f"| {run['shares']} | {run['sampling']} | {run['speedup_first']:.2f}x | {run['speedup_last']:.2f}x "
             f"| {run['speedup_min']:.2f} ... {run['speedup_max']:.2f} "
             f"| {run['acceptance_length_first']:.2f} -> {run['acceptance_length_last']:.2f} |"
         )

@@ -1,7 +1,8 @@
 """Streams of real requests: pieces of the Python standard library to be continued.
 
-Every Python installation carries the text, so anyone can repeat a run. A stream mixes three kinds of request: new
-ones, exact repeats of earlier ones, and near-variants (an earlier one with its most frequent identifier renamed).
+Every Python installation carries the text, so anyone can repeat a run. A stream is what a service sees: some requests
+come again and again from a fixed pool, some are near-variants of these (the most frequent identifier renamed), and the
+rest is new. The first time a request of the pool comes it is new too, so the share of what is known grows with use.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import keyword
 import re
 import sysconfig
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,20 +46,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """Shares of repeats and near-variants among the requests; the rest is new."""
+    """Chance that a request comes from the pool, or is a variant of one that does; the rest is new."""
 
     name: str
-    repeat: float
+    recurring: float
     variant: float
-
-    @property
-    def new(self) -> float:
-        """Share of new requests."""
-        return 1.0 - self.repeat - self.variant
+    pool_size: int = 40
 
 
-MIXED = Mix(name="mixed", repeat=0.4, variant=0.2)
-NO_REPEATS = Mix(name="no repeats", repeat=0.0, variant=0.0)
+MIXED = Mix(name="mixed", recurring=0.5, variant=0.2)
+NO_REPEATS = Mix(name="no repeats", recurring=0.0, variant=0.0)
 
 
 def snippets(seed: int, *, min_lines: int = 6, max_lines: int = 24) -> list[str]:
@@ -81,24 +79,29 @@ def snippets(seed: int, *, min_lines: int = 6, max_lines: int = 24) -> list[str]
 
 
 def stream(mix: Mix, num_requests: int, seed: int = 0) -> list[Request]:
-    """A stream in which repeats and variants refer to a request some way back, as users' requests do."""
+    """``num_requests`` requests in the order they come; the same for the same arguments."""
     random = np.random.default_rng([seed, 1])
-    fresh = iter(snippets(seed))
+    texts = snippets(seed)
+    pool, fresh = texts[: mix.pool_size], iter(texts[mix.pool_size :])
+    asked: set[str] = set()
     requests: list[Request] = []
-    originals: list[str] = []
     for _ in range(num_requests):
-        draw = random.random()
-        if originals and draw < mix.repeat + mix.variant:
-            text = originals[int(random.integers(len(originals)))]
-            if draw < mix.repeat:
-                requests.append(Request(text, "repeat"))
-            else:
-                requests.append(Request(renamed(text, random), "variant"))
+        draw, member = random.random(), pool[int(random.integers(len(pool)))]
+        if draw < mix.recurring:
+            requests.append(Request(member, "repeat" if member in asked else "new"))
+            asked.add(member)
+        elif draw < mix.recurring + mix.variant:
+            requests.append(Request(renamed(member, random), "variant"))
         else:
-            text = next(fresh)
-            originals.append(text)
-            requests.append(Request(text, "new"))
+            requests.append(Request(next(fresh), "new"))
     return requests
+
+
+def shares(requests: Sequence[Request]) -> str:
+    """What a stream consists of, for people."""
+    counts = Counter(request.kind for request in requests)
+    new, repeat, variant = (counts[kind] / len(requests) for kind in ("new", "repeat", "variant"))
+    return f"{new:.0%} new, {repeat:.0%} repeated, {variant:.0%} variants"
 
 
 def renamed(text: str, random: np.random.Generator) -> str:
