@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.environment import describe
 from benchmarks.exactness import Report, Setting, compare, covering_settings, reference_greedy, run
-from benchmarks.growth import run_stream
+from benchmarks.growth import model_name, run_stream
 from benchmarks.workloads import MIXED, snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     codec = TextCodec.load(str(args.model))
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    print(f"gpu_check: {Path(args.model).name} on {name}, {args.prompts} prompts, {args.max_tokens} new tokens each")
+    print(f"gpu_check: {model_name(args.model)} on {name}, {args.prompts} prompts, {args.max_tokens} new tokens each")
     result: dict[str, Any] = {
         "benchmark": "gpu_check",
         "date": datetime.date.today().isoformat(),

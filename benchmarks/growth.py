@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     codec = TextCodec.load(str(args.model))
     model = load_model(args.model, dtype=args.dtype, device=args.device)
-    print(f"growth: model {Path(args.model).name}, {model.device}, {model.dtype}, {args.requests} requests of at most "
+    print(f"growth: {model_name(args.model)}, {model.device}, {model.dtype}, {args.requests} requests of at most "
           f"{args.max_tokens} new tokens, windows of {args.window}, batch {args.batch}, "
           f"draft limit {args.num_speculative_tokens}, seed {args.seed}")  # fmt: skip
     repeated = repeat(model, codec, args)
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "benchmark": "growth",
         "date": datetime.date.today().isoformat(),
         "environment": describe(),
-        "model": Path(args.model).name,
+        "model": model_name(args.model),
         "device": str(model.device),
         "dtype": str(model.dtype),
         "parameters": {k: v for k, v in vars(args).items() if k not in ("model", "out", "json")},
@@ -137,6 +137,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(line)
     if repeated["mismatches"] or any(run.num_mismatches for run in runs):
         raise SystemExit("outputs differ: speculation changed a token")
+
+
+def model_name(model: str | Path) -> str:
+    """What a model is called in results; no path."""
+    return "bundled model" if Path(model) == MODEL_PATH else Path(model).name
 
 
 def repeat(
