@@ -36,7 +36,7 @@ def test_the_time_of_a_pass_is_learned(
     cost = learned(fixed, per_position, wide)
     for rows, width in passes:
         cost.observe(rows, width, fixed + per_position * rows * width + wide * (width > 1))
-    assert cost.pass_time() == pytest.approx((fixed, per_position, wide), rel=1e-3, abs=1e-4)
+    assert cost.pass_time == pytest.approx((fixed, per_position, wide), rel=1e-3, abs=1e-4)
 
 
 @given(
@@ -78,9 +78,9 @@ def test_a_flat_cost_keeps_every_token_and_a_steep_one_none() -> None:
 
 def test_an_interrupted_pass_teaches_nothing() -> None:
     cost = learned(0.01, 0.001)
-    before = cost.pass_time()
+    before = cost.pass_time
     cost.observe(1, 1, 5.0)
-    assert cost.pass_time() == before
+    assert cost.pass_time == before
 
 
 def test_cutting_a_draft_keeps_its_estimates_in_step() -> None:

@@ -17,7 +17,7 @@ Weights = npt.NDArray[np.float64]
 
 NUM_FEATURES = 6
 
-_LEARNING_RATE = 0.01
+_LEARNING_RATE = 0.02
 _SHIFT_RANGE = (-2.5, 1.5)
 _SCALE_RANGE = (0.6, 2.5)
 

@@ -13,9 +13,10 @@ from ssd.drafting.protocol import Draft
 from ssd.target.target import Target
 
 _FORGETTING = 0.98
-_MIN_WEIGHT = 12.0
 _OUTLIER = 5.0
 _RIDGE = 1e-9
+_FIT_EVERY = 8
+_LASTING_SHARE = 0.05
 _CALIBRATION_ROWS = 8
 _CALIBRATION_WIDTHS = (1, 2, 5)
 _CALIBRATION_PASSES = 4
@@ -47,27 +48,28 @@ class VerifyCost:
     def __init__(self) -> None:
         self._lasting = np.zeros((3, 4))  # sums of outer products: features by (features, seconds)
         self._recent = np.zeros((3, 4))
+        self._num_passes = 0
+        self._pass_time: PassTime | None = None
+
+    @property
+    def pass_time(self) -> PassTime | None:
+        """What has been learned, every part >= 0; None before enough passes of different size have been seen."""
+        return self._pass_time
 
     def calibrate(self, num_rows: int, width: int, seconds: float) -> None:
         """One pass of the warm-up."""
         self._lasting += _terms(num_rows, width, seconds)
+        self._pass_time = _fit(self._lasting)
 
     def observe(self, num_rows: int, width: int, seconds: float) -> None:
         """One pass. A pass many times slower than expected was interrupted and says nothing about its size."""
-        expected = self.pass_time()
-        if expected is not None and seconds > _OUTLIER * expected.of(num_rows, width):
+        if self._pass_time is not None and seconds > _OUTLIER * self._pass_time.of(num_rows, width):
             return
         self._recent = self._recent * _FORGETTING + _terms(num_rows, width, seconds)
-
-    def pass_time(self) -> PassTime | None:
-        """What has been learned, every part >= 0; None before enough passes of different size have been seen."""
-        sums = self._lasting + self._recent
-        moments, products = sums[:, :3], sums[:, 3]
-        if moments[0, 0] < _MIN_WEIGHT or np.linalg.matrix_rank(moments) < 3:
-            return None
-        scale = np.sqrt(np.diag(moments))
-        solution = np.linalg.solve(moments / np.outer(scale, scale) + _RIDGE * np.eye(3), products / scale) / scale
-        return PassTime(*(max(0.0, float(part)) for part in solution))
+        self._num_passes += 1
+        if self._num_passes % _FIT_EVERY == 0:
+            # Real passes also sample, over longer contexts: the warm-up only stands in for sizes not seen lately.
+            self._pass_time = _fit(_LASTING_SHARE * self._lasting + self._recent)
 
     def paying_width(self, drafts: Sequence[Draft]) -> int:
         """Draft tokens per row that give most expected tokens per second; drafts without estimates are kept whole.
@@ -78,7 +80,7 @@ class VerifyCost:
         widest = max((len(draft.token_ids) for draft in drafts), default=0)
         if widest == 0 or any(d.probabilities is None and len(d.token_ids) for d in drafts):
             return widest
-        pass_time = self.pass_time()
+        pass_time = self._pass_time
         if pass_time is None:
             return widest
         gain = np.zeros(widest + 1)
@@ -103,6 +105,25 @@ def calibrate(cost: VerifyCost, target: Target, max_width: int) -> None:
                     cost.calibrate(num_rows, width, time.perf_counter() - started)
                 for slot in slots:
                     target.rollback(slot, 0)
+
+
+def _fit(sums: npt.NDArray[np.float64]) -> PassTime | None:
+    """Least squares with no part below 0: a part that comes out negative is left out and the others fitted again."""
+    moments, products = sums[:, :3], sums[:, 3]
+    if np.linalg.matrix_rank(moments) < 3:
+        return None
+    scale = np.sqrt(np.diag(moments))
+    parts, used = np.zeros(3), [0, 1, 2]
+    while used:
+        grid = np.ix_(used, used)
+        scaled = (moments / np.outer(scale, scale))[grid] + _RIDGE * np.eye(len(used))
+        solution = np.linalg.solve(scaled, (products / scale)[used])
+        parts[:] = 0.0
+        parts[used] = solution / scale[used]
+        if solution.min() >= 0:
+            break
+        del used[int(solution.argmin())]
+    return PassTime(*(float(part) for part in parts))
 
 
 def _terms(num_rows: int, width: int, seconds: float) -> npt.NDArray[np.float64]:
