@@ -256,11 +256,12 @@ class Engine:
 
     def _usable(self, draft: Draft, sequence: Sequence) -> Draft:
         """The draft, or nothing where a token is outside the vocabulary; cut to what may still be generated."""
-        tokens = draft.token_ids[: max(0, min(self._draft_limit, sequence.num_remaining - 1))]
+        draft = draft.cut(max(0, min(self._draft_limit, sequence.num_remaining - 1)))
+        tokens = draft.token_ids
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.target.vocab_size):
             self.metrics.drafter_failures += 1
             return EMPTY_DRAFT
-        return draft if len(tokens) == len(draft.token_ids) else Draft(tokens, draft.match_length, draft.source)
+        return draft
 
     def _commit(
         self, sequence: Sequence, draft: Draft, chosen: np.ndarray[tuple[int], np.dtype[np.int64]]
