@@ -1,7 +1,7 @@
-"""How probable is it that the target accepts a candidate token? A fixed logistic model of the evidence.
+"""How probable is it that the target accepts a candidate token? A logistic model of the evidence.
 
-The kernels take the weights as an argument, so a model fitted while serving replaces ``DEFAULT_WEIGHTS`` and nothing
-else.
+Its weights are fixed; ``Calibration`` shifts and scales what they give while serving. The kernels take the weights as
+an argument, so a model that fits them too replaces ``DEFAULT_WEIGHTS`` and nothing else.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import numpy.typing as npt
 from ssd.retrieval.search import kernel
 
 Weights = npt.NDArray[np.float64]
-
-NUM_FEATURES = 6
 
 _LEARNING_RATE = 0.02
 _SHIFT_RANGE = (-2.5, 1.5)

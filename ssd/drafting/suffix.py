@@ -23,8 +23,9 @@ class SuffixDrafter:
     Each source is looked up at up to ``max_match_length`` tokens and at a few shorter lengths. Step by step the level
     whose favourite next token has the highest estimated acceptance gives the token, and samples that disagree drop
     out. The draft ends where the product of the estimates, the chance that the whole draft is accepted, falls below
-    ``threshold``. A request whose drafts do better or worse than estimated moves its own estimates. Deterministic
-    given its calls. Owned by one thread. Bounded work: at most 192 occurrences are looked at per match length.
+    ``threshold``. Drafts that do better or worse than estimated move the estimates: a little those of all requests,
+    more those of the request that had them. Deterministic given its calls. Owned by one thread. Bounded work: at most
+    192 occurrences are looked at per match length.
     """
 
     def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, threshold: float = 0.1) -> None:

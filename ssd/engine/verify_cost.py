@@ -40,9 +40,9 @@ class VerifyCost:
 
     A pass computes rows * width positions, padding included. On a CPU time is close to linear in them, but for a step
     from one position to two, where products of a matrix and a vector become products of matrices; where a GPU is flat,
-    both come out near 0 and nothing is cut. Least squares over the passes of the warm-up, which are kept, and the
-    recent ones, which are forgotten exponentially: a change of load or context length is followed within some fifty
-    passes. Only speed depends on it, never a token.
+    both come out near 0 and nothing is cut. Least squares over the recent passes, which are forgotten
+    exponentially, and with little weight those of the warm-up, which are kept for the sizes not seen lately: a change
+    of load or context length is followed within some fifty passes. Only speed depends on it, never a token.
     """
 
     def __init__(self) -> None:
