@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
 from ssd.drafting.acceptance import DEFAULT_WEIGHTS
-from ssd.drafting.continuations import MAX_SAMPLES, MAX_SCANNED_SAMPLES
+from ssd.drafting.evidence import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SAMPLES, MAX_SCANNED_SAMPLES
 from ssd.drafting.frequency import FrequencyDrafter
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix import SuffixDrafter
-from ssd.drafting.suffix_kernel import ENOUGH_SUPPORT, MAX_LEVELS
 from ssd.errors import ConfigError
 from ssd.retrieval.snapshot import SEPARATOR
 from tests.reference import drafting as reference
-from tests.test_search import contexts, snapshots
+from tests.test_search import contexts, sequences, snapshots
 
 limits = st.integers(0, 12)
 FREQUENCY = FrequencyDrafter()
@@ -130,6 +129,47 @@ def test_work_is_bounded_when_everything_matches_in_many_segments():
     for name in ("ssd", "frequency"):
         draft = make_drafter(name, DraftConfig()).propose([ask([0] * 8, snapshot, 8)])[0]
         assert set(draft.token_ids.tolist()) <= {0}
+
+
+@given(st.lists(sequences, max_size=3), st.one_of(st.just([]), sequences), st.integers(0, 2**32 - 1))
+@settings(max_examples=150)
+def test_following_from_step_to_step_only_copies_a_place_that_agrees_as_long_as_a_search_looks(parts, tail, seed):
+    random = np.random.default_rng(seed)
+    story = random.integers(0, 3, 60).tolist()
+    snapshot = reference.make_snapshot([*parts, [*story, SEPARATOR]], tail)
+    stepwise, longest = SuffixDrafter(max_match_length=8, threshold=1e-6), 8
+    text = [*story[:50], *random.integers(0, 3, 5).tolist(), *story[:30]]
+    length = 5
+    while length < len(text):
+        context = text[:length]
+        draft = stepwise.propose([ask(context, snapshot, 4, "a")])[0].token_ids.tolist()
+        fresh = SuffixDrafter(max_match_length=longest, threshold=1e-6).propose([ask(context, snapshot, 4)])[0]
+        if draft != fresh.token_ids.tolist():
+            places = reference.evidence(snapshot, context, longest, 4, True)
+            assert tuple(draft) in [found for found, _, _ in places]
+        accepted = 0
+        while accepted < len(draft) and length + accepted < len(text) and draft[accepted] == text[length + accepted]:
+            accepted += 1
+        length += accepted + 1
+
+
+def test_following_ends_when_the_segments_change_or_the_request_does():
+    first = reference.make_snapshot([[*range(100), SEPARATOR]])
+    second = reference.make_snapshot([[*range(50), *range(200, 250), SEPARATOR]])
+    drafter = SuffixDrafter(threshold=1e-6, max_match_length=8)
+    assert drafter.propose([ask([*range(20)], first, 4)])[0].token_ids.tolist() == [20, 21, 22, 23]
+    assert drafter.propose([ask([*range(24)], first, 4)])[0].token_ids.tolist() == [24, 25, 26, 27]
+    assert drafter.propose([ask([*range(50)], second, 4)])[0].token_ids.tolist() == [200, 201, 202, 203]
+    drafter.finish("a")
+    assert drafter.propose([ask([*range(60)], first, 4)])[0].token_ids.tolist() == [60, 61, 62, 63]
+
+
+def test_more_requests_than_are_remembered_draft_as_well():
+    snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
+    drafter = SuffixDrafter(threshold=1e-6)
+    for number in range(10_000):
+        draft = drafter.propose([ask([*range(20)], snapshot, 2, str(number))])[0]
+        assert draft.token_ids.tolist() == [20, 21]
 
 
 def test_unknown_drafter_is_refused_with_the_known_names():

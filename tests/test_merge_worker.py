@@ -17,7 +17,7 @@ from ssd.retrieval.segment_file import open_segment, write_segment
 from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.worker import MergeJob
-from tests.reference.retrieval import naive_suffix_array
+from tests.reference.retrieval import naive_order
 
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -75,7 +75,7 @@ def test_the_process_merges_reports_errors_and_survives_kill_9(tmp_path: Path) -
         job = _job(tmp_path)
         worker.submit(job).result(timeout=60)
         merged = open_segment(tmp_path / "out.seg", fingerprint=FINGERPRINT)
-        assert merged.suffixes.tolist() == naive_suffix_array(merged.tokens.tolist())
+        assert merged.order.tolist() == naive_order(merged.tokens.tolist())
         assert len(merged) == 100 and merged.start == 0
 
         (tmp_path / "in-1.seg").write_bytes(b"damaged")

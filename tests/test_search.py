@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.retrieval.search import find_interval, longest_match
-from ssd.retrieval.snapshot import SEPARATOR
-from ssd.retrieval.suffix_array import build_segment, build_suffix_array
+from ssd.retrieval.search import longest_match
+from ssd.retrieval.snapshot import SEPARATOR, make_snapshot, segment_table
+from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
 
 tokens = st.integers(0, 3)
@@ -37,19 +37,36 @@ def test_longest_match_equals_a_full_scan(snapshot, context, max_length):
     assert (match.length, match.support) == reference.longest_match(snapshot, context, max_length)
 
 
-@given(sequences, st.lists(st.integers(0, 4), max_size=6))
+WIDE = {2: 20_000, 3: 5_000_000, 4: 700_000_000}  # id n of the small texts stands for n times this
+
+
+@given(
+    st.lists(st.tuples(sequences, st.sampled_from([2, 3, 4])), max_size=4), contexts, st.sampled_from([2, 3, 4]),
+    st.integers(1, 40),
+)  # fmt: skip
 @settings(max_examples=200)
-def test_interval_holds_exactly_the_occurrences(text, pattern):
-    array = as_context(text)
-    suffixes = build_suffix_array(array)
-    lo, hi = find_interval(array, suffixes, as_context(pattern))
-    assert sorted(suffixes[lo:hi].tolist()) == [i for i in range(len(text)) if text[i : i + len(pattern)] == pattern]
+def test_segments_of_every_width_are_searched_together(parts, context, asked, max_length):
+    def spread(values, width):
+        return [value if value < 0 else value * WIDE[width] for value in values]
+
+    snapshot = reference.make_snapshot([spread(text, width) for text, width in parts])
+    wide = spread([min(value, 2) for value in context], asked)
+    match = longest_match(snapshot, as_context(wide), max_length)
+    assert (match.length, match.support) == reference.longest_match(snapshot, wide, max_length)
 
 
-def test_pattern_greater_than_every_suffix_is_absent():
-    array = as_context([1, 2, 1, SEPARATOR])
-    assert find_interval(array, build_suffix_array(array), as_context([3])) == (4, 4)
-    assert find_interval(array, build_suffix_array(array), as_context([2, 1, 0])) == (4, 4)
+@given(st.integers(1, 4), st.integers(60, 400), st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_longer_texts_with_several_fence_posts(alphabet, size, seed):
+    random = np.random.default_rng(seed)
+    text = [*random.integers(0, alphabet, size).tolist(), SEPARATOR]
+    snapshot = reference.make_snapshot([text, text[size // 2 :]])
+    for _ in range(5):
+        start = int(random.integers(0, size))
+        context = [*text[start : start + 40], *random.integers(0, alphabet, 1).tolist()]
+        context = [token for token in context if token >= 0]
+        match = longest_match(snapshot, as_context(context), 32)
+        assert (match.length, match.support) == reference.longest_match(snapshot, context, 32)
 
 
 @pytest.mark.parametrize("context", [[], [0], [SEPARATOR], [5] * 1000])
@@ -62,8 +79,7 @@ def test_one_token_repeated_a_million_times():
     text[-1] = SEPARATOR
     snapshot = reference.make_snapshot([])
     segment = build_segment(text, start=0, segment_id="a")
-    table = np.array([(segment.tokens.ctypes.data, segment.suffixes.ctypes.data, len(segment))], np.int64)
-    snapshot = type(snapshot)(1, (segment,), table, snapshot.ring, len(text), len(text))
+    snapshot = make_snapshot(1, (segment,), segment_table([segment]), snapshot.ring, len(text), len(text))
     match = longest_match(snapshot, np.zeros(100, np.int32), 32)
     assert (match.length, match.support) == (32, 1_000_000 - 31)
 

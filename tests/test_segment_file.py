@@ -2,18 +2,24 @@ from __future__ import annotations
 
 import struct
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd.config import DraftConfig
+from ssd.drafting import DRAFTER_NAMES, DraftRequest, make_drafter
 from ssd.errors import CacheError, FormatVersion, SegmentCorrupt, TokenizerMismatch
-from ssd.retrieval.segment_file import open_segment, segment_file_size, write_segment
-from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.packed import GUARD_BYTES, pack, packed_size
+from ssd.retrieval.search import longest_match
+from ssd.retrieval.segment_file import num_posts, open_segment, segment_file_size, write_segment
+from ssd.retrieval.snapshot import SEPARATOR, Segment, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment
+from tests.reference import drafting as reference
 
 FINGERPRINT = "0123456789abcdef" * 2
 OTHER = "f" * 32
@@ -42,11 +48,13 @@ def test_what_is_written_is_read(tmp_path: Path, num_tokens: int, start: int | N
     path = tmp_path / "a.seg"
     written = _segment(num_tokens, start)
     write_segment(path, written, fingerprint=FINGERPRINT, namespace="default")
-    assert path.stat().st_size == segment_file_size(num_tokens)
+    assert path.stat().st_size == segment_file_size(num_tokens, 2)
     read = open_segment(path, fingerprint=FINGERPRINT)
-    assert np.array_equal(read.tokens, written.tokens) and np.array_equal(read.suffixes, written.suffixes)
+    assert np.array_equal(read.tokens, written.tokens) and np.array_equal(read.order, written.order)
     assert (read.start, read.segment_id) == (start, "some-segment")
-    assert not read.tokens.flags.writeable and read.tokens.ctypes.data % 64 == 0 and read.suffixes.ctypes.data % 64 == 0
+    assert np.array_equal(read.fence, written.fence)
+    for array in (read.text, read.order, read.fence):
+        assert not array.flags.writeable and array.ctypes.data % 64 == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.seg"]
 
 
@@ -72,29 +80,61 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
         open_segment(tmp_path / "a.seg", fingerprint=FINGERPRINT)
 
 
-def test_a_header_that_asks_for_the_moon_is_refused(tmp_path: Path) -> None:
-    content = bytearray(_bytes(_segment()))
-    for num_tokens in (0, 21, (1 << 31) - 1, 1 << 31, (1 << 64) - 1):
-        content[16:24] = struct.pack("<Q", num_tokens)
-        content[248:256] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(content[:248])))
+def _signed(content: bytearray) -> bytes:
+    """With every checksum made to match what the bytes are now, as far as the header says where the sections lie."""
+    width, n = (min(value, 1 << 16) for value in struct.unpack_from("<IQ", content, 20))
+    text, order = 256 + packed_size(n, width), 4 * n
+    fence = text + -(-order // 64) * 64
+    for offset, part in ((48, content[256:text]), (56, content[text : text + order]), (64, content[fence:])):
+        struct.pack_into("<Q", content, offset, xxhash.xxh3_64_intdigest(bytes(part)))
+    struct.pack_into("<Q", content, 248, xxhash.xxh3_64_intdigest(bytes(content[:248])))
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("offset", "form", "values"),
+    [
+        (24, "<Q", (0, 21, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 64) - 1)),
+        (20, "<I", (0, 1, 4, 5, 1 << 31)),
+        (16, "<I", (0x04030201,)),
+        (44, "<I", (0, 64)),
+        (32, "<Q", ((1 << 64) - 1,)),
+    ],
+)
+def test_a_header_that_asks_for_the_moon_is_refused(
+    tmp_path: Path, offset: int, form: str, values: tuple[int, ...]
+) -> None:
+    for value in values:
+        content = bytearray(_bytes(_segment()))
+        struct.pack_into(form, content, offset, value)
+        struct.pack_into("<Q", content, 248, xxhash.xxh3_64_intdigest(bytes(content[:248])))
         (tmp_path / "a.seg").write_bytes(content)
-        with pytest.raises(SegmentCorrupt, match=r"do not fit"):
+        with pytest.raises(SegmentCorrupt):
             open_segment(tmp_path / "a.seg", fingerprint=FINGERPRINT)
 
 
-@pytest.mark.parametrize("suffix", [-1, 20])
-def test_a_suffix_outside_the_text_is_refused_though_the_checksums_match(tmp_path: Path, suffix: int) -> None:
-    good = _segment()
-    bad = Segment(good.tokens, np.full_like(good.suffixes, suffix), good.start, good.segment_id)
-    _write(tmp_path / "a.seg", bad)
-    with pytest.raises(SegmentCorrupt, match=r"suffix"):
+@pytest.mark.parametrize("position", [0, -1, 21])
+def test_a_position_outside_the_text_is_refused_though_the_checksums_match(tmp_path: Path, position: int) -> None:
+    _write(tmp_path / "a.seg", replace(_segment(), order=np.full(20, position, np.int32)))
+    with pytest.raises(SegmentCorrupt, match=r"position"):
         open_segment(tmp_path / "a.seg", fingerprint=FINGERPRINT)
 
 
-@pytest.mark.parametrize("tokens", [[1, 2], [-2, SEPARATOR]])
-def test_tokens_that_are_none_are_refused_though_the_checksums_match(tmp_path: Path, tokens: list[int]) -> None:
-    _write(tmp_path / "a.seg", Segment(np.array(tokens, np.int32), np.array([0, 1], np.int32), 0, "a"))
-    with pytest.raises(SegmentCorrupt, match=r"tokens"):
+@pytest.mark.parametrize("tokens", [[1, 2], [5, SEPARATOR, 0]])
+def test_a_text_that_is_not_closed_is_refused_though_the_checksums_match(tmp_path: Path, tokens: list[int]) -> None:
+    text = np.array(tokens, np.int32)
+    order, fence = np.arange(1, len(text) + 1, dtype=np.int32), np.zeros(1, np.uint64)
+    _write(tmp_path / "a.seg", Segment(pack(text, 2), order, fence, 2, 0, "a"))
+    with pytest.raises(SegmentCorrupt, match=r"separator"):
+        open_segment(tmp_path / "a.seg", fingerprint=FINGERPRINT)
+
+
+def test_what_is_no_token_id_is_refused_though_the_checksums_match(tmp_path: Path) -> None:
+    text = pack(np.array([7, SEPARATOR], np.int32), 4)
+    text[GUARD_BYTES : GUARD_BYTES + 4] = 255
+    segment = Segment(text, np.array([1, 2], np.int32), np.zeros(1, np.uint64), 4, 0, "a")
+    _write(tmp_path / "a.seg", segment)
+    with pytest.raises(SegmentCorrupt, match=r"no token id"):
         open_segment(tmp_path / "a.seg", fingerprint=FINGERPRINT)
 
 
@@ -110,25 +150,56 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.seg"]
 
 
-GOOD = _bytes(_segment())
+GOOD = _bytes(_segment(200))
+changes = st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(1, 255)), min_size=1, max_size=3)
 
 
-@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(1, 255)), min_size=1, max_size=3), st.data())
-def test_changed_bytes_are_noticed(changes: list[tuple[int, int]], data: st.DataObject) -> None:
+def _changed(flips: list[tuple[int, int]], length: int) -> bytearray:
     content = bytearray(GOOD)
-    for offset, flip in changes:
+    for offset, flip in flips:
         content[offset] ^= flip
-    length = data.draw(st.sampled_from([len(GOOD), data.draw(st.integers(0, len(GOOD) + 64))]))
-    content = content[:length].ljust(length, b"\0")
+    return content[:length].ljust(length, b"\0")
+
+
+@given(changes, st.one_of(st.just(len(GOOD)), st.integers(0, len(GOOD) + 64)))
+def test_changed_bytes_are_noticed(flips: list[tuple[int, int]], length: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "a.seg"
-        path.write_bytes(content)
+        path.write_bytes(_changed(flips, length))
         try:
             segment = open_segment(path, fingerprint=FINGERPRINT)
         except CacheError as error:
             assert str(path) in str(error)
         else:  # only padding was changed, or nothing after all
-            assert segment.tokens.tobytes() == GOOD[256:336] and segment.suffixes.tobytes() == GOOD[384:]
+            assert segment.tokens.tolist() == _segment(200).tokens.tolist()
+            assert segment.order.tolist() == _segment(200).order.tolist()
+
+
+@given(
+    changes, st.one_of(st.just(len(GOOD)), st.integers(256, len(GOOD) + 64)), st.lists(st.integers(-1, 8), max_size=40)
+)
+@settings(max_examples=300)
+def test_no_forged_file_leads_a_lookup_outside_it(
+    flips: list[tuple[int, int]], length: int, context: list[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "a.seg"
+        path.write_bytes(_signed(_changed(flips, length)))
+        try:
+            segment = open_segment(path, fingerprint=FINGERPRINT)
+        except CacheError as error:
+            assert str(path) in str(error)
+            return
+    n = len(segment)
+    assert segment.order.min() >= 1 and segment.order.max() <= n and len(segment.fence) == num_posts(n)
+    assert len(segment.text) == packed_size(n, segment.width) and segment.tokens[-1] == SEPARATOR
+    empty = reference.make_snapshot([])
+    snapshot = make_snapshot(1, (segment,), segment_table([segment]), empty.ring, 0, 0)
+    match = longest_match(snapshot, np.array(context, np.int32), 32)
+    assert match.length <= len(context) and match.support <= n
+    request = DraftRequest("a", np.array(context, np.int32), 0, snapshot, 16)
+    for name in DRAFTER_NAMES:
+        assert len(make_drafter(name, DraftConfig()).propose([request])[0].token_ids) <= 16
 
 
 @given(st.binary(max_size=600))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.static import StaticWriter, load_static_directory
-from tests.reference.retrieval import naive_suffix_array, sequences
+from tests.reference.retrieval import naive_order, sequences
 
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -32,7 +32,7 @@ def test_what_is_appended_is_found_in_order(
     assert found == [text for text in texts if text]
     for segment in segments:
         assert segment.start is None and len(segment) <= segment_tokens
-        assert segment.suffixes.tolist() == naive_suffix_array(segment.tokens.tolist())
+        assert segment.order.tolist() == naive_order(segment.tokens.tolist())
 
 
 def test_a_long_sequence_is_cut_to_the_segment_size(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ an argument, so a model that fits them too replaces ``DEFAULT_WEIGHTS`` and noth
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.retrieval.search import kernel
+from ssd.retrieval.memory import inlined, kernel
 
 Weights = npt.NDArray[np.float64]
 
@@ -23,6 +24,29 @@ DEFAULT_WEIGHTS: Weights = np.array([-1.30, 0.85, 0.10, 0.45, 0.35, -0.10])
 """Weights of: 1, log(1 + agreeing tokens), log(1 + support), log odds of the share, own text's part, log(1 + depth)."""
 
 
+_LOGS: Final = np.log(1.0 + np.arange(256))
+
+MOST_AGREEING: Final = 64
+"""More agreeing tokens than this count as this many."""
+
+
+@inlined
+def evidence_logit(weights: Weights, support: float, votes: float, own_votes: float) -> float:
+    """The part of ``acceptance_logit`` that stays the same while the same samples go on to agree."""
+    return float(
+        weights[0]
+        + weights[2] * math.log(1.0 + support)
+        + weights[3] * math.log((votes + 0.5) / (support - votes + 0.5))
+        + weights[4] * own_votes / votes
+    )
+
+
+@inlined
+def length_logit(weights: Weights, agreeing: int, depth: int) -> float:
+    """The rest of it."""
+    return float(weights[1] * _LOGS[min(agreeing, MOST_AGREEING)] + weights[5] * _LOGS[depth])
+
+
 @kernel
 def acceptance_logit(
     weights: Weights, agreeing: int, support: float, votes: float, own_votes: float, depth: int
@@ -31,16 +55,9 @@ def acceptance_logit(
 
     ``agreeing`` : tokens before it that the evidence agrees on, matched or drafted. ``support`` : places that agree so.
     ``votes`` : how many of these go on with the token; ``own_votes`` : those in the request's own text. ``depth`` :
-    draft tokens before it.
+    draft tokens before it, at most 255.
     """
-    return float(
-        weights[0]
-        + weights[1] * math.log(1.0 + min(agreeing, 64))
-        + weights[2] * math.log(1.0 + support)
-        + weights[3] * math.log((votes + 0.5) / (support - votes + 0.5))
-        + weights[4] * own_votes / votes
-        + weights[5] * math.log(1.0 + depth)
-    )
+    return evidence_logit(weights, support, votes, own_votes) + length_logit(weights, agreeing, depth)
 
 
 class Calibration:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ssd.drafting.batch import MAX_DRAFT, Batch, by_snapshot
-from ssd.drafting.continuations import make_samples
-from ssd.drafting.frequency_kernel import propose_frequency
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.retrieval.search import MAX_SCAN_HITS, address
+from ssd.drafting.frequency_kernel import make_continuations, propose_frequency
+from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.workspace import Workspace, propose_by_snapshot
+from ssd.retrieval.snapshot import Snapshot
 
 
 class FrequencyDrafter:
@@ -24,41 +23,32 @@ class FrequencyDrafter:
     def __init__(self, *, max_match_length: int = 10, min_match_length: int = 1) -> None:
         self._max_length = max_match_length
         self._min_length = min_match_length
-        self._batch = Batch()
-        self._samples = make_samples(MAX_DRAFT)
-        self._hits = np.empty((2, MAX_SCAN_HITS), np.int64)
+        self._workspace = Workspace()
+        self._continuations = make_continuations()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
-        drafts = [EMPTY_DRAFT] * len(requests)
-        batch = self._batch
-        for snapshot, members in by_snapshot(requests):
-            contexts = batch.fill([requests[i] for i in members])
-            batch.room_for(snapshot)
-            propose_frequency(
-                snapshot.segment_table,
-                address(snapshot.ring),
-                len(snapshot.ring),
-                snapshot.tail_start,
-                snapshot.tail_stop,
-                batch.rows[: len(contexts)],
-                self._max_length,
-                self._min_length,
-                self._hits,
-                batch.intervals,
-                self._samples,
-                batch.tokens,
-                batch.results,
-            )
-            for row, i in enumerate(members):
-                drafts[i] = batch.draft(row)
-        return drafts
+        return propose_by_snapshot(requests, self._propose)
+
+    def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
+        workspace = self._workspace
+        contexts = workspace.fill(requests, snapshot)
+        propose_frequency(
+            workspace.address,
+            snapshot.address,
+            len(contexts),
+            self._max_length,
+            self._min_length,
+            self._continuations,
+        )
+        return workspace.drafts(len(contexts))
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Nothing is learned from single drafts."""
 
     def finish(self, request_id: str) -> None:
-        """Nothing is kept per request."""
+        """Forget a request: it has ended."""
+        self._workspace.forget(request_id)
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""

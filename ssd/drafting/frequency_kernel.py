@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from ssd.drafting.continuations import Samples, sample_segments, sample_tail
-from ssd.retrieval.search import Int64s, TokenIds, int32_array, kernel, longest_in_segments, pattern_length, scan
+from ssd.drafting.evidence import MAX_SAMPLES, NOTHING, Texts, gather, next_token, no_hits
+from ssd.drafting.workspace import MAX_DRAFT, frame_at
+from ssd.retrieval.memory import Int64s, TokenIds, int32_array, kernel
+from ssd.retrieval.scan import pattern_length
+from ssd.retrieval.search import open_lanes, search_lanes, table_at, tail_at
 
 
 @kernel
@@ -19,72 +23,76 @@ def _equal(one: TokenIds, other: TokenIds, width: int) -> bool:
 
 
 @kernel
-def most_frequent(samples: Samples, count: int, width: int) -> int:
-    """Row of the sample whose continuation of ``width`` tokens weighs most; the most recent wins ties. -1 when none.
+def most_frequent(
+    continuations: TokenIds, weights: npt.NDArray[np.float64], recency: Int64s, count: int, width: int
+) -> int:
+    """Row of the continuation of ``width`` tokens that weighs most; the most recent wins ties. -1 when none.
 
     Ended continuations compete as they are; those that end at once do not. Pairwise: O(count^2) first-token compares.
     """
     best, best_weight, best_recency = -1, 0.0, np.int64(-1)
     for i in range(count):
-        if samples.continuations[i, 0] < 0:
+        if continuations[i, 0] < 0:
             continue
-        weight, recency, counted = 0.0, samples.recency[i], False
+        weight, latest, counted = 0.0, recency[i], False
         for j in range(count):
-            if _equal(samples.continuations[i], samples.continuations[j], width):
+            if _equal(continuations[i], continuations[j], width):
                 if j < i:
                     counted = True
                     break
-                weight += samples.weights[j]
-                recency = max(recency, samples.recency[j])
+                weight += weights[j]
+                latest = max(latest, recency[j])
         if counted:
             continue
-        if weight > best_weight or (weight == best_weight and recency > best_recency):
-            best, best_weight, best_recency = i, weight, recency
+        if weight > best_weight or (weight == best_weight and latest > best_recency):
+            best, best_weight, best_recency = i, weight, latest
     return best
 
 
 @kernel
 def propose_frequency(
-    table: Int64s,
-    ring_address: int,
-    ring_size: int,
-    tail_start: int,
-    tail_stop: int,
-    rows: Int64s,
-    max_length: int,
-    min_length: int,
-    hits: Int64s,
-    intervals: Int64s,
-    samples: Samples,
-    tokens: TokenIds,
-    results: Int64s,
+    workspace: int, snapshot: int, num_rows: int, max_length: int, min_length: int, continuations: TokenIds
 ) -> None:
-    """Draft for every row (context address, length, limit) of one snapshot.
+    """Draft for the first ``num_rows`` rows of the workspace at an address, all of the snapshot at an address.
 
-    Writes ``tokens`` : int32[rows, width] and ``results`` : int64[rows, 3], draft length, match length, 0 (index).
+    Writes tokens and results. ``continuations`` : int32[MAX_SAMPLES, MAX_DRAFT], scratch.
     """
-    ring = int32_array(ring_address, ring_size)
-    for row in range(len(rows)):
+    frame = frame_at(workspace)
+    table, (ring, tail_start, tail_stop) = table_at(snapshot), tail_at(snapshot)
+    lanes, walkers, rows, pool, levels = frame.lanes, frame.walkers, frame.rows, frame.pool, frame.levels
+    own, num_segments = no_hits(), len(table)
+    for row in range(num_rows):
         context, limit = int32_array(rows[row, 0], rows[row, 1]), rows[row, 2]
-        results[row] = 0
+        frame.results[row] = 0
         longest = pattern_length(context, max_length)
         if limit < 1 or longest < min_length:
             continue
-        found = scan(ring, ring_size - 1, tail_start, tail_stop, context, longest, hits[0], hits[1])
-        length = 0
-        for i in range(found):
-            length = max(length, hits[1, i])
-        length = longest_in_segments(table, context, length, longest)
-        if length < min_length:
+        open_lanes(table, context, longest, frame.patterns, lanes, walkers)
+        search_lanes(lanes, num_segments)
+        texts = Texts(context, ring, tail_start, tail_stop)
+        num_levels = gather(texts, lanes, walkers, num_segments, longest, min_length, 1, own, frame.tail, pool, levels)
+        if num_levels == 0:
             continue
-        count = sample_tail(ring, tail_stop, hits, found, length, samples, 0, limit)
-        count = sample_segments(table, context[len(context) - length :], intervals, samples, count, limit)
-        best = most_frequent(samples, count, limit)
+        for sample in range(levels.ends[0]):
+            depth = 0
+            while depth < limit:
+                token = next_token(pool, sample, depth, texts)
+                continuations[sample, depth] = token
+                if token < 0:
+                    break
+                depth += 1
+            continuations[sample, depth:limit] = NOTHING
+        best = most_frequent(continuations, pool.weights, pool.recency, levels.ends[0], limit)
         if best < 0:
             continue
         size = 0
-        while size < limit and samples.continuations[best, size] >= 0:
-            tokens[row, size] = samples.continuations[best, size]
+        while size < limit and continuations[best, size] >= 0:
+            frame.tokens[row, size] = continuations[best, size]
             size += 1
-        results[row, 0] = size
-        results[row, 1] = length
+        frame.results[row, 0] = size
+        frame.results[row, 1] = levels.lengths[0]
+
+
+def make_continuations() -> TokenIds:
+    """The scratch memory that ``propose_frequency`` asks for."""
+    return np.empty((MAX_SAMPLES, MAX_DRAFT), np.int32)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.retrieval.search import MAX_SCAN_HITS, Int64s, TokenIds, address, int32_array, kernel, pattern_length, scan
+from ssd.retrieval.memory import Int64s, TokenIds, kernel
+from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
 
 
 @kernel
-def latest_longest(context_address: int, context_length: int, max_length: int, hits: Int64s) -> tuple[int, int]:
+def latest_longest(context: TokenIds, max_length: int, hits: Int64s) -> tuple[int, int]:
     """Where the longest earlier occurrence of the context's tail goes on, the most recent of these, and its length."""
-    context: TokenIds = int32_array(context_address, context_length)
     longest = pattern_length(context, max_length)
-    found = scan(context, -1, 0, context_length - 1, context, longest, hits[0], hits[1])
+    found = scan(context, 0, len(context) - 1, context, longest, hits[0], hits[1])
     position, length = 0, 0
     for i in range(found):
         if hits[1, i] > length:
@@ -42,7 +42,7 @@ class PromptLookupDrafter:
         if request.limit < 1:
             return EMPTY_DRAFT
         context = np.ascontiguousarray(request.context, np.int32)
-        position, length = latest_longest(address(context), len(context), self._max_length, self._hits)
+        position, length = latest_longest(context, self._max_length, self._hits)
         if length < max(1, self._min_length):
             return EMPTY_DRAFT
         token_ids = context[position : position + request.limit].copy()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ssd.drafting.acceptance import DEFAULT_WEIGHTS, Calibration
-from ssd.drafting.batch import MAX_DRAFT, Batch, by_snapshot
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.drafting.suffix_kernel import make_scratch, propose_suffix
-from ssd.retrieval.search import address
+from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.suffix_kernel import propose_suffix
+from ssd.drafting.workspace import Workspace, propose_by_snapshot
+from ssd.retrieval.snapshot import Snapshot
 
 _BIAS_STEP = 0.15
 _MAX_BIAS = 2.0
@@ -33,43 +33,27 @@ class SuffixDrafter:
         self._min_length = min_match_length
         self._threshold = threshold
         self._calibration = Calibration()
-        self._batch = Batch()
-        self._scratch = make_scratch(MAX_DRAFT)
+        self._weights = self._calibration.applied_to(DEFAULT_WEIGHTS)
+        self._workspace = Workspace()
         self._biases: dict[str, float] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
-        drafts = [EMPTY_DRAFT] * len(requests)
-        weights = self._calibration.applied_to(DEFAULT_WEIGHTS)
-        batch = self._batch
-        for snapshot, members in by_snapshot(requests):
-            contexts = batch.fill([requests[i] for i in members])
-            for row, i in enumerate(members):
-                batch.biases[row] = self._biases.get(requests[i].request_id, 0.0)
-            batch.room_for(snapshot)
-            propose_suffix(
-                snapshot.segment_table,
-                address(snapshot.ring),
-                len(snapshot.ring),
-                snapshot.tail_start,
-                snapshot.tail_stop,
-                batch.rows[: len(contexts)],
-                batch.biases,
-                self._max_length,
-                self._min_length,
-                self._threshold,
-                weights,
-                batch.intervals,
-                self._scratch,
-                batch.tokens,
-                batch.probabilities,
-                batch.results,
-            )
-            for row, i in enumerate(members):
-                drafts[i] = draft = batch.draft(row)
-                if len(draft.token_ids):
-                    draft.probabilities = batch.probabilities[row, : len(draft.token_ids)].copy()
-        return drafts
+        return propose_by_snapshot(requests, self._propose)
+
+    def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
+        workspace = self._workspace
+        contexts = workspace.fill(requests, snapshot, self._biases)
+        propose_suffix(
+            workspace.address,
+            snapshot.address,
+            len(contexts),
+            self._max_length,
+            self._min_length,
+            self._threshold,
+            self._weights,
+        )
+        return workspace.drafts(len(contexts), with_probabilities=True)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Learn from what was accepted: the calibration of all estimates, and this request's own bias.
@@ -84,12 +68,14 @@ class SuffixDrafter:
         tested = min(len(estimates), num_accepted + 1)
         accepted = np.arange(tested) < num_accepted
         self._calibration.learn(estimates[:tested], accepted, bias)
+        self._weights = self._calibration.applied_to(DEFAULT_WEIGHTS)
         surprise = float(accepted.sum() - estimates[:tested].sum())
         self._biases[request_id] = min(_MAX_BIAS, max(-_MAX_BIAS, bias + _BIAS_STEP * surprise))
 
     def finish(self, request_id: str) -> None:
         """Forget a request: it has ended."""
         self._biases.pop(request_id, None)
+        self._workspace.forget(request_id)
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""

@@ -3,253 +3,224 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.acceptance import Weights, acceptance_logit
-from ssd.drafting.continuations import (
-    MAX_SAMPLES,
-    Samples,
-    is_own,
-    make_samples,
-    sample_own,
-    sample_segments,
-    sample_tail,
-)
-from ssd.retrieval.search import (
-    MAX_SCAN_HITS,
-    Int64s,
-    TokenIds,
-    int32_array,
-    kernel,
-    longest_in_segments,
-    pattern_length,
-    scan,
-)
+from ssd.drafting.acceptance import Weights, evidence_logit, length_logit
+from ssd.drafting.cursor import follow, keep
+from ssd.drafting.evidence import MAX_LEVELS, MAX_SAMPLES, NOTHING, Levels, Pool, Texts, gather, is_own, next_token
+from ssd.drafting.workspace import VOTES_INT64S, frame_at
+from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
+from ssd.retrieval.scan import pattern_length
+from ssd.retrieval.search import open_lanes, search_lanes, table_at, table_number, tail_at
 
-MAX_LEVELS = 6
-"""Match lengths whose evidence is compared: the longest of each source, then shorter ones by thirds."""
+_SLOTS: Final = 512  # of the table of candidates, a power of two of at least twice MAX_SAMPLES
 
-ENOUGH_SUPPORT = 64.0
-"""No shorter match is looked up once one has this many occurrences: it would only be less specific."""
-
-_TABLE = MAX_SAMPLES
+assert _SLOTS >= 2 * MAX_SAMPLES and VOTES_INT64S >= 7 * _SLOTS + 8 + 4 * MAX_LEVELS
 
 
-class Scratch(NamedTuple):
-    """Preallocated memory of the kernel, owned by one drafter.
+class Votes(NamedTuple):
+    """Candidates of one position in an open-addressed table, and the samples that still agree with the draft.
 
-    ``levels`` : the samples of every level. ``alive`` : int32[levels, MAX_SAMPLES], rows that agree with the draft so
-    far;
-    ``num_alive`` : int64[levels]. ``lengths`` : int64[levels], match length of the level.
+    ``epoch`` : int64[_SLOTS], the turn that a slot was last used in, and ``turn`` : int64[1], the current one: nothing
+    has to be cleared. ``alive`` : int64[MAX_SAMPLES], indices into the pool; ``nexts`` : what each goes on with.
+    ``known`` : float64[MAX_LEVELS, 4], support, votes, own votes of a level and what ``evidence_logit`` said of them.
     """
 
-    levels: tuple[Samples, Samples, Samples, Samples, Samples, Samples]
-    alive: TokenIds
-    num_alive: Int64s
-    lengths: Int64s
-    own_hits: Int64s
-    tail_hits: Int64s
-    candidates: TokenIds
-    votes: npt.NDArray[np.float64]
+    epoch: Int64s
+    token: Int64s
+    recency: Int64s
+    all: npt.NDArray[np.float64]
+    own: npt.NDArray[np.float64]
+    alive: Int64s
+    nexts: Int64s
+    turn: Int64s
+    known: npt.NDArray[np.float64]
 
 
-def make_scratch(width: int) -> Scratch:
-    """Scratch for drafts of up to ``width`` tokens."""
-    levels = tuple(make_samples(width) for _ in range(MAX_LEVELS))
-    return Scratch(
-        levels,  # type: ignore[arg-type]
-        np.empty((MAX_LEVELS, MAX_SAMPLES), np.int32),
-        np.empty(MAX_LEVELS, np.int64),
-        np.empty(MAX_LEVELS, np.int64),
-        np.empty((2, MAX_SCAN_HITS), np.int64),
-        np.empty((2, MAX_SCAN_HITS), np.int64),
-        np.empty(_TABLE, np.int32),
-        np.empty((3, _TABLE), np.float64),
+class Judge(NamedTuple):
+    """What a candidate is judged by: the request's bias, the least chance of a whole draft, the model's weights."""
+
+    bias: float
+    threshold: float
+    weights: Weights
+
+
+class Out(NamedTuple):
+    """Where a draft goes: one row of the workspace."""
+
+    tokens: TokenIds
+    probabilities: npt.NDArray[np.float64]
+    result: Int64s
+
+
+@inlined
+def votes_at(address: int) -> Votes:
+    """The votes in the VOTES_INT64S words at ``address``."""
+    step = 8 * _SLOTS
+    return Votes(
+        int64_array(address, _SLOTS),
+        int64_array(address + step, _SLOTS),
+        int64_array(address + 2 * step, _SLOTS),
+        float64_array(address + 3 * step, _SLOTS),
+        float64_array(address + 4 * step, _SLOTS),
+        int64_array(address + 5 * step, MAX_SAMPLES),
+        int64_array(address + 6 * step, MAX_SAMPLES),
+        int64_array(address + 7 * step, 1),
+        float64_array(address + 7 * step + 64, 4 * MAX_LEVELS).reshape((MAX_LEVELS, 4)),
     )
 
 
-@kernel
-def _longest(hits: Int64s, found: int) -> int:
-    length = 0
-    for i in range(found):
-        length = max(length, hits[1, i])
-    return length
+@inlined
+def _slot_of(token: int, votes: Votes, turn: int) -> int:
+    """The candidate's slot, cleared if it is new."""
+    slot = (token * 40503) & (_SLOTS - 1)
+    while votes.epoch[slot] == turn and votes.token[slot] != token:
+        slot = (slot + 1) & (_SLOTS - 1)
+    if votes.epoch[slot] != turn:
+        votes.epoch[slot], votes.token[slot], votes.recency[slot] = turn, token, -1
+        votes.all[slot], votes.own[slot] = 0.0, 0.0
+    return slot
 
 
-@kernel
-def top_token(
-    samples: Samples, alive: TokenIds, num_alive: int, depth: int, candidates: TokenIds, votes: npt.NDArray[np.float64]
-) -> tuple[int, float, float, float]:
-    """Next token with most votes among the agreeing samples, ties to the most recent: token, votes, own votes, support.
-
-    Token -1 when none goes on. Support counts all that agree, the ended ones too.
-    """
-    distinct, support = 0, 0.0
-    for i in range(num_alive):
-        row = alive[i]
-        weight, token = samples.weights[row], samples.continuations[row, depth]
-        support += weight
-        if token < 0:
-            continue
-        at = 0
-        while at < distinct and candidates[at] != token:
-            at += 1
-        if at == distinct:
-            candidates[at] = token
-            votes[0, at], votes[1, at], votes[2, at] = 0.0, 0.0, -1.0
-            distinct += 1
-        votes[0, at] += weight
-        if is_own(samples, row):
-            votes[1, at] += weight
-        votes[2, at] = max(votes[2, at], float(samples.recency[row]))
-    best = -1
-    for at in range(distinct):
-        if (
-            best < 0
-            or votes[0, at] > votes[0, best]
-            or (votes[0, at] == votes[0, best] and votes[2, at] > votes[2, best])
-        ):
-            best = at
-    if best < 0:
-        return -1, 0.0, 0.0, support
-    return int(candidates[best]), votes[0, best], votes[1, best], support
+@inlined
+def _evidence(known: npt.NDArray[np.float64], weights: Weights, support: float, votes: float, own: float) -> float:
+    """``evidence_logit``, remembered: mostly a level's evidence is the same as one token before."""
+    if known[0] != support or known[1] != votes or known[2] != own:
+        known[0], known[1], known[2] = support, votes, own
+        known[3] = evidence_logit(weights, support, votes, own)
+    return float(known[3])
 
 
-@kernel
-def gather(
-    table: Int64s,
-    ring: TokenIds,
-    tail_start: int,
-    tail_stop: int,
-    context: TokenIds,
-    limit: int,
-    max_length: int,
-    min_length: int,
-    intervals: Int64s,
-    scratch: Scratch,
-) -> int:
-    """Collect the evidence of up to MAX_LEVELS match lengths, longest first; returns how many levels."""
-    n = len(context)
-    longest = pattern_length(context, max_length)
-    if limit < 1 or longest < min_length:
-        return 0
-    own = scan(context, -1, 0, n - 1, context, longest, scratch.own_hits[0], scratch.own_hits[1])
-    tail = scan(
-        ring, len(ring) - 1, tail_start, tail_stop, context, longest, scratch.tail_hits[0], scratch.tail_hits[1]
-    )
-    own_length = _longest(scratch.own_hits, own)
-    index_length = longest_in_segments(table, context, _longest(scratch.tail_hits, tail), longest)
-    length, num_levels, below = max(own_length, index_length), 0, min(own_length, index_length)
-    while length >= max(1, min_length) and num_levels < MAX_LEVELS:
-        samples = scratch.levels[num_levels]
-        count = sample_own(context, scratch.own_hits, own, length, samples, 0, limit)
-        if length <= index_length:
-            count = sample_tail(ring, tail_stop, scratch.tail_hits, tail, length, samples, count, limit)
-            count = sample_segments(table, context[n - length :], intervals, samples, count, limit)
-        support = 0.0
-        for i in range(count):
-            scratch.alive[num_levels, i] = i
-            support += samples.weights[i]
-        scratch.num_alive[num_levels] = count
-        scratch.lengths[num_levels] = length
-        num_levels += 1
-        if support >= ENOUGH_SUPPORT:
-            break
-        shorter = min(length - 1, length * 2 // 3)
-        # The other source's own longest match is a level of its own: nothing more specific is known from there.
-        length = below if shorter < below < length else shorter
-    return num_levels
+@inlined
+def _read_nexts(pool: Pool, alive: int, depth: int, texts: Texts, votes: Votes) -> bool:
+    """Fill ``nexts``; whether all are the same."""
+    differ = 0
+    for i in range(alive):
+        token = next_token(pool, votes.alive[i], depth, texts)
+        votes.nexts[i] = token
+        differ |= token ^ votes.nexts[0]
+    return differ == 0
 
 
 @kernel
 def chain(
+    texts: Texts,
+    pool: Pool,
+    levels: Levels,
     num_levels: int,
     limit: int,
-    bias: float,
-    threshold: float,
-    weights: Weights,
-    scratch: Scratch,
-    tokens: TokenIds,
-    probabilities: npt.NDArray[np.float64],
-    result: Int64s,
+    judge: Judge,
+    votes: Votes,
+    out: Out,
 ) -> None:
-    """Extend the draft by the token of the level with the highest estimate, while the product of estimates is
-    enough."""
-    result[:] = 0
+    """Extend the draft by the token of the level with the highest estimate, while the product of estimates is enough.
+
+    At each level the samples that agree with the draft so far vote for what they go on with, ties to the most recent;
+    those that have ended count as support for none. A level that adds no sample to a longer one is not asked: it has
+    the same evidence for less agreement.
+    """
+    out.result[:] = 0
+    if num_levels == 0:
+        return
+    alive = levels.ends[num_levels - 1]
+    for i in range(alive):
+        votes.alive[i] = i
+    votes.known[:, 0] = -1.0
     product = 1.0
     for depth in range(limit):
-        best_token, best_logit, best_level, best_own = -1, -1e30, 0, False
+        votes.turn[0] += 1
+        turn = votes.turn[0]
+        best_token, best_logit, best_level, best_own = NOTHING, -1e30, 0, False
+        leader, support, most, own, at = NOTHING, 0.0, 0.0, 0.0, 0
+        unanimous = _read_nexts(pool, alive, depth, texts, votes)
         for level in range(num_levels):
-            if scratch.num_alive[level] == 0:
+            begin = at
+            end = levels.ends[level]
+            if unanimous:
+                while at < alive and votes.alive[at] < end:
+                    sample = votes.alive[at]
+                    support += pool.weights[sample]
+                    if is_own(pool, sample):
+                        own += pool.weights[sample]
+                    at += 1
+                most, leader = support, int(votes.nexts[0])
+            else:
+                while at < alive and votes.alive[at] < end:
+                    sample, token = votes.alive[at], votes.nexts[at]
+                    weight = pool.weights[sample]
+                    at += 1
+                    support += weight
+                    if token < 0:
+                        continue
+                    slot = _slot_of(token, votes, turn)
+                    votes.all[slot] += weight
+                    if is_own(pool, sample):
+                        votes.own[slot] += weight
+                    votes.recency[slot] = max(votes.recency[slot], pool.recency[sample])
+                    if votes.all[slot] > most or (
+                        votes.all[slot] == most and votes.recency[slot] > votes.recency[_slot_of(leader, votes, turn)]
+                    ):
+                        leader, most = token, votes.all[slot]
+                    if token == leader:
+                        own = votes.own[slot]
+            if at == begin or leader < 0:
                 continue
-            token, votes, own_votes, support = top_token(
-                scratch.levels[level],
-                scratch.alive[level],
-                scratch.num_alive[level],
-                depth,
-                scratch.candidates,
-                scratch.votes,
+            logit = _evidence(votes.known[level], judge.weights, support, most, own) + length_logit(
+                judge.weights, levels.lengths[level] + depth, depth
             )
-            if token < 0:
-                continue
-            logit = acceptance_logit(weights, scratch.lengths[level] + depth, support, votes, own_votes, depth)
             if logit > best_logit:
-                best_token, best_logit, best_level, best_own = token, logit, level, 2.0 * own_votes >= votes
+                best_token, best_logit, best_level, best_own = leader, logit, level, 2.0 * own >= most
         if best_token < 0:
             break
-        probability = 1.0 / (1.0 + math.exp(-(best_logit + bias)))
+        probability = 1.0 / (1.0 + math.exp(-(best_logit + judge.bias)))
         product *= probability
-        if product < threshold:
+        if product < judge.threshold:
             break
-        tokens[depth] = best_token
-        probabilities[depth] = probability
+        out.tokens[depth] = best_token
+        out.probabilities[depth] = probability
         if depth == 0:
-            result[1] = scratch.lengths[best_level]
-            result[2] = 1 if best_own else 0
-        result[0] = depth + 1
-        for level in range(num_levels):
+            out.result[1] = levels.lengths[best_level]
+            out.result[2] = 1 if best_own else 0
+        out.result[0] = depth + 1
+        if not unanimous:
             kept = 0
-            for i in range(scratch.num_alive[level]):
-                row = scratch.alive[level, i]
-                if scratch.levels[level].continuations[row, depth] == best_token:
-                    scratch.alive[level, kept] = row
-                    kept += 1
-            scratch.num_alive[level] = kept
+            for i in range(alive):
+                votes.alive[kept] = votes.alive[i]
+                kept += votes.nexts[i] == best_token
+            alive = kept
 
 
 @kernel
 def propose_suffix(
-    table: Int64s,
-    ring_address: int,
-    ring_size: int,
-    tail_start: int,
-    tail_stop: int,
-    rows: Int64s,
-    biases: npt.NDArray[np.float64],
-    max_length: int,
-    min_length: int,
-    threshold: float,
-    weights: Weights,
-    intervals: Int64s,
-    scratch: Scratch,
-    tokens: TokenIds,
-    probabilities: npt.NDArray[np.float64],
-    results: Int64s,
+    workspace: int, snapshot: int, num_rows: int, max_length: int, min_length: int, threshold: float, weights: Weights
 ) -> None:
-    """Draft for every row (context address, length, limit) of one snapshot.
+    """Draft for the first ``num_rows`` rows of the workspace at an address, all of the snapshot at an address.
 
-    Writes ``tokens`` : int32[rows, width], ``probabilities`` : float64 of that shape, the estimate of each, and
-    ``results`` : int64[rows, 3], draft length, match length, 1 when most of the first token's evidence is own text.
+    Writes tokens, probabilities (the estimate of each), results and what the next step of each request may rely on.
     """
-    ring = int32_array(ring_address, ring_size)
-    for row in range(len(rows)):
+    frame = frame_at(workspace)
+    table, (ring, tail_start, tail_stop) = table_at(snapshot), tail_at(snapshot)
+    lanes, walkers, rows, votes = frame.lanes, frame.walkers, frame.rows, votes_at(frame.votes)
+    pool, levels, number = frame.pool, frame.levels, table_number(table)
+    for row in range(num_rows):
         context, limit = int32_array(rows[row, 0], rows[row, 1]), rows[row, 2]
-        num_levels = gather(
-            table, ring, tail_start, tail_stop, context, limit, max_length, min_length, intervals, scratch
-        )
-        chain(
-            num_levels, limit, biases[row], threshold, weights, scratch, tokens[row], probabilities[row], results[row]
-        )
+        texts, state = Texts(context, ring, tail_start, tail_stop), frame.states[rows[row, 3]]
+        judge = Judge(frame.biases[row], threshold, weights)
+        out = Out(frame.tokens[row], frame.probabilities[row], frame.results[row])
+        out.result[:] = 0
+        longest = pattern_length(context, max_length) if limit > 0 else 0
+        if longest < max(1, min_length):
+            continue
+        num_levels = follow(state, number, texts, max_length, pool, levels)
+        chain(texts, pool, levels, num_levels, limit, judge, votes, out)
+        if out.result[0] < limit:  # there is nothing to follow, or it does not lead far enough
+            open_lanes(table, context, longest, frame.patterns, lanes, walkers)
+            search_lanes(lanes, len(table))
+            num_levels = gather(
+                texts, lanes, walkers, len(table), longest, min_length, MAX_LEVELS, frame.own, frame.tail, pool, levels
+            )
+            chain(texts, pool, levels, num_levels, limit, judge, votes, out)
+        keep(state, number, texts, pool, levels, num_levels)

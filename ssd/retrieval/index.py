@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ssd.config import IndexConfig
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
-from ssd.retrieval.snapshot import Segment, Snapshot, segment_table
+from ssd.retrieval.snapshot import Segment, Snapshot, make_snapshot, segment_table
 
 Tokens = npt.NDArray[np.int32]
 
@@ -209,6 +209,6 @@ class SuffixIndex:
         ring = self._ring
         self._generation += 1
         # One assignment of an immutable object: a reader has either the old one or the new one, whole.
-        self._snapshot = Snapshot(
+        self._snapshot = make_snapshot(
             self._generation, self._searched, self._table, ring.tokens, ring.tail_start, ring.tail_stop
         )

@@ -1,230 +1,411 @@
-"""Lookup: where does the tail of a context occur in an index or a text, and what followed there?
+"""Lookup: where does the tail of a context occur in a snapshot?
 
-The kernels allocate nothing, release the GIL and do bounded work however often the pattern occurs. They read every
-segment of a snapshot through its ``segment_table`` and the tail through the ring with a mask; a plain array is a ring
-with mask -1. Unchecked inside: a snapshot's table, ring and range belong together, which the index guarantees.
+In a segment all positions lie ordered by the text before them. One binary search finds where the context would stand
+among them; what stands next to that place agrees with the context longest, and the places where only ``length`` tokens
+agree lie around those where more do. So one search answers for every length, and widening it answers for shorter ones.
+(Suffix array of Manber & Myers, 1993, over the reversed text; its intervals are nested by length of the match.)
+
+Searches of many segments and many contexts go in step, one probe of each in turn: none depends on another, so the
+processor waits for memory once per step and not once per probe. The kernels allocate nothing and release the GIL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-from numba import carray, njit, types
-from numba.extending import intrinsic
 
-from ssd.retrieval.snapshot import Snapshot
+from ssd.retrieval.memory import (
+    Int64s,
+    TokenIds,
+    inlined,
+    int32_array,
+    int64_array,
+    kernel,
+    leading_zeros,
+    load_uint32,
+    load_uint64,
+    uint8_array,
+)
+from ssd.retrieval.packed import WIDTHS
+from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
+from ssd.retrieval.snapshot import FENCE_STEP, TABLE_COLUMNS, Snapshot, address
 
-TokenIds = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
-_F = TypeVar("_F", bound=Callable[..., Any])
+MAX_MATCH_LENGTH = 256
+"""No longer match is looked up."""
 
-MAX_SCAN_HITS = 4096
-"""A scan looks at this many occurrences of the last token, the most recent ones."""
+PATTERN_BYTES: Final = (MAX_MATCH_LENGTH + 4) * WIDTHS[-1]
+"""Room for one context, packed in one width."""
 
-MAX_SCAN_TOKENS = 1 << 16
-"""A scan looks at this many tokens, the most recent ones: a bound on the time, far above the size of a tail."""
+_ALL: Final = 1 << 62
+PATTERNS_BYTES: Final = len(WIDTHS) * PATTERN_BYTES
+"""Room for it in every width."""
 
+_NARROWEST: Final = WIDTHS[0]
 
-def kernel(function: _F) -> _F:
-    """Compile ``function`` on its first call, keep the machine code on disk, release the GIL inside."""
-    return cast(_F, njit(cache=True, nogil=True)(function))
+# Columns of a lane: one context in one segment.
+_LOW: Final = 0  # while searching: the rank looked for is in [low, high]; then low is the rank
+_HIGH: Final = 1
+_TEXT: Final = 2  # address of the first code
+_ORDER: Final = 3  # address of the order
+_FENCE: Final = 4  # address of the fence
+_NUM_TOKENS: Final = 5
+_WIDTH: Final = 6
+_PATTERN: Final = 7  # address just after the packed context
+_PATTERN_BYTES: Final = 8
+_ABOVE: Final = 9  # tokens that agree at the rank found, and just below it
+_BELOW: Final = 10
+_LENGTH: Final = 11  # what ``widen`` is to widen to; 0 leaves the lane alone
+_PROBE: Final = 12  # scratch, by place in the list of active lanes
+_WORD: Final = 13
+_ACTIVE: Final = 14
+LANE_COLUMNS: Final = 16
 
-
-@intrinsic
-def _pointer(_typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.CPointer(types.int32)))
-
-    return types.CPointer(types.int32)(types.int64), generate
-
-
-@kernel
-def int32_array(address: int, length: int) -> TokenIds:
-    """View int32[length] at ``address``; the caller keeps the memory alive."""
-    return carray(_pointer(address), (length,))  # type: ignore[no-any-return]
-
-
-@kernel
-def compare(tokens: TokenIds, position: int, pattern: TokenIds) -> int:
-    """Order of the suffix at ``position`` against ``pattern``: -1, 0 (it starts with the pattern) or 1. O(m)."""
-    n = len(tokens)
-    for i in range(len(pattern)):
-        if position + i >= n:
-            return -1
-        difference = np.int64(tokens[position + i]) - np.int64(pattern[i])
-        if difference < 0:
-            return -1
-        if difference > 0:
-            return 1
-    return 0
-
-
-@kernel
-def find_interval(tokens: TokenIds, suffixes: TokenIds, pattern: TokenIds) -> tuple[int, int]:
-    """Find all suffixes of ``tokens`` that start with ``pattern``.
-
-    ``tokens`` : int32[n], text of one segment. ``suffixes`` : int32[n], its suffix array. ``pattern`` : int32[m],
-    oldest token first, no SEPARATOR; m == 0 matches every suffix. Returns the half-open range ``lo, hi`` of ranks,
-    ``lo == hi`` when absent (and ``lo == n`` when the pattern is greater than every suffix). O(m log n). Binary search
-    of Manber & Myers (1993, section 2) without their LCP tables, which need two more int32 per position.
-    """
-    lo, hi, above = 0, len(suffixes), len(suffixes)
-    while lo < hi:
-        middle = (lo + hi) >> 1
-        order = compare(tokens, suffixes[middle], pattern)
-        if order < 0:
-            lo = middle + 1
-        else:
-            hi = middle
-            if order > 0:
-                above = middle
-    if lo == above or compare(tokens, suffixes[lo], pattern) != 0:
-        return lo, lo
-    # The upper end by doubling steps: most matches are few, so it is near.
-    first, step, hi = lo, 1, above
-    while lo + step < above:
-        if compare(tokens, suffixes[lo + step], pattern) == 0:
-            lo += step
-            step *= 2
-        else:
-            hi = lo + step
-            break
-    while lo + 1 < hi:
-        middle = (lo + hi) >> 1
-        if compare(tokens, suffixes[middle], pattern) == 0:
-            lo = middle
-        else:
-            hi = middle
-    return first, hi
+# Columns of a walker: one side of a lane, 2 * lane going up in rank, 2 * lane + 1 going down.
+_TAKEN: Final = 0  # ranks taken on this side
+_HAD: Final = 1  # how many were before the last ``widen``
+_STEP: Final = 2  # doubles while every probe agrees
+_CEILING: Final = 3  # no more than this can be taken
+_IS_STEPPING: Final = 4
+_W_PROBE: Final = 5
+_W_WORD: Final = 6
+_W_ACTIVE: Final = 7
+WALKER_COLUMNS: Final = 8
 
 
-@kernel
-def segment_interval(table: Int64s, segment: int, pattern: TokenIds) -> tuple[int, int]:
-    """``find_interval`` in row ``segment`` of a segment table."""
-    n = table[segment, 2]
-    return find_interval(int32_array(table[segment, 0], n), int32_array(table[segment, 1], n), pattern)
-
-
-@kernel
-def is_present(table: Int64s, segment: int, pattern: TokenIds) -> bool:
-    """Whether ``pattern`` occurs in row ``segment`` of a segment table. O(m log n)."""
-    n = table[segment, 2]
-    tokens, suffixes = int32_array(table[segment, 0], n), int32_array(table[segment, 1], n)
-    lo, hi = 0, n
-    while lo < hi:
-        middle = (lo + hi) >> 1
-        order = compare(tokens, suffixes[middle], pattern)
-        if order == 0:
-            return True
-        if order < 0:
-            lo = middle + 1
-        else:
-            hi = middle
+@inlined
+def _is_less(text: int, pattern: int, num_bytes: int) -> bool:
+    """Whether the text before address ``text`` comes before the one before ``pattern``; False when it goes on so."""
+    for offset in range(8, num_bytes + 8, 8):
+        one, other = load_uint64(text - offset), load_uint64(pattern - offset)
+        if one != other:
+            return bool(one < other)
     return False
 
 
-@kernel
-def pattern_length(context: TokenIds, max_length: int) -> int:
-    """Tokens of the context's tail that can be looked up: up to ``max_length``, before the first id that is no
-    token's."""
-    n = len(context)
-    longest = min(n, max_length)
-    for length in range(longest):
-        if context[n - 1 - length] < 0:
-            return length
-    return longest
+@inlined
+def _num_agreeing(text: int, pattern: int, num_bytes: int, width: int) -> int:
+    """Whole tokens on which the text before ``text`` agrees with all ``num_bytes`` before ``pattern``."""
+    agreeing = 0
+    while agreeing < num_bytes:
+        different = load_uint64(text - agreeing - 8) ^ load_uint64(pattern - agreeing - 8)
+        if different != np.uint64(0):
+            agreeing += leading_zeros(different) >> 3
+            break
+        agreeing += 8
+    return min(agreeing, num_bytes) // width
+
+
+@inlined
+def _agrees(text: int, pattern: int, num_bytes: int) -> bool:
+    """Whether all ``num_bytes`` >= 1 before ``text`` and before ``pattern`` are the same."""
+    offset = 8
+    while offset < num_bytes:
+        if load_uint64(text - offset) != load_uint64(pattern - offset):
+            return False
+        offset += 8
+    unused = np.uint64(8 * (offset - num_bytes))
+    return bool((load_uint64(text - offset) ^ load_uint64(pattern - offset)) >> unused == np.uint64(0))
+
+
+@inlined
+def position_at(lanes: Int64s, lane: int, rank: int) -> int:
+    """The position of rank ``rank`` in the segment of ``lane``."""
+    return load_uint32(lanes[lane, _ORDER] + 4 * rank)  # type: ignore[no-any-return]
+
+
+@inlined
+def code_address(lanes: Int64s, lane: int, position: int) -> int:
+    """Where the code at ``position`` lies, in the segment of ``lane``."""
+    return int(lanes[lane, _TEXT] + lanes[lane, _WIDTH] * position)
+
+
+@inlined
+def width_of(lanes: Int64s, lane: int) -> int:
+    """Bytes a token of the segment of ``lane``."""
+    return int(lanes[lane, _WIDTH])
+
+
+@inlined
+def longest_in_lane(lanes: Int64s, lane: int) -> int:
+    """The longest match of a searched lane, in tokens."""
+    return max(lanes[lane, _ABOVE], lanes[lane, _BELOW])  # type: ignore[no-any-return]
 
 
 @kernel
-def longest_in_segments(table: Int64s, context: TokenIds, known: int, max_length: int) -> int:
-    """Length of the longest tail of ``context``, at most ``max_length``, that some segment holds; at least ``known``.
+def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> int:
+    """Pack the last ``length`` tokens (ids >= 0) so that they end at address ``pattern``; returns how many bytes.
 
-    Every tail of a tail that occurs occurs too, so each segment takes one search to see that it cannot beat what is
-    known, else a bisection over the lengths. ``max_length`` must come from ``pattern_length``.
+    Fewer when a code does not fit ``width``: no segment of that width holds such a token. A zero word precedes them.
     """
     n = len(context)
-    for segment in range(len(table) - 1, -1, -1):
-        if known >= max_length:
+    out = uint8_array(pattern - PATTERN_BYTES, PATTERN_BYTES)
+    at = PATTERN_BYTES
+    for i in range(length):
+        code = np.int64(context[n - 1 - i]) + 1
+        if code >> (8 * width) != 0:
             break
-        if not is_present(table, segment, context[n - known - 1 :]):
-            continue
-        low, high = known + 1, max_length
-        while low < high:
-            middle = (low + high + 1) >> 1
-            if is_present(table, segment, context[n - middle :]):
-                low = middle
+        at -= width
+        for byte in range(width):
+            out[at + byte] = (code >> (8 * byte)) & 0xFF
+    out[at - 8 : at] = 0
+    return PATTERN_BYTES - at
+
+
+@kernel
+def open_lanes(table: Int64s, context: TokenIds, length: int, patterns: int, lanes: Int64s, walkers: Int64s) -> None:
+    """Make one lane for each segment: to search the last ``length`` tokens of ``context`` there.
+
+    ``patterns`` : address of PATTERNS_BYTES, which must stay until the lanes are done with.
+    """
+    first, second, third = np.int64(-1), np.int64(-1), np.int64(-1)
+    for lane in range(len(table)):
+        width = table[lane, 3]
+        which = width - _NARROWEST
+        pattern = patterns + (which + 1) * PATTERN_BYTES
+        num_bytes = first if which == 0 else (second if which == 1 else third)
+        if num_bytes < 0:
+            num_bytes = np.int64(pack_context(context, length, width, pattern))
+            if which == 0:
+                first = num_bytes
+            elif which == 1:
+                second = num_bytes
             else:
-                high = middle - 1
-        known = low
-    return known
+                third = num_bytes
+        lanes[lane, _TEXT] = table[lane, 0]
+        lanes[lane, _ORDER] = table[lane, 1]
+        lanes[lane, _NUM_TOKENS] = table[lane, 2]
+        lanes[lane, _WIDTH] = width
+        lanes[lane, _FENCE] = table[lane, 4]
+        lanes[lane, _PATTERN] = pattern
+        lanes[lane, _PATTERN_BYTES] = num_bytes
+        lanes[lane, _ABOVE], lanes[lane, _BELOW] = 0, 0
+        walkers[2 * lane, _TAKEN], walkers[2 * lane + 1, _TAKEN] = 0, 0
 
 
 @kernel
-def scan(
-    text: TokenIds,
-    mask: int,
-    start: int,
-    stop: int,
-    context: TokenIds,
-    max_length: int,
-    positions: Int64s,
-    lengths: Int64s,
-) -> int:
-    """Find where the last token of ``context`` stands in [start, stop) of ``text`` and how much before agrees.
-
-    Position p lies at ``text[p & mask]``; a plain array takes mask -1. Writes, most recent first, the position after
-    each occurrence and the agreeing length (1..max_length), and returns how many, at most ``len(positions)``. Looks at
-    the most recent MAX_SCAN_TOKENS positions. O(stop - start + occurrences * max_length).
-    """
-    n, found = len(context), 0
-    if max_length < 1:
-        return 0
-    last = context[n - 1]
-    for position in range(stop - 1, max(start, stop - MAX_SCAN_TOKENS) - 1, -1):
-        if text[position & mask] != last:
+def _search_fences(lanes: Int64s, num_lanes: int) -> None:
+    """Narrow each lane to the ranks between two posts of its fence."""
+    active = 0
+    for lane in range(num_lanes):
+        lanes[lane, _WORD] = np.int64(load_uint64(lanes[lane, _PATTERN] - 8))
+        lanes[lane, _LOW], lanes[lane, _HIGH] = 0, (lanes[lane, _NUM_TOKENS] + FENCE_STEP - 1) // FENCE_STEP
+        lanes[active, _ACTIVE] = lane
+        active += lanes[lane, _PATTERN_BYTES] > 0
+    while active > 0:
+        kept = 0
+        for i in range(active):
+            lane = lanes[i, _ACTIVE]
+            low, high = lanes[lane, _LOW], lanes[lane, _HIGH]
+            middle = (low + high) >> 1
+            is_less = load_uint64(lanes[lane, _FENCE] + 8 * middle) < np.uint64(lanes[lane, _WORD])
+            low, high = (middle + 1, high) if is_less else (low, middle)
+            lanes[lane, _LOW], lanes[lane, _HIGH] = low, high
+            lanes[kept, _ACTIVE] = lane
+            kept += low < high
+        active = kept
+    for lane in range(num_lanes):
+        n, post = lanes[lane, _NUM_TOKENS], lanes[lane, _LOW]
+        if lanes[lane, _PATTERN_BYTES] == 0:
+            lanes[lane, _LOW], lanes[lane, _HIGH] = n, n
             continue
-        length, longest = 1, min(max_length, position - start + 1)
-        while length < longest and text[(position - length) & mask] == context[n - 1 - length]:
-            length += 1
-        positions[found] = position + 1
-        lengths[found] = length
-        found += 1
-        if found == len(positions):
-            break
-    return found
+        num_posts, beyond, step = (n + FENCE_STEP - 1) // FENCE_STEP, post, 1
+        wanted, fence = np.uint64(lanes[lane, _WORD]), lanes[lane, _FENCE]
+        while beyond < num_posts and load_uint64(fence + 8 * beyond) == wanted:
+            beyond += step  # the same eight bytes say nothing about what is before them
+            step *= 2
+        lanes[lane, _LOW] = max(0, (post - 1) * FENCE_STEP + 1)
+        lanes[lane, _HIGH] = min(n, beyond * FENCE_STEP)
+
+
+@kernel
+def search_lanes(lanes: Int64s, num_lanes: int) -> None:
+    """Find in each lane the first rank whose text is not less than the context, and how much its neighbours agree.
+
+    O(log n) steps for all lanes together, each of one probe a lane; their memory accesses overlap.
+    """
+    _search_fences(lanes, num_lanes)
+    active = 0
+    for lane in range(num_lanes):
+        lanes[active, _ACTIVE] = lane
+        active += lanes[lane, _LOW] < lanes[lane, _HIGH]
+    while active > 0:
+        for i in range(active):
+            lane = lanes[i, _ACTIVE]
+            lanes[i, _PROBE] = position_at(lanes, lane, (lanes[lane, _LOW] + lanes[lane, _HIGH]) >> 1)
+        for i in range(active):
+            lane = lanes[i, _ACTIVE]
+            lanes[i, _WORD] = np.int64(load_uint64(code_address(lanes, lane, lanes[i, _PROBE]) - 8))
+        kept = 0
+        for i in range(active):
+            lane = lanes[i, _ACTIVE]
+            word, pattern = np.uint64(lanes[i, _WORD]), lanes[lane, _PATTERN]
+            wanted = load_uint64(pattern - 8)
+            is_less = word < wanted
+            if word == wanted:
+                end = code_address(lanes, lane, lanes[i, _PROBE])
+                is_less = _is_less(end - 8, pattern - 8, lanes[lane, _PATTERN_BYTES] - 8)
+            low, high = lanes[lane, _LOW], lanes[lane, _HIGH]
+            middle = (low + high) >> 1
+            low, high = (middle + 1, high) if is_less else (low, middle)
+            lanes[lane, _LOW], lanes[lane, _HIGH] = low, high
+            lanes[kept, _ACTIVE] = lane
+            kept += low < high
+        active = kept
+    for lane in range(num_lanes):
+        rank = lanes[lane, _LOW]
+        lanes[lane, _PROBE] = position_at(lanes, lane, rank) if rank < lanes[lane, _NUM_TOKENS] else -1
+        lanes[lane, _WORD] = position_at(lanes, lane, rank - 1) if rank > 0 else -1
+    for lane in range(num_lanes):
+        pattern, num_bytes, width = lanes[lane, _PATTERN], lanes[lane, _PATTERN_BYTES], lanes[lane, _WIDTH]
+        above, below = lanes[lane, _PROBE], lanes[lane, _WORD]
+        if above >= 0:
+            lanes[lane, _ABOVE] = _num_agreeing(code_address(lanes, lane, above), pattern, num_bytes, width)
+        if below >= 0:
+            lanes[lane, _BELOW] = _num_agreeing(code_address(lanes, lane, below), pattern, num_bytes, width)
+
+
+@kernel
+def longest_in_lanes(lanes: Int64s, num_lanes: int) -> int:
+    """The longest match of all searched lanes, in tokens."""
+    length = 0
+    for lane in range(num_lanes):
+        length = max(length, longest_in_lane(lanes, lane))
+    return length
+
+
+@inlined
+def ask_to_widen(lanes: Int64s, lane: int, length: int) -> None:
+    """Have the next ``widen`` take the places of a searched lane where at least ``length`` >= 1 tokens agree."""
+    lanes[lane, _LENGTH] = length if longest_in_lane(lanes, lane) >= length else 0
+
+
+@inlined
+def num_taken(walkers: Int64s, lane: int) -> int:
+    """How many ranks ``widen`` has taken so far."""
+    return int(walkers[2 * lane, _TAKEN] + walkers[2 * lane + 1, _TAKEN])
+
+
+@inlined
+def num_new(walkers: Int64s, lane: int) -> int:
+    """How many of them it took the last time."""
+    return num_taken(walkers, lane) - int(walkers[2 * lane, _HAD] + walkers[2 * lane + 1, _HAD])
+
+
+@inlined
+def new_rank(lanes: Int64s, walkers: Int64s, lane: int, i: int) -> int:
+    """The ``i``-th of those, in order of rank."""
+    down = walkers[2 * lane + 1, _TAKEN]
+    new_down = down - walkers[2 * lane + 1, _HAD]
+    if i < new_down:
+        return int(lanes[lane, _LOW] - down + i)
+    return int(lanes[lane, _LOW] + walkers[2 * lane, _HAD] + i - new_down)
+
+
+@kernel
+def widen(lanes: Int64s, walkers: Int64s, num_lanes: int, exact: int) -> None:
+    """Take the ranks where as many tokens agree as each lane was asked for; they lie around the rank found.
+
+    Called with ever smaller lengths. On each side steps double outwards from what is taken, then close in on the end;
+    all sides go in step. A side that has taken ``exact`` ranks or more does not close in: it takes what the doubling
+    steps reached, more than half of what there is. O(log of what is new) steps of one probe a side.
+    """
+    active = 0
+    for lane in range(num_lanes):
+        length = lanes[lane, _LENGTH]
+        for side in range(2):
+            walker = 2 * lane + side
+            taken = walkers[walker, _TAKEN]
+            walkers[walker, _HAD] = taken
+            if length == 0 or (taken == 0 and lanes[lane, _ABOVE + side] < length):
+                continue
+            walkers[walker, _TAKEN] = max(1, taken)
+            walkers[walker, _STEP] = 1
+            walkers[walker, _CEILING] = lanes[lane, _LOW] if side else lanes[lane, _NUM_TOKENS] - lanes[lane, _LOW]
+            walkers[walker, _IS_STEPPING] = 1
+            if walkers[walker, _TAKEN] < walkers[walker, _CEILING]:
+                walkers[active, _W_ACTIVE] = walker
+                active += 1
+    while active > 0:
+        for i in range(active):
+            walker = walkers[i, _W_ACTIVE]
+            lane, taken, ceiling = walker >> 1, walkers[walker, _TAKEN], walkers[walker, _CEILING]
+            if walkers[walker, _IS_STEPPING]:
+                probe = min(taken + walkers[walker, _STEP], ceiling) - 1
+            else:
+                probe = (taken + ceiling) >> 1
+            walkers[i, _W_PROBE] = probe
+            rank = lanes[lane, _LOW] - 1 - probe if walker & 1 else lanes[lane, _LOW] + probe
+            walkers[i, _W_WORD] = code_address(lanes, lane, position_at(lanes, lane, rank))
+        kept = 0
+        for i in range(active):
+            walker, probe = walkers[i, _W_ACTIVE], walkers[i, _W_PROBE]
+            lane = walker >> 1
+            if _agrees(walkers[i, _W_WORD], lanes[lane, _PATTERN], lanes[lane, _LENGTH] * lanes[lane, _WIDTH]):
+                walkers[walker, _TAKEN] = probe + 1
+                walkers[walker, _STEP] *= 2
+            else:
+                walkers[walker, _CEILING] = probe
+                walkers[walker, _IS_STEPPING] = 0
+                if walkers[walker, _TAKEN] - walkers[walker, _HAD] >= exact:
+                    continue
+            if walkers[walker, _TAKEN] < walkers[walker, _CEILING]:
+                walkers[kept, _W_ACTIVE] = walker
+                kept += 1
+        active = kept
+
+
+@inlined
+def table_at(snapshot: int) -> Int64s:
+    """The segment table of the snapshot whose words lie at an address."""
+    words = int64_array(snapshot, 6)
+    return int64_array(words[0], words[1] * TABLE_COLUMNS).reshape((words[1], TABLE_COLUMNS))
+
+
+@inlined
+def table_number(table: Int64s) -> int:
+    """A number that no other segment table has, 0 for an empty one."""
+    return int(table[0, 5]) if len(table) > 0 else 0
+
+
+@inlined
+def tail_at(snapshot: int) -> tuple[TokenIds, int, int]:
+    """Ring, begin and end of the tail, of the snapshot whose words lie at an address."""
+    words = int64_array(snapshot, 6)
+    return int32_array(words[2], words[3]), words[4], words[5]
 
 
 @kernel
 def _longest_match(
-    table: Int64s,
-    ring_address: int,
-    ring_size: int,
-    tail_start: int,
-    tail_stop: int,
-    context_address: int,
-    context_length: int,
+    snapshot: int,
+    context: TokenIds,
     max_length: int,
     hits: Int64s,
+    patterns: int,
+    lanes: Int64s,
+    walkers: Int64s,
 ) -> tuple[int, int]:
-    context, ring = int32_array(context_address, context_length), int32_array(ring_address, ring_size)
-    longest = pattern_length(context, max_length)
-    found = scan(ring, ring_size - 1, tail_start, tail_stop, context, longest, hits[0], hits[1])
+    table, (ring, tail_start, tail_stop) = table_at(snapshot), tail_at(snapshot)
+    num_segments = len(table)
+    longest = pattern_length(context, min(max_length, MAX_MATCH_LENGTH))
+    found = scan(ring, tail_start, tail_stop, context, longest, hits[0], hits[1])
     length, support = 0, 0
     for i in range(found):
         length = max(length, hits[1, i])
-    length = longest_in_segments(table, context, length, longest)
+    open_lanes(table, context, longest, patterns, lanes, walkers)
+    search_lanes(lanes, num_segments)
+    length = max(length, longest_in_lanes(lanes, num_segments))
     if length == 0:
         return 0, 0
     for i in range(found):
         if hits[1, i] >= length:
             support += 1
-    for segment in range(len(table)):
-        lo, hi = segment_interval(table, segment, context[context_length - length :])
-        support += hi - lo
+    for lane in range(num_segments):
+        ask_to_widen(lanes, lane, length)
+    widen(lanes, walkers, num_segments, _ALL)
+    for lane in range(num_segments):
+        support += num_taken(walkers, lane)
     return length, support
 
 
@@ -236,27 +417,21 @@ class Match:
     support: int
 
 
-def address(array: TokenIds) -> int:
-    """Where the data of ``array`` begin, for ``int32_array``."""
-    return int(array.__array_interface__["data"][0])
-
-
 def longest_match(snapshot: Snapshot, context: TokenIds, max_length: int) -> Match:
     """Longest tail of ``context`` (int32[n]), at most ``max_length`` tokens, anywhere in ``snapshot``.
 
     Exact in the segments; in the tail the most recent MAX_SCAN_HITS occurrences of the last token are looked at. No
-    match is ``Match(0, 0)``. O(segments * max_length * log n + tail).
+    match is ``Match(0, 0)``. O(segments * log n + tail). Allocates its scratch memory: for the drafters' own see
+    ``drafting.workspace``.
     """
-    context = np.ascontiguousarray(context, np.int32)
+    patterns = np.zeros(PATTERNS_BYTES, np.uint8)
     length, support = _longest_match(
-        snapshot.segment_table,
-        address(snapshot.ring),
-        len(snapshot.ring),
-        snapshot.tail_start,
-        snapshot.tail_stop,
-        address(context),
-        len(context),
+        snapshot.address,
+        np.ascontiguousarray(context, np.int32),
         max_length,
         np.empty((2, MAX_SCAN_HITS), np.int64),
+        address(patterns),
+        np.empty((len(snapshot.segments), LANE_COLUMNS), np.int64),
+        np.empty((2 * len(snapshot.segments), WALKER_COLUMNS), np.int64),
     )
     return Match(length, support)

@@ -2,38 +2,59 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ssd.retrieval.packed import GUARD_BYTES, unpack
+
 SEPARATOR = -1
 """Ends every stored sequence. Never a token id, so no match and no continuation runs across it."""
+
+FENCE_STEP = 32
+"""One post of a segment's fence for this many positions: a quarter byte a token."""
+
+TABLE_COLUMNS = 6
+
+_table_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Immutable text with its suffix array; the arrays may be memory-mapped.
+    """Immutable text with the suffix array of its reversal; the arrays may be memory-mapped.
 
-    ``tokens`` : int32[n], whole sequences, each closed by ``SEPARATOR``.
-    ``suffixes`` : int32[n], start offsets into ``tokens``, ordered by the suffix they start.
-    ``start`` : absolute ring position of ``tokens[0]``, or None for a static segment, which the ring never evicts.
+    ``text`` : uint8, whole sequences, each closed by ``SEPARATOR``, packed in ``width`` bytes a token (see ``packed``).
+    ``order`` : int32[n], the positions 1..n of the text ordered by what stands before them, read backwards from the
+        position. Positions preceded by the same tokens are neighbours, and the more tokens agree the nearer they are.
+    ``fence`` : uint64[ceil(n / FENCE_STEP)], the eight bytes of packed text before every FENCE_STEP-th position of the
+        order: a search begins there, in memory that lies together.
+    ``start`` : absolute ring position of the first token, or None for a static segment, which the ring never evicts.
     ``segment_id`` : unique name within its directory.
     """
 
-    tokens: npt.NDArray[np.int32]
-    suffixes: npt.NDArray[np.int32]
+    text: npt.NDArray[np.uint8]
+    order: npt.NDArray[np.int32]
+    fence: npt.NDArray[np.uint64]
+    width: int
     start: int | None
     segment_id: str
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.order)
 
     @property
     def stop(self) -> int | None:
         """One past the last absolute ring position, or None for a static segment."""
-        return None if self.start is None else self.start + len(self.tokens)
+        return None if self.start is None else self.start + len(self.order)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """int32[n], unpacked: a new array at every call. O(n)."""
+        return unpack(self.text, len(self.order), self.width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +65,11 @@ class Snapshot:
     held that long reads newer tokens there, never anything that was not a token. Take a fresh one for every lookup.
 
     ``segments`` : static ones first, then those of the ring, oldest first.
-    ``segment_table`` : int64[len(segments), 3], for the kernels: address of ``tokens``, address of ``suffixes``, n.
+    ``segment_table`` : int64[len(segments), TABLE_COLUMNS], for the kernels, see ``segment_table``.
     ``ring`` : int32[power of two]. Absolute position p lies at ``ring[p & (len(ring) - 1)]``. Positions
         [tail_start, tail_stop) are the tail: stored, whole sequences, in no segment yet.
+    ``words`` : int64[6], what a kernel needs to find all this: address of ``segment_table``, number of segments,
+        address of ``ring``, its length, ``tail_start``, ``tail_stop``. ``address`` : where these words lie.
     """
 
     generation: int
@@ -55,6 +78,8 @@ class Snapshot:
     ring: npt.NDArray[np.int32]
     tail_start: int
     tail_stop: int
+    words: npt.NDArray[np.int64]
+    address: int
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +87,42 @@ class Snapshot:
         return sum(len(segment) for segment in self.segments) + self.tail_stop - self.tail_start
 
 
+def address(array: npt.NDArray[Any]) -> int:
+    """Where the data of ``array`` begin."""
+    return int(array.__array_interface__["data"][0])
+
+
+def make_snapshot(
+    generation: int,
+    segments: tuple[Segment, ...],
+    table: npt.NDArray[np.int64],
+    ring: npt.NDArray[np.int32],
+    tail_start: int,
+    tail_stop: int,
+) -> Snapshot:
+    """A snapshot of these; ``table`` is ``segment_table(segments)``."""
+    words = np.array([address(table), len(segments), address(ring), len(ring), tail_start, tail_stop], np.int64)
+    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, words, address(words))
+
+
+def concatenate(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
+    """int32: the tokens of ``segments``, one after the other. O(their sum), without a copy in between."""
+    tokens = np.empty(sum(map(len, segments)), np.int32)
+    start = 0
+    for segment in segments:
+        unpack(segment.text, len(segment), segment.width, tokens[start : start + len(segment)])
+        start += len(segment)
+    return tokens
+
+
 def segment_table(segments: Sequence[Segment]) -> npt.NDArray[np.int64]:
-    """Addresses and lengths of ``segments`` for the kernels; valid while the segments are alive."""
-    rows = [(s.tokens.ctypes.data, s.suffixes.ctypes.data, len(s)) for s in segments]
-    return np.array(rows, np.int64).reshape(-1, 3)
+    """Where the kernels find ``segments``; valid while these are alive.
+
+    int64[segments, TABLE_COLUMNS]: address of the first code, of ``order``, n, width, address of ``fence``, and a
+    number that no other table has.
+    """
+    number = next(_table_numbers)
+    rows = [
+        (address(s.text) + GUARD_BYTES, address(s.order), len(s), s.width, address(s.fence), number) for s in segments
+    ]
+    return np.array(rows, np.int64).reshape(-1, TABLE_COLUMNS)

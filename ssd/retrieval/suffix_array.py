@@ -1,17 +1,39 @@
-"""Sorting the suffixes of a segment."""
+"""Sorting the positions of a segment by the text before them."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
-from pydivsufsort import divsufsort
+import pydivsufsort
 
+from ssd.errors import CacheError
 from ssd.retrieval.openmp import one_openmp_thread
-from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.packed import GUARD_BYTES, pack, width_for
+from ssd.retrieval.snapshot import FENCE_STEP, SEPARATOR, Segment
 
 Tokens = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
 
 _TABLE_SLACK = 1 << 20  # a rank table this much longer than the text is still cheaper than sorting the text's ids
+_MAX_SORTED_BYTES = (1 << 31) - 1
+_BLOCK = 1 << 18  # entries handled between two moments when another thread may have the interpreter
+
+
+def _find_sorter() -> Callable[[int, int, int], int]:
+    """``divsufsort`` of the library that pydivsufsort brings: (text, suffix array, n) -> 0 when it went well."""
+    for path in Path(pydivsufsort.__file__).parent.glob("libdivsufsort.so*"):
+        function = ctypes.CDLL(str(path)).divsufsort
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
+        function.restype = ctypes.c_int32
+        return function
+    raise ImportError("pydivsufsort is installed without its libdivsufsort.so: install it from its wheel")
+
+
+_divsufsort = _find_sorter()
 
 
 def dense_ranks(tokens: Tokens) -> npt.NDArray[np.unsignedinteger]:
@@ -23,12 +45,19 @@ def dense_ranks(tokens: Tokens) -> npt.NDArray[np.unsignedinteger]:
     largest = int(tokens.max())
     if largest < 4 * len(tokens) + _TABLE_SLACK:
         present = np.zeros(largest + 2, np.bool_)
-        present[tokens + 1] = True
+        for start in range(0, len(tokens), _BLOCK):
+            present[tokens[start : start + _BLOCK] + 1] = True
         table = np.cumsum(present, dtype=np.int32) - 1
-        num_distinct = int(table[-1]) + 1
-        return table.astype(_narrowest(num_distinct))[tokens + 1]
-    distinct, ranks = np.unique(tokens, return_inverse=True)
-    return ranks.astype(_narrowest(len(distinct)))
+        dtype = _narrowest(int(table[-1]) + 1)
+        ranks, narrow = np.empty(len(tokens), dtype), table.astype(dtype)
+        for start in range(0, len(tokens), _BLOCK):
+            ranks[start : start + _BLOCK] = narrow[tokens[start : start + _BLOCK] + 1]
+        return ranks
+    distinct = np.unique(tokens)
+    ranks = np.empty(len(tokens), _narrowest(len(distinct)))
+    for start in range(0, len(tokens), _BLOCK):
+        ranks[start : start + _BLOCK] = np.searchsorted(distinct, tokens[start : start + _BLOCK])
+    return ranks
 
 
 def _narrowest(num_distinct: int) -> type[np.unsignedinteger]:
@@ -37,28 +66,83 @@ def _narrowest(num_distinct: int) -> type[np.unsignedinteger]:
     return np.uint16 if num_distinct <= 1 << 16 else np.uint32
 
 
-def build_suffix_array(tokens: Tokens) -> Tokens:
-    """Start offsets of all suffixes of ``tokens``, in lexicographic order.
+def build_order(tokens: Tokens) -> Tokens:
+    """The positions 1..n ordered by the text before them, read backwards: the suffix array of the reversed text.
 
-    ``tokens`` : int32[n], 0 <= n < 2**31, values >= -1. Returns int32[n]. ``SEPARATOR`` is an ordinary symbol, the
-    smallest; suffixes run to the end of the text, and a suffix precedes those it is a prefix of.
+    ``tokens`` : int32[n], 0 <= n, values >= -1. Returns int32[n]. ``SEPARATOR`` is an ordinary symbol, the smallest; a
+    text that ends precedes those it is the beginning of. Raises CacheError when the text is too long for the library.
 
-    libdivsufsort (Y. Mori) through pydivsufsort: O(n log n), about 0.12 s for 10**6 tokens of 32k distinct ids. It
-    sorts bytes, so work and memory (22-26 bytes a token with up to 65,536 distinct values, else 44) follow the width
-    of the ranks; that is why ids become dense ranks first. The sort itself runs without the GIL, on one thread.
+    libdivsufsort (Y. Mori), the copy that pydivsufsort brings, called directly: O(n log n), about 0.12 s for 10**6
+    tokens of 32k distinct ids. It sorts bytes, so work and memory follow the bytes that the distinct ids need: with
+    up to 65,536 of them the peak is 10 bytes a token beside the input and the input's copy as ranks. The sort runs
+    without the GIL, on one thread, and what follows it lets other threads in every few hundred microseconds.
     """
-    if len(tokens) == 0:
+    n = len(tokens)
+    if n == 0:
         return np.empty(0, np.int32)
-    # A fresh, writable, contiguous array is what the library asks for; dense_ranks returns one.
     ranks = dense_ranks(tokens)
+    width = _sorted_width(ranks)
+    if width * n > _MAX_SORTED_BYTES:
+        raise CacheError(
+            f"{n} tokens are too many for one segment: use segments of at most {_MAX_SORTED_BYTES // width}"
+        )
+    text = _reversed_bytes(ranks, width)
+    del ranks
+    order = np.empty(width * n, np.int32)
     with one_openmp_thread():
-        return np.ascontiguousarray(divsufsort(ranks), dtype=np.int32)
+        if _divsufsort(text.ctypes.data, order.ctypes.data, len(text)) != 0:
+            raise MemoryError(f"no memory to sort {n} tokens")
+    del text
+    _keep_whole_tokens(order, width, n)
+    order.resize(n, refcheck=False)  # gives the rest back in place
+    return order
+
+
+def _sorted_width(ranks: npt.NDArray[np.unsignedinteger]) -> int:
+    """Bytes that a rank needs in the sort."""
+    return 3 if ranks.itemsize == 4 and int(ranks.max()) < 1 << 24 else ranks.itemsize
+
+
+def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes:
+    """The ranks from the last to the first, each from its highest byte of ``width`` to its lowest."""
+    n = len(ranks)
+    text = np.empty(width * n, np.uint8)
+    rows = text.reshape(n, width)
+    for start in range(0, n, _BLOCK):
+        block = ranks[start : start + _BLOCK]
+        columns = block.astype(f"<u{block.itemsize}", copy=False).view(np.uint8).reshape(len(block), -1)
+        rows[n - start - len(block) : n - start] = columns[::-1, width - 1 :: -1] if width > 1 else columns[::-1, :1]
+    return text
+
+
+def _keep_whole_tokens(order: Tokens, width: int, n: int) -> None:
+    """Turn byte offsets into the reversed text into positions of the text, in place, at the front of ``order``.
+
+    Offsets inside a token are dropped: they were sorted only because the library knows no wider symbols.
+    """
+    kept = 0
+    for start in range(0, len(order), _BLOCK):
+        block = order[start : start + _BLOCK]
+        whole = block if width == 1 else block[block % width == 0] // width
+        order[kept : kept + len(whole)] = n - whole
+        kept += len(whole)
+    assert kept == n
+
+
+def build_fence(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np.uint64]:
+    """uint64[ceil(n / FENCE_STEP)] of a packed text and its order, see ``Segment``. O(n / FENCE_STEP)."""
+    ends = GUARD_BYTES + width * order[::FENCE_STEP].astype(np.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(text, 8)
+    return np.ascontiguousarray(windows[ends - 8]).view("<u8")[:, 0]
 
 
 def build_segment(tokens: Tokens, *, start: int | None, segment_id: str) -> Segment:
-    """Sort ``tokens``, int32[n] of whole sequences, into a segment in memory. Both arrays are made read-only."""
+    """Sort ``tokens``, int32[n] of whole sequences, into a segment in memory, its arrays read-only."""
     assert len(tokens) > 0 and tokens[-1] == SEPARATOR
-    suffixes = build_suffix_array(tokens)
-    tokens.flags.writeable = False
-    suffixes.flags.writeable = False
-    return Segment(tokens, suffixes, start, segment_id)
+    width = width_for(int(tokens.max()))
+    order = build_order(tokens)
+    text = pack(tokens, width)
+    fence = build_fence(text, order, width)
+    for array in (text, order, fence):
+        array.flags.writeable = False
+    return Segment(text, order, fence, width, start, segment_id)

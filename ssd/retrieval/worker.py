@@ -21,10 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-import numpy as np
-
 from ssd.errors import CacheError
 from ssd.retrieval.segment_file import open_segment, write_segment
+from ssd.retrieval.snapshot import concatenate
 from ssd.retrieval.suffix_array import build_segment
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -54,8 +53,8 @@ class MergeJob:
 
     def run(self) -> None:
         """Do it in this process. Raises CacheError when an input is damaged, OSError, MemoryError."""
-        texts = [open_segment(Path(path), fingerprint=self.fingerprint).tokens for path in self.inputs]
-        merged = build_segment(np.concatenate(texts), start=self.start, segment_id=self.segment_id)
+        inputs = [open_segment(Path(path), fingerprint=self.fingerprint) for path in self.inputs]
+        merged = build_segment(concatenate(inputs), start=self.start, segment_id=self.segment_id)
         write_segment(
             Path(self.output), merged, fingerprint=self.fingerprint, namespace=self.namespace, durable=self.durable
         )

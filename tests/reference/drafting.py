@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ssd.retrieval import snapshot as snapshots
 from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment
 
@@ -23,7 +24,7 @@ def make_snapshot(
     ring = np.full(ring_size, 7, np.int32)
     for i, token in enumerate(tail):
         ring[(start + i) & (ring_size - 1)] = token
-    return Snapshot(1, tuple(built), segment_table(built), ring, start, start + len(tail))
+    return snapshots.make_snapshot(1, tuple(built), segment_table(built), ring, start, start + len(tail))
 
 
 def texts(snapshot: Snapshot) -> list[list[int]]:
@@ -132,7 +133,7 @@ def suffix_levels(
         levels.append((length, evidence(snapshot, context, length, limit, length <= index)))
         if len(levels[-1][1]) >= enough:
             break
-        shorter = min(length - 1, length * 2 // 3)
+        shorter = min(length - 1, length // 2)
         length = below if shorter < below < length else shorter
     return levels
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from ssd.retrieval.snapshot import SEPARATOR, Snapshot
 
 
-def naive_suffix_array(tokens: Sequence[int]) -> list[int]:
-    """Sort the suffixes by comparing them as lists."""
-    return sorted(range(len(tokens)), key=lambda i: list(tokens[i:]))
+def naive_order(tokens: Sequence[int]) -> list[int]:
+    """Sort the positions 1..n by the text before them, read backwards, as lists."""
+    return sorted(range(1, len(tokens) + 1), key=lambda position: list(tokens[:position])[::-1])
 
 
 def naive_count(tokens: Sequence[int], pattern: Sequence[int]) -> int:
@@ -26,14 +26,14 @@ def snapshot_text(snapshot: Snapshot) -> list[int]:
 
 
 def snapshot_count(snapshot: Snapshot, pattern: Sequence[int]) -> int:
-    """Occurrences of ``pattern`` by walking each suffix array's equal prefixes, plus those in the tail."""
+    """Occurrences of ``pattern`` by walking each segment's whole order, plus those in the tail."""
     m = len(pattern)
     total = 0
     for segment in snapshot.segments:
         tokens = segment.tokens.tolist()
-        prefixes = [tokens[i : i + m] for i in segment.suffixes.tolist()]
-        assert prefixes == sorted(prefixes)
-        total += prefixes.count(list(pattern))
+        before = [tokens[max(0, position - m) : position][::-1] for position in segment.order.tolist()]
+        assert before == sorted(before)
+        total += before.count(list(pattern)[::-1])
     mask = len(snapshot.ring) - 1
     tail = [int(snapshot.ring[p & mask]) for p in range(snapshot.tail_start, snapshot.tail_stop)]
     return total + naive_count(tail, pattern)

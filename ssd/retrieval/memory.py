@@ -1,0 +1,135 @@
+"""Compiled functions that read memory by its address: one call serves segments of any number, size and token width.
+
+Nothing here is checked. Addresses come from arrays that a ``Snapshot`` or a drafter keeps alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+TokenIds = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
+    """Name, time and size of every file of the package that may hold a kernel."""
+    package = Path(__file__).resolve().parents[1]
+    files = sorted(path for room in ("retrieval", "drafting", "target") for path in (package / room).glob("*.py"))
+    return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
+
+
+_SOURCES = _stamp_of_sources()
+
+
+def _compiled(function: _F, **options: bool) -> _F:
+    dispatcher = njit(cache=True, nogil=True, **options)(function)
+    # Numba keeps machine code until the function's own file changes; one that calls it would go on with the old code
+    # of another file, and here that means another layout of memory. So it is kept until any of the files changes.
+    dispatcher._cache._cache_file._source_stamp = _SOURCES
+    return cast(_F, dispatcher)
+
+
+def kernel(function: _F) -> _F:
+    """Compile ``function`` on its first call, keep the machine code on disk, release the GIL inside."""
+    return _compiled(function)
+
+
+def inlined(function: _F) -> _F:
+    """As ``kernel``, for small functions that only other kernels call; LLVM inlines them."""
+    return _compiled(function, forceinline=True)
+
+
+def _pointer_to(element: Any) -> Any:
+    @intrinsic
+    def pointer(_typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(types.CPointer(element)))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return pointer
+
+
+def _load(bits: int, result: Any) -> Any:
+    @intrinsic
+    def load(_typing: Any, address: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            value = builder.load(pointer)
+            value.align = 1
+            return builder.zext(value, ir.IntType(64)) if bits < 64 else value
+
+        return result(types.int64), generate
+
+    return load
+
+
+_uint8_pointer = _pointer_to(types.uint8)
+_int32_pointer = _pointer_to(types.int32)
+_int64_pointer = _pointer_to(types.int64)
+_float64_pointer = _pointer_to(types.float64)
+
+load_uint64 = _load(64, types.uint64)
+"""Eight bytes at any address, little-endian."""
+
+load_uint32 = _load(32, types.int64)
+"""Four bytes at any address, little-endian, as a number >= 0."""
+
+
+@intrinsic
+def prefetch(_typing: Any, _address: Any) -> Any:
+    """Have the memory at an address brought near; any address will do."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        )
+        read, nearest, data = (ir.Constant(flag, value) for value in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(args[0], byte), read, nearest, data])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), generate
+
+
+@intrinsic
+def leading_zeros(_typing: Any, value: Any) -> Any:
+    """Zero bits above the highest one of a uint64; 64 for zero."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+@inlined
+def uint8_array(address: int, length: int) -> npt.NDArray[np.uint8]:
+    """View uint8[length] at ``address``."""
+    return carray(_uint8_pointer(address), (length,))  # type: ignore[no-any-return]
+
+
+@inlined
+def int32_array(address: int, length: int) -> TokenIds:
+    """View int32[length] at ``address``."""
+    return carray(_int32_pointer(address), (length,))  # type: ignore[no-any-return]
+
+
+@inlined
+def int64_array(address: int, length: int) -> Int64s:
+    """View int64[length] at ``address``."""
+    return carray(_int64_pointer(address), (length,))  # type: ignore[no-any-return]
+
+
+@inlined
+def float64_array(address: int, length: int) -> npt.NDArray[np.float64]:
+    """View float64[length] at ``address``."""
+    return carray(_float64_pointer(address), (length,))  # type: ignore[no-any-return]
