@@ -178,10 +178,13 @@ def test_unknown_drafter_is_refused_with_the_known_names():
 
 
 def test_warm_up_leaves_nothing_to_compile():
-    from ssd.drafting.suffix_kernel import propose_suffix
+    from ssd.drafting.suffix_kernel import propose_suffix, propose_suffix_one
 
+    kernels = propose_suffix, propose_suffix_one
     drafter = make_drafter("ssd", DraftConfig())
     drafter.warm_up()  # type: ignore[attr-defined]
-    compiled = len(propose_suffix.signatures)  # type: ignore[attr-defined]
-    drafter.propose([ask([1, 2, 1], reference.make_snapshot([[1, 2, SEPARATOR]], [2, SEPARATOR]))])
-    assert len(propose_suffix.signatures) == compiled  # type: ignore[attr-defined]
+    compiled = [len(kernel.signatures) for kernel in kernels]  # type: ignore[attr-defined]
+    request = ask([1, 2, 1], reference.make_snapshot([[1, 2, SEPARATOR]], [2, SEPARATOR]))
+    drafter.propose([request])
+    drafter.propose([request, request])
+    assert [len(kernel.signatures) for kernel in kernels] == compiled  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ ENOUGH_SUPPORT: Final = 16.0
 MAX_SCANNED_SAMPLES: Final = 32
 """Places taken from one scanned text (tail or own)."""
 
-MAX_SEGMENT_SAMPLES: Final = 32
+MAX_SEGMENT_SAMPLES: Final = 24
 """Places taken from all segments together, or one of each where there are more segments than that."""
 
 MAX_SAMPLES: Final = 2 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES

@@ -32,7 +32,8 @@ class FrequencyDrafter:
 
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace = self._workspace
-        contexts = workspace.fill(requests, snapshot)
+        workspace.room_for(len(requests), snapshot)
+        contexts = workspace.fill(requests)
         propose_frequency(
             workspace.address,
             snapshot.address,
@@ -41,7 +42,7 @@ class FrequencyDrafter:
             self._min_length,
             self._continuations,
         )
-        return workspace.drafts(len(contexts))
+        return [workspace.draft(row) for row in range(len(contexts))]
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Nothing is learned from single drafts."""

@@ -8,8 +8,8 @@ import numpy as np
 
 from ssd.drafting.acceptance import DEFAULT_WEIGHTS, Calibration
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix_kernel import propose_suffix
-from ssd.drafting.workspace import Workspace, propose_by_snapshot
+from ssd.drafting.suffix_kernel import propose_suffix, propose_suffix_one
+from ssd.drafting.workspace import NO_SNAPSHOT, Workspace, contiguous, propose_by_snapshot
 from ssd.retrieval.snapshot import Snapshot
 
 _BIAS_STEP = 0.15
@@ -25,35 +25,38 @@ class SuffixDrafter:
     out. The draft ends where the product of the estimates, the chance that the whole draft is accepted, falls below
     ``threshold``. Drafts that do better or worse than estimated move the estimates: a little those of all requests,
     more those of the request that had them. Deterministic given its calls. Owned by one thread. Bounded work: at most
-    192 occurrences are looked at per match length.
+    128 places are looked at per request, see ``evidence.gather``.
     """
 
     def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, threshold: float = 0.1) -> None:
-        self._max_length = max_match_length
-        self._min_length = min_match_length
-        self._threshold = threshold
         self._calibration = Calibration()
-        self._weights = self._calibration.applied_to(DEFAULT_WEIGHTS)
+        weights = self._calibration.applied_to(DEFAULT_WEIGHTS)
+        self._settings = max_match_length, max(1, min_match_length), threshold, weights
         self._workspace = Workspace()
         self._biases: dict[str, float] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
+        if len(requests) == 1:
+            return [self._propose_one(requests[0])]
         return propose_by_snapshot(requests, self._propose)
 
-    def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
-        workspace = self._workspace
-        contexts = workspace.fill(requests, snapshot, self._biases)
-        propose_suffix(
-            workspace.address,
-            snapshot.address,
-            len(contexts),
-            self._max_length,
-            self._min_length,
-            self._threshold,
-            self._weights,
+    def _propose_one(self, request: DraftRequest) -> Draft:
+        workspace, request_id, snapshot = self._workspace, request.request_id, request.snapshot or NO_SNAPSHOT
+        workspace.room_for(1, snapshot)
+        context, bias = contiguous(request.context), self._biases.get(request_id, 0.0)
+        state, is_new = workspace.state_of(request_id)
+        propose_suffix_one(
+            workspace.address, snapshot.address, context, request.limit, bias, state, is_new, *self._settings
         )
-        return workspace.drafts(len(contexts), with_probabilities=True)
+        return workspace.draft(0, with_probabilities=True)
+
+    def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
+        workspace, count = self._workspace, len(requests)
+        workspace.room_for(count, snapshot)
+        contexts = workspace.fill(requests, self._biases)
+        propose_suffix(workspace.address, snapshot.address, len(contexts), *self._settings)
+        return [workspace.draft(row, with_probabilities=True) for row in range(count)]
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Learn from what was accepted: the calibration of all estimates, and this request's own bias.
@@ -68,7 +71,7 @@ class SuffixDrafter:
         tested = min(len(estimates), num_accepted + 1)
         accepted = np.arange(tested) < num_accepted
         self._calibration.learn(estimates[:tested], accepted, bias)
-        self._weights = self._calibration.applied_to(DEFAULT_WEIGHTS)
+        self._settings = *self._settings[:3], self._calibration.applied_to(DEFAULT_WEIGHTS)
         surprise = float(accepted.sum() - estimates[:tested].sum())
         self._biases[request_id] = min(_MAX_BIAS, max(-_MAX_BIAS, bias + _BIAS_STEP * surprise))
 
@@ -79,5 +82,7 @@ class SuffixDrafter:
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""
-        self.propose([DraftRequest("", np.zeros(2, np.int32), 2, None, 1)])
+        request = DraftRequest("", np.zeros(2, np.int32), 2, None, 1)
+        self.propose([request])
+        self.propose([request, request])
         self.finish("")

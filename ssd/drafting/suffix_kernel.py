@@ -11,14 +11,14 @@ import numpy.typing as npt
 from ssd.drafting.acceptance import Weights, evidence_logit, length_logit
 from ssd.drafting.cursor import follow, keep
 from ssd.drafting.evidence import MAX_LEVELS, MAX_SAMPLES, NOTHING, Levels, Pool, Texts, gather, is_own, next_token
-from ssd.drafting.workspace import VOTES_INT64S, frame_at
+from ssd.drafting.workspace import VOTES_INT64S, frame_at, place
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
 from ssd.retrieval.scan import pattern_length
 from ssd.retrieval.search import open_lanes, search_lanes, table_at, table_number, tail_at
 
 _SLOTS: Final = 512  # of the table of candidates, a power of two of at least twice MAX_SAMPLES
 
-assert _SLOTS >= 2 * MAX_SAMPLES and VOTES_INT64S >= 7 * _SLOTS + 8 + 4 * MAX_LEVELS
+assert _SLOTS >= 2 * MAX_SAMPLES and VOTES_INT64S >= 7 * _SLOTS + 8 + 5 * MAX_LEVELS
 
 
 class Votes(NamedTuple):
@@ -26,7 +26,8 @@ class Votes(NamedTuple):
 
     ``epoch`` : int64[_SLOTS], the turn that a slot was last used in, and ``turn`` : int64[1], the current one: nothing
     has to be cleared. ``alive`` : int64[MAX_SAMPLES], indices into the pool; ``nexts`` : what each goes on with.
-    ``known`` : float64[MAX_LEVELS, 4], support, votes, own votes of a level and what ``evidence_logit`` said of them.
+    ``known`` : float64[MAX_LEVELS, 5], of each level: support, votes, own votes, what ``evidence_logit`` said of them,
+        and whether the level was asked at all.
     """
 
     epoch: Int64s
@@ -69,7 +70,7 @@ def votes_at(address: int) -> Votes:
         int64_array(address + 5 * step, MAX_SAMPLES),
         int64_array(address + 6 * step, MAX_SAMPLES),
         int64_array(address + 7 * step, 1),
-        float64_array(address + 7 * step + 64, 4 * MAX_LEVELS).reshape((MAX_LEVELS, 4)),
+        float64_array(address + 7 * step + 64, 5 * MAX_LEVELS).reshape((MAX_LEVELS, 5)),
     )
 
 
@@ -129,26 +130,23 @@ def chain(
     for i in range(alive):
         votes.alive[i] = i
     votes.known[:, 0] = -1.0
-    product = 1.0
+    product, was_unanimous = 1.0, False
     for depth in range(limit):
-        votes.turn[0] += 1
-        turn = votes.turn[0]
         best_token, best_logit, best_level, best_own = NOTHING, -1e30, 0, False
-        leader, support, most, own, at = NOTHING, 0.0, 0.0, 0.0, 0
-        unanimous = _read_nexts(pool, alive, depth, texts, votes)
-        for level in range(num_levels):
-            begin = at
-            end = levels.ends[level]
-            if unanimous:
-                while at < alive and votes.alive[at] < end:
-                    sample = votes.alive[at]
-                    support += pool.weights[sample]
-                    if is_own(pool, sample):
-                        own += pool.weights[sample]
-                    at += 1
-                most, leader = support, int(votes.nexts[0])
-            else:
-                while at < alive and votes.alive[at] < end:
+        is_unanimous = _read_nexts(pool, alive, depth, texts, votes)
+        if is_unanimous and was_unanimous:
+            # The same samples with one voice, as one token before: their evidence stays what it was.
+            if votes.nexts[0] >= 0:
+                for level in range(num_levels):
+                    logit = votes.known[level, 3] + length_logit(judge.weights, levels.lengths[level] + depth, depth)
+                    if votes.known[level, 4] > 0.0 and logit > best_logit:
+                        best_token, best_logit = int(votes.nexts[0]), logit
+        else:
+            votes.turn[0] += 1
+            turn, leader, support, most, own, at = votes.turn[0], NOTHING, 0.0, 0.0, 0.0, 0
+            for level in range(num_levels):
+                begin = at
+                while at < alive and votes.alive[at] < levels.ends[level]:
                     sample, token = votes.alive[at], votes.nexts[at]
                     weight = pool.weights[sample]
                     at += 1
@@ -163,16 +161,18 @@ def chain(
                     if votes.all[slot] > most or (
                         votes.all[slot] == most and votes.recency[slot] > votes.recency[_slot_of(leader, votes, turn)]
                     ):
-                        leader, most = token, votes.all[slot]
+                        leader, most = int(token), votes.all[slot]
                     if token == leader:
                         own = votes.own[slot]
-            if at == begin or leader < 0:
-                continue
-            logit = _evidence(votes.known[level], judge.weights, support, most, own) + length_logit(
-                judge.weights, levels.lengths[level] + depth, depth
-            )
-            if logit > best_logit:
-                best_token, best_logit, best_level, best_own = leader, logit, level, 2.0 * own >= most
+                votes.known[level, 4] = 0.0
+                if at == begin or leader < 0:
+                    continue
+                votes.known[level, 4] = 1.0
+                logit = _evidence(votes.known[level], judge.weights, support, most, own) + length_logit(
+                    judge.weights, levels.lengths[level] + depth, depth
+                )
+                if logit > best_logit:
+                    best_token, best_logit, best_level, best_own = leader, logit, level, 2.0 * own >= most
         if best_token < 0:
             break
         probability = 1.0 / (1.0 + math.exp(-(best_logit + judge.bias)))
@@ -185,7 +185,8 @@ def chain(
             out.result[1] = levels.lengths[best_level]
             out.result[2] = 1 if best_own else 0
         out.result[0] = depth + 1
-        if not unanimous:
+        was_unanimous = is_unanimous
+        if not is_unanimous:
             kept = 0
             for i in range(alive):
                 votes.alive[kept] = votes.alive[i]
@@ -212,7 +213,7 @@ def propose_suffix(
         out = Out(frame.tokens[row], frame.probabilities[row], frame.results[row])
         out.result[:] = 0
         longest = pattern_length(context, max_length) if limit > 0 else 0
-        if longest < max(1, min_length):
+        if longest < min_length:
             continue
         num_levels = follow(state, number, texts, max_length, pool, levels)
         chain(texts, pool, levels, num_levels, limit, judge, votes, out)
@@ -224,3 +225,22 @@ def propose_suffix(
             )
             chain(texts, pool, levels, num_levels, limit, judge, votes, out)
         keep(state, number, texts, pool, levels, num_levels)
+
+
+@kernel
+def propose_suffix_one(
+    workspace: int,
+    snapshot: int,
+    context: TokenIds,
+    limit: int,
+    bias: float,
+    state: int,
+    is_new: bool,
+    max_length: int,
+    min_length: int,
+    threshold: float,
+    weights: Weights,
+) -> None:
+    """Place one request in row 0 and draft for it: one call from Python instead of two."""
+    place(workspace, 0, context, limit, bias, state, is_new)
+    propose_suffix(workspace, snapshot, 1, max_length, min_length, threshold, weights)

@@ -60,7 +60,7 @@ VOTES_INT64S: Final = 8 * 512
 
 _INT32 = np.dtype(np.int32)
 _NO_BIASES: Mapping[str, float] = {}
-_NO_SNAPSHOT = make_snapshot(0, (), np.zeros((0, TABLE_COLUMNS), np.int64), np.zeros(1, np.int32), 0, 0)
+NO_SNAPSHOT = make_snapshot(0, (), np.zeros((0, TABLE_COLUMNS), np.int64), np.zeros(1, np.int32), 0, 0)
 
 
 class Frame(NamedTuple):
@@ -106,7 +106,8 @@ def frame_at(address: int) -> Frame:
 
 
 @kernel
-def _place(address: int, row: int, context: TokenIds, limit: int, bias: float, state: int, is_new: bool) -> None:
+def place(address: int, row: int, context: TokenIds, limit: int, bias: float, state: int, is_new: bool) -> None:
+    """Write row ``row`` of the workspace at an address; ``is_new`` : nothing is kept of the request yet."""
     words = int64_array(address, _FRAME_WORDS)
     at = int64_array(words[_ROWS] + 8 * ROW_COLUMNS * row, ROW_COLUMNS)
     at[0] = context.ctypes.data
@@ -168,40 +169,46 @@ class Workspace:
         self._put(_PROBABILITIES, self._probabilities)
         self._put(_RESULTS, self._results)
 
-    def fill(
-        self, requests: Sequence[DraftRequest], snapshot: Snapshot, biases: Mapping[str, float] = _NO_BIASES
-    ) -> list[TokenIds]:
-        """Write a row for every request. The result keeps the contexts alive: hold it until the kernel returns."""
-        if len(requests) > self._num_rows:
-            self._make_rows(2 * len(requests))
+    def room_for(self, num_requests: int, snapshot: Snapshot) -> None:
+        """Grow, if a call for so many requests of ``snapshot`` asks for it."""
+        if num_requests > self._num_rows:
+            self._make_rows(2 * num_requests)
         if len(snapshot.segments) > self._num_lanes:
             self._make_lanes(2 * len(snapshot.segments))
-        if len(self._free_states) < len(requests):
-            self._make_states(min(max(_MAX_STATES, len(requests)), 2 * self._num_states + len(requests)))
-        contexts, states = [], self._state_of
+        if len(self._free_states) < num_requests:
+            self._make_states(min(max(_MAX_STATES, num_requests), 2 * self._num_states + num_requests))
+
+    def state_of(self, request_id: str) -> tuple[int, bool]:
+        """Where what is kept of a request lies, and whether nothing is yet."""
+        state = self._state_of.get(request_id)
+        if state is not None:
+            return state, False
+        state = self._state_of[request_id] = self._free_states.pop()
+        return state, True
+
+    def fill(self, requests: Sequence[DraftRequest], biases: Mapping[str, float] = _NO_BIASES) -> list[TokenIds]:
+        """Write a row for every request. The result keeps the contexts alive: hold it until the kernel returns."""
+        contexts = []
         for row, request in enumerate(requests):
-            context, state = request.context, states.get(request.request_id)
-            is_new = state is None
-            if state is None:
-                state = states[request.request_id] = self._free_states.pop()
-            if context.dtype is not _INT32 or not context.flags.c_contiguous:
-                context = np.ascontiguousarray(context, np.int32)
+            context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
             contexts.append(context)
-            bias = biases.get(request.request_id, 0.0)
-            _place(self.address, row, context, request.limit, bias, state, is_new)
+            place(self.address, row, context, request.limit, biases.get(request.request_id, 0.0), state, is_new)
         return contexts
 
-    def drafts(self, count: int, *, with_probabilities: bool = False) -> list[Draft]:
-        """The drafts that a kernel wrote in the first ``count`` rows."""
-        tokens, probabilities = self._tokens, self._probabilities if with_probabilities else None
-        drafts = []
-        for row, (size, match_length, own) in enumerate(self._results[:count].tolist()):
-            if size == 0:
-                drafts.append(EMPTY_DRAFT)
-                continue
-            estimates = None if probabilities is None else probabilities[row, :size].copy()
-            drafts.append(Draft(tokens[row, :size].copy(), match_length, "own" if own else "index", estimates))
-        return drafts
+    def draft(self, row: int, *, with_probabilities: bool = False) -> Draft:
+        """The draft that a kernel wrote in ``row``."""
+        size, match_length, own = self._results[row].tolist()
+        if size == 0:
+            return EMPTY_DRAFT
+        estimates = self._probabilities[row, :size].copy() if with_probabilities else None
+        return Draft(self._tokens[row, :size].copy(), match_length, "own" if own else "index", estimates)
+
+
+def contiguous(context: TokenIds) -> TokenIds:
+    """``context`` as the kernels take it."""
+    if context.dtype is _INT32 and context.flags.c_contiguous:
+        return context
+    return np.ascontiguousarray(context, np.int32)
 
 
 def propose_by_snapshot(
@@ -211,14 +218,14 @@ def propose_by_snapshot(
     if not requests:
         return []
     snapshot = requests[0].snapshot
-    if len(requests) == 1 or all(request.snapshot is snapshot for request in requests):
-        return propose(snapshot or _NO_SNAPSHOT, requests)
+    if all(request.snapshot is snapshot for request in requests):
+        return propose(snapshot or NO_SNAPSHOT, requests)
     members: dict[int, list[int]] = {}
     for i, request in enumerate(requests):
         members.setdefault(id(request.snapshot), []).append(i)
     drafts = [EMPTY_DRAFT] * len(requests)
     for indices in members.values():
         same = [requests[i] for i in indices]
-        for i, draft in zip(indices, propose(same[0].snapshot or _NO_SNAPSHOT, same), strict=True):
+        for i, draft in zip(indices, propose(same[0].snapshot or NO_SNAPSHOT, same), strict=True):
             drafts[i] = draft
     return drafts
