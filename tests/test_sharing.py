@@ -6,12 +6,9 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +16,6 @@ from hypothesis import strategies as st
 from ssd.config import CacheConfig
 from ssd.errors import ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.static import StaticWriter
 from ssd.sharing.connection import address_of, connect, hide_password
 from ssd.sharing.entry import (
@@ -28,59 +24,15 @@ from ssd.sharing.entry import (
     InvalidEntryError,
     num_tokens_of,
     pack_entry,
-    stream_key,
     unpack_entry,
 )
 from ssd.sharing.push import push_segments
 from ssd.sharing.redis_log import RedisLog
 from ssd.sharing.writer import FIELD
 from tests.redis_server import RedisServer, redis_server
+from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, catch_up, entry, eventually, replica, stored
 
 __all__ = ["redis_server"]  # the fixture
-
-FINGERPRINT = "0123456789abcdef" * 2
-VOCAB_SIZE = 1000
-KEY = stream_key(FINGERPRINT, "default")
-
-Tokens = npt.NDArray[np.int32]
-
-
-@contextmanager
-def replica(url: str, fingerprint: str = FINGERPRINT, max_tokens: int = 1 << 20) -> Iterator[tuple[CacheSet, RedisLog]]:
-    """A cache that shares its namespaces, without threads of its own."""
-    with (
-        RedisLog(url, fingerprint=fingerprint, vocab_size=VOCAB_SIZE, max_tokens=max_tokens) as log,
-        CacheSet(CacheConfig(), fingerprint, inline=True, on_open=log.attach) as caches,
-    ):
-        yield caches, log
-
-
-def stored(caches: CacheSet, namespace: str = "default") -> list[list[int]]:
-    """The sequences a cache holds, oldest first."""
-    snapshot = caches.get(namespace).snapshot()
-    positions = np.arange(snapshot.tail_start, snapshot.tail_stop)
-    tail = snapshot.ring[positions & (len(snapshot.ring) - 1)]
-    text = np.concatenate([*(segment.tokens for segment in snapshot.segments), tail]).tolist()
-    sequences: list[list[int]] = [[]]
-    for token in text:
-        if token == SEPARATOR:
-            sequences.append([])
-        else:
-            sequences[-1].append(token)
-    return sequences[:-1]
-
-
-def eventually(claim: Callable[[], object], within_s: float = 15.0) -> None:
-    """Wait until ``claim()`` is true."""
-    deadline = time.monotonic() + within_s
-    while not claim():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)
-
-
-def entry(*tokens: int, replica_id: bytes = b"elsewher", sequence_id: bytes = b"s" * 16) -> bytes:
-    """The bytes of an entry another replica could have written."""
-    return pack_entry(Entry(replica_id, sequence_id, np.array(tokens, np.int32)))
 
 
 # Entries
@@ -308,7 +260,7 @@ def test_a_full_queue_drops_the_oldest() -> None:
             with CacheSet(CacheConfig(), FINGERPRINT, inline=True, on_open=log.attach) as caches:
                 for number in range(100):
                     caches.get().append([number] * 100)
-            eventually(lambda: log.stats().num_queued == 40)  # but for the moment a batch is being tried
+            eventually(lambda: log.stats().num_queued == 40)
             assert log.stats().num_dropped == 60
 
 
@@ -324,14 +276,22 @@ def write_directory(path: Path, texts: list[list[int]]) -> None:
 def test_a_pushed_directory_reaches_a_running_replica_once(redis_server: RedisServer, tmp_path: Path) -> None:
     texts = [[n, n + 1] for n in range(150)] + [[5, 6]]
     write_directory(tmp_path / "warm", texts)
-    with replica(redis_server.url) as (one, _):
+    with replica(redis_server.url) as running:
         result = push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT)
         assert (result.num_sequences, result.num_entries, result.num_left_out_tokens) == (151, 151, 0)
-        eventually(lambda: stored(one) == texts)
+        eventually(lambda: running.stored() == texts)
         push_segments(tmp_path / "warm", redis_server.url, "default", fingerprint=FINGERPRINT)
-        one.get().append([9])
-        time.sleep(1)
-        assert stored(one) == [*texts, [9]]
+        end = catch_up(redis_server.url, running)
+        assert running.stored() == [*texts, end]
+
+
+def test_a_directory_can_be_pushed_to_two_namespaces_of_a_replica(redis_server: RedisServer, tmp_path: Path) -> None:
+    write_directory(tmp_path / "warm", [[1, 2], [3]])
+    with replica(redis_server.url) as (one, _):
+        for namespace in ("default", "other"):
+            one.get(namespace)
+            push_segments(tmp_path / "warm", redis_server.url, namespace, fingerprint=FINGERPRINT)
+        eventually(lambda: stored(one) == stored(one, "other") == [[1, 2], [3]])
 
 
 def test_a_push_says_what_the_bound_leaves_out(redis_server: RedisServer, tmp_path: Path) -> None:

@@ -151,8 +151,17 @@ class CacheSet:
             return list(self._caches.values())
 
     def _open(self, name: str) -> SuffixCache:
-        directory, failure = self._open_directory(name)
-        cache = SuffixCache(
+        try:
+            cache = self._make(name, self._open_directory(name))
+        except OSError as error:
+            cache = self._make(name, None)
+            cache.report_failure("its directory cannot be used, it stays in memory", error)
+        if self._on_open is not None:
+            self._on_open(cache)
+        return cache
+
+    def _make(self, name: str, directory: SegmentDirectory | None) -> SuffixCache:
+        return SuffixCache(
             name,
             self.config.index,
             fingerprint=self.fingerprint,
@@ -160,22 +169,12 @@ class CacheSet:
             worker=self._worker,
             wake=None if self._inline else self._wake.set,
         )
-        if failure is not None:
-            cache.report_failure("its directory cannot be used, it stays in memory", failure)
-        if self._on_open is not None:
-            self._on_open(cache)
-        return cache
 
-    def _open_directory(self, name: str) -> tuple[SegmentDirectory | None, OSError | None]:
+    def _open_directory(self, name: str) -> SegmentDirectory | None:
         if self._root is None:
-            return None, None
-        try:
-            is_durable = self._scratch is None
-            return SegmentDirectory(
-                self._root / name, fingerprint=self.fingerprint, namespace=name, durable=is_durable
-            ), None
-        except OSError as error:
-            return None, error
+            return None
+        is_durable = self._scratch is None
+        return SegmentDirectory(self._root / name, fingerprint=self.fingerprint, namespace=name, durable=is_durable)
 
     def _close_least_used(self) -> None:
         if len(self._caches) <= self._max_namespaces:

@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import xxhash
 
 from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, TokenizerMismatch
 from ssd.retrieval.names import is_segment_id
-from ssd.retrieval.segment_file import open_segment, replace_file, write_segment
+from ssd.retrieval.segment_file import open_segment, sync_directory, write_file, write_segment
 from ssd.retrieval.snapshot import Segment
 
 MANIFEST_NAME = "manifest.json"
@@ -45,6 +47,8 @@ class Manifest:
     segment_ids: tuple[str, ...] = ()
     segments: tuple[dict[str, Any], ...] = field(default=(), compare=False)
     """For people and tools: id, num_tokens, start (None when static) of each segment."""
+    shared: Mapping[str, Any] | None = field(default=None, compare=False)
+    """JSON that ``SuffixCache`` keeps here about where the text came from; true of exactly these segments."""
 
 
 def read_manifest(path: Path, *, fingerprint: str) -> Manifest | None:
@@ -76,6 +80,7 @@ def read_manifest(path: Path, *, fingerprint: str) -> Manifest | None:
             next_position=content["next_position"],
             segment_ids=tuple(segment["id"] for segment in segments),
             segments=segments,
+            shared=content.get("shared"),
         )
         if not all(map(is_segment_id, manifest.segment_ids)):
             raise ValueError("it names a segment that no file can have")
@@ -101,6 +106,7 @@ class DirectoryLock:
 
     def __init__(self, path: Path) -> None:
         """Raises CacheLocked at once when another holds it, and OSError."""
+        self._path = path
         self._descriptor: int | None = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,6 +119,19 @@ class DirectoryLock:
         except OSError:
             self.close()
             raise
+
+    def check(self) -> None:
+        """Raises OSError when the directory was removed or replaced: whoever made it anew may be its writer now."""
+        with contextlib.suppress(FileNotFoundError):
+            there = (self._path / LOCK_NAME).stat()
+            if self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), there):
+                return
+        raise OSError(
+            errno.ESTALE,
+            "the directory was removed or replaced while in use and belongs to whoever made it anew. "
+            "Start again to write it; a server goes on from memory until then",
+            str(self._path),
+        )
 
     def close(self) -> None:
         """Give it back; may be called twice."""
@@ -138,8 +157,11 @@ class SegmentDirectory:
         self._lock = DirectoryLock(path)
         try:
             manifest = read_manifest(path, fingerprint=fingerprint)
+            if manifest is None and durable:
+                self._sync_parents()
             self.manifest = manifest or Manifest(fingerprint=fingerprint, namespace=namespace)
             self._files = set(self.manifest.segment_ids)  # segments that have a file of ours
+            self._has_unsynced_names = False
             self._remove_orphans()
         except BaseException:
             self.close()
@@ -159,25 +181,57 @@ class SegmentDirectory:
         return segment_id in self._files
 
     def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
-        """The manifest's segments, in order, and why those left out could not be used."""
-        return load_segments(self.path, self.manifest)
+        """The manifest's segments, in order, and why those left out could not be used: damaged, foreign or missing.
+
+        What may be whole but cannot be read now or by this version must not be left out, for the next ``commit``
+        removes the files of what is: then this is closed, and raises FormatVersion or OSError.
+        """
+        segments, failures = load_segments(self.path, self.manifest)
+        for failure in failures:
+            if isinstance(failure, FormatVersion | OSError) and not isinstance(failure, FileNotFoundError):
+                self.close()
+                raise failure
+        return segments, failures
 
     def write(self, segment: Segment) -> Segment:
-        """Write a segment's file; returns the segment mapped from it. It counts after ``commit``. Raises OSError."""
+        """Write a segment's file; returns the segment mapped from it. It counts after ``commit``.
+
+        Raises CacheError, OSError; then there is no file.
+        """
+        self._lock.check()
         path = self.path_of(segment.segment_id)
+        # Its bytes are synced here, its name by ``commit``, once for all new names: until a manifest names the file it
+        # may be lost or torn.
         write_segment(path, segment, fingerprint=self._fingerprint, namespace=self._namespace, durable=self.durable)
         return self.adopt(segment.segment_id)
 
     def adopt(self, segment_id: str) -> Segment:
-        """Map a segment that was written into the directory. It counts after ``commit``. Raises CacheError, OSError."""
-        self._files.add(segment_id)
-        return open_segment(self.path_of(segment_id), fingerprint=self._fingerprint)
+        """Map a segment that was written into the directory. It counts after ``commit``.
 
-    def commit(self, segments: Sequence[Segment], *, next_position: int) -> None:
+        Raises CacheError, OSError; then the file is removed.
+        """
+        path = self.path_of(segment_id)
+        try:
+            segment = open_segment(path, fingerprint=self._fingerprint)
+        except (CacheError, OSError):
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        self._files.add(segment_id)
+        self._has_unsynced_names = True
+        return segment
+
+    def commit(
+        self, segments: Sequence[Segment], *, next_position: int, shared: Mapping[str, Any] | None = None
+    ) -> None:
         """Make ``segments`` the content of the directory and remove the files of all others. Raises OSError.
 
         Segments that have no file (they could not be written) are left out. O(number of segments).
+
+        The order is what a power failure cannot break: the files' bytes, their names, the manifest's bytes, its name,
+        each on disk before the next; then the other files go.
         """
+        self._lock.check()
         kept = [segment for segment in segments if segment.segment_id in self._files]
         entries = tuple({"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in kept)
         self.manifest = Manifest(
@@ -187,23 +241,36 @@ class SegmentDirectory:
             next_position=next_position,
             segment_ids=tuple(segment.segment_id for segment in kept),
             segments=entries,
+            shared=shared,
         )
         if self.durable:
+            if self._has_unsynced_names:
+                sync_directory(self.path)
+                self._has_unsynced_names = False
             self._write_manifest()
         for segment_id in self._files - set(self.manifest.segment_ids):
             self.path_of(segment_id).unlink(missing_ok=True)
             self._files.discard(segment_id)
 
     def _write_manifest(self) -> None:
-        content = {
+        content: dict[str, Any] = {
             "fingerprint": self.manifest.fingerprint,
             "namespace": self.manifest.namespace,
             "generation": self.manifest.generation,
             "next_position": self.manifest.next_position,
             "segments": list(self.manifest.segments),
         }
+        if self.manifest.shared is not None:
+            content["shared"] = self.manifest.shared
         outer = {"format": MANIFEST_FORMAT, "manifest": content, "xxh3": _digest(content)}
-        replace_file(self.path / MANIFEST_NAME, [json.dumps(outer, indent=1).encode()], durable=True)
+        write_file(self.path / MANIFEST_NAME, [json.dumps(outer, indent=1).encode()], durable=True)
+        sync_directory(self.path)
+
+    def _sync_parents(self) -> None:
+        """A new directory must not be lost with all that will be synced in it. Once in its life, while it is empty."""
+        for parent in self.path.resolve().parents:
+            with contextlib.suppress(OSError):  # not ours to read
+                sync_directory(parent)
 
     def _remove_orphans(self) -> None:
         """Only while opening: later, a merge that is still being written has a file no manifest names."""

@@ -108,6 +108,10 @@ class MergeWorker:
                     raise CacheError(f"a merge failed: {answer['error']}")
                 return
             self._crashed()
+            _remove_temporary(job)
+        if job is not None:
+            with contextlib.suppress(OSError):
+                Path(job.output).unlink()  # the answer alone may be missing
         raise StoreUnavailable("the rebuild process does not run; segments are merged inside the server")
 
     def _running_process(self) -> subprocess.Popen[str]:
@@ -164,3 +168,12 @@ class MergeWorker:
                 assert pipe is not None
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+def _remove_temporary(job: MergeJob | None) -> None:
+    """Remove what a process that is gone had written of its output."""
+    if job is not None:
+        output = Path(job.output)
+        with contextlib.suppress(OSError):
+            for path in output.parent.glob(f"{output.name}.*.tmp"):
+                path.unlink()

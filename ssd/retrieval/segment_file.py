@@ -79,8 +79,8 @@ def _fence_offset(num_tokens: int, width: int) -> int:
 def write_segment(path: Path, segment: Segment, *, fingerprint: str, namespace: str, durable: bool = True) -> None:
     """Write ``segment`` to ``path``, which appears whole or not at all; raises OSError.
 
-    The bytes go to a temporary name in the same directory, which is renamed. ``durable`` : file and directory are
-    synced to disk, so that it survives a power failure; without, only a crash of the process.
+    ``durable`` : the bytes are synced to disk before they get their name. The name itself is not: whoever refers to the
+    file syncs the directory first.
     """
     text = np.ascontiguousarray(segment.text)
     order = np.ascontiguousarray(segment.order, "<i4")
@@ -105,11 +105,14 @@ def write_segment(path: Path, segment: Segment, *, fingerprint: str, namespace: 
     checksum = _CHECKSUM.pack(xxhash.xxh3_64_intdigest(header))
     order_offset, fence_offset = _order_offset(len(order), segment.width), _fence_offset(len(order), segment.width)
     padding = bytes(fence_offset - order_offset - order.nbytes)
-    replace_file(path, [header, checksum, text.data, order.data, padding, fence.data], durable=durable)
+    write_file(path, [header, checksum, text.data, order.data, padding, fence.data], durable=durable)
 
 
-def replace_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool) -> None:
-    """Put ``parts`` at ``path`` atomically: readers see the old file or the new one. Raises OSError."""
+def write_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool) -> None:
+    """Put ``parts`` at ``path`` atomically: readers see the old file or the new one. Raises OSError.
+
+    The bytes go to a temporary name in the same directory, which is renamed; ``durable`` : once they are on disk.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -119,12 +122,10 @@ def replace_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bo
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:  # a process that is told to end leaves nothing behind either
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    if durable:
-        sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ from ssd.config import IndexConfig
 from ssd.errors import CacheError
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.index import SuffixIndex
+from ssd.retrieval.marks import KeptMark, Mark, PendingMarks
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import new_segment_id
 from ssd.retrieval.prefixes import PrefixFilter
-from ssd.retrieval.snapshot import Segment, Snapshot
+from ssd.retrieval.snapshot import Segment, Snapshot, concatenate
 from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.worker import MergeJob
@@ -28,10 +30,24 @@ log = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.int32]
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
-Listener = Callable[[list[Tokens]], None]
+
+
+class Pieces(list[Tokens]):
+    """The pieces of one append, in order: int32[n] each, no separators.
+
+    ``position`` : of the first one's first token in the ring. The others follow, each after one separator.
+    """
+
+    def __init__(self, pieces: Iterable[Tokens], position: int) -> None:
+        super().__init__(pieces)
+        self.position = position
+
+
+Listener = Callable[[Pieces], None]
 
 _MERGED_IN_PROCESS = 1 << 14  # tokens; sorting so few costs less than asking the worker
 _ROOM_WAIT_S = 1.0
+_WRITE_AGAIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +117,23 @@ class SuffixCache:
         self._num_appended = self._num_skipped = self._num_sealed = self._num_merged = self._num_failures = 0
         self._complained: set[str] = set()
         self._closed = False
+        self._write_again_at = 0.0
+
+        self.kept_mark: KeptMark | None = None
+        """What the directory said when it was opened: the last mark whose text had all reached files, and the ring
+        position before which everything had. None without a directory and where no mark was ever given."""
 
         segments: list[Segment] = []
         next_position = 0
         if directory is not None:
             segments, failures = directory.load()
             next_position = directory.manifest.next_position
+            self.kept_mark = KeptMark.from_json(directory.manifest.shared)
             for failure in failures:
                 self.report_failure("a segment was left out", failure)
-        self._committed = tuple(segments)
+        self._committed = tuple(segments), self.kept_mark
+        self._marks = PendingMarks(self.kept_mark)
+        self._parts: dict[str, tuple[Segment, ...]] = {}  # of a merged segment without a file: the files it came from
         self._index = SuffixIndex(config, segments, next_position)
         self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens)
 
@@ -142,8 +166,10 @@ class SuffixCache:
             except Exception as error:
                 self.report_failure("a listener failed", error)
 
-    def append_shared(self, token_ids: TokenIds) -> None:
-        """Store a piece another replica stored, as it is; listeners do not hear of it. Never raises.
+    def append_shared(self, token_ids: TokenIds, *, mark: Mark | None = None) -> None:
+        """Store a piece another replica stored, as it is; listeners do not hear of it. Never raises. O(n).
+
+        ``mark`` : as for ``set_mark``, with this piece as the last one given.
 
         Waits, at most a second, while the ring is half full of unsealed tokens: a replica that reads a long log must
         not outrun the sealing. Not for the request path.
@@ -155,13 +181,30 @@ class SuffixCache:
                     self._room.wait_for(self._index.has_room, _ROOM_WAIT_S)
                 self._store([tokens])
                 self._num_appended += len(tokens)
+                if mark is not None:
+                    self._set_mark(mark)
         except Exception as error:
             self.report_failure("a shared piece was not stored", error)
             return
         self._wake_if_due()
 
+    def set_mark(self, mark: Mark) -> None:
+        """``mark`` says how far the caller is in its source. Given back as ``kept_mark`` after a restart.
+
+        The directory keeps the newest mark at which everything stored so far, by anyone, is in files: what a crash
+        loses is always after it. The mark must be JSON and small, it is written with every manifest. Text in a file
+        that turns out to be unreadable is missing all the same, and so is text dropped because sealing could not keep
+        up. A segment that could not be written holds the mark back: what came after it may be given again. O(1).
+        """
+        with self._lock:
+            self._set_mark(mark)
+
+    def _set_mark(self, mark: Mark) -> None:
+        if self._directory is not None:
+            self._marks.set(mark, self._index.next_position, self._tail_start)
+
     def add_listener(self, listener: Listener) -> None:
-        """Call ``listener`` with the pieces (int32[n] each, no separators) of every ``append``, on its thread."""
+        """Call ``listener`` with the pieces of every ``append`` that stored any, on its thread."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
@@ -179,9 +222,9 @@ class SuffixCache:
         with self._lock:
             return self._index.remove_static(segment_id)
 
-    def _store(self, pieces: list[Tokens]) -> list[Tokens]:
-        num_dropped = self._index.num_dropped_tokens
-        stored = [part for piece in pieces for part in self._index.append(piece)]
+    def _store(self, pieces: list[Tokens]) -> Pieces:
+        num_dropped, position = self._index.num_dropped_tokens, self._index.next_position
+        stored = Pieces((part for piece in pieces for part in self._index.append(piece)), position)
         # Positions say nothing about text dropped from the middle, so then every block is forgotten.
         has_dropped = self._index.num_dropped_tokens > num_dropped
         self._filter.forget_before(self._index.next_position if has_dropped else self._index.oldest_position)
@@ -204,6 +247,8 @@ class SuffixCache:
                 return
             self._seal(1 if seal_all else self._seal_tokens)
             self._run_merges(wait)
+            if time.monotonic() >= self._write_again_at:
+                self._write_again()
             self._commit()
 
     def flush(self) -> None:
@@ -217,6 +262,7 @@ class SuffixCache:
                 return
             if self._directory is None or self._directory.durable:
                 self._seal(1)
+                self._write_again()
             self._closed = True
             self._commit()
             if self._directory is not None:
@@ -286,8 +332,11 @@ class SuffixCache:
 
     def _merge_here(self, inputs: Sequence[Segment]) -> Segment:
         start = inputs[0].start
-        tokens = np.concatenate([segment.tokens for segment in inputs])
-        return self._to_file(build_segment(tokens, start=start, segment_id=new_segment_id(start)))
+        merged = self._to_file(build_segment(concatenate(inputs), start=start, segment_id=new_segment_id(start)))
+        if self._directory is not None and not self._directory.has_file(merged.segment_id):
+            # It could not be written: the directory keeps what it was merged from.
+            self._parts[merged.segment_id] = tuple(file for segment in inputs for file in self._files_of(segment))
+        return merged
 
     def _install(self, inputs: Sequence[Segment], merged: Segment) -> None:
         with self._lock:
@@ -303,16 +352,55 @@ class SuffixCache:
             self.report_failure("a segment stays in memory", error)
             return segment
 
+    def _write_again(self) -> None:
+        """Try again with segments that could not be written: there may be room by now."""
+        if self._directory is None:
+            return
+        for segment in self._index.ring_born:
+            if self._directory.has_file(segment.segment_id):
+                continue
+            written = self._to_file(segment)
+            if written is segment:
+                self._write_again_at = time.monotonic() + _WRITE_AGAIN_S
+                return
+            with self._lock:
+                self._index.install_merged((segment,), written)
+
     def _commit(self) -> None:
+        if self._directory is None:
+            return
         with self._lock:
             segments, next_position = self._index.ring_born, self._index.next_position
-        if self._directory is None or segments == self._committed:
+            kept = self._marks.kept_at(self._first_not_in_files(segments))
+        files = tuple(file for segment in segments for file in self._files_of(segment))
+        self._parts = {s.segment_id: self._parts[s.segment_id] for s in segments if s.segment_id in self._parts}
+        if (files, kept) == self._committed:
             return
         try:
-            self._directory.commit(segments, next_position=next_position)
-            self._committed = segments
+            shared = None if kept is None else kept.to_json()
+            self._directory.commit(files, next_position=next_position, shared=shared)
+            self._committed = files, kept
         except OSError as error:
             self.report_failure("the manifest was not written", error)
+
+    def _files_of(self, segment: Segment) -> tuple[Segment, ...]:
+        """What of ``segment`` is in files, oldest first: itself, or some of what it was merged from."""
+        if self._directory is not None and self._directory.has_file(segment.segment_id):
+            return (segment,)
+        return self._parts.get(segment.segment_id, ())
+
+    def _first_not_in_files(self, segments: Sequence[Segment]) -> int:
+        for segment in segments:
+            position = segment.start
+            for file in self._files_of(segment):
+                position = file.stop if file.start == position else position
+            if position is not None and position != segment.stop:
+                return position
+        return self._tail_start
+
+    @property
+    def _tail_start(self) -> int:
+        return self._index.next_position - self._index.num_tail_tokens
 
     def report_failure(self, what: str, error: BaseException) -> None:
         """Count a failure and log the first of its kind: what fails once often fails always."""

@@ -1,4 +1,5 @@
 """What one replica learns, the others know a moment later: one bounded Redis stream per namespace.
 
-``redis_log`` writes and reads the streams, ``entry`` is their format, ``push`` fills one from a warm-up directory.
+``redis_log`` writes and reads the streams, ``entry`` is their format, ``bookmark`` remembers over restarts what was
+read, ``push`` fills a stream from a warm-up directory.
 """

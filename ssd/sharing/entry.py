@@ -4,8 +4,9 @@
 
     offset  bytes
          0      1   format version                              all numbers little-endian
-         1      8   replica id: who wrote it
-         9     16   sequence id: an entry may be written twice, it is stored once
+         1      8   replica id: who wrote it, another one each time a replica opens the namespace
+         9     16   sequence id: an entry may be written twice, it is stored once; a replica's are made of the
+                    replica id and the ring position of the text (``ssd/sharing/bookmark.py``)
         25      2   n, number of tokens, 1..4096
         27      8   xxh3-64 of bytes 0..26 and of the tokens as uint32
         35      -   zlib: the tokens' lowest bytes, then their second bytes, third, fourth; 4n bytes

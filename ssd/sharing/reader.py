@@ -8,8 +8,9 @@ from collections import OrderedDict, deque
 from typing import Any
 
 from ssd.retrieval.cache import SuffixCache
+from ssd.sharing.bookmark import Bookmark, order
 from ssd.sharing.connection import BLOCK_MS, connect
-from ssd.sharing.entry import InvalidEntryError, num_tokens_of, unpack_entry
+from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
 from ssd.sharing.writer import FIELD
 
@@ -23,22 +24,34 @@ RawEntry = tuple[bytes, dict[bytes, bytes] | None]
 class Stream:
     """One namespace's stream as this replica has read it. Only the reader's thread changes it.
 
-    ``last_id`` : id of the last entry read, None before the log was paged through. ``entries`` : (id, tokens) of what
-    the log holds, oldest first, to keep it within its bound.
+    ``bookmark`` : what of it is in the cache, over restarts. ``last_id`` : id of the last entry read, None before the
+    log was paged through. ``entries`` : (id, tokens) of what the log holds, oldest first, to keep it within its bound.
     """
 
-    def __init__(self, key: str, cache: SuffixCache) -> None:
+    def __init__(self, key: str, cache: SuffixCache, bookmark: Bookmark) -> None:
         self.key = key
         self.cache = weakref.ref(cache)
+        self.bookmark = bookmark
         self.last_id: bytes | None = None
         self.entries: deque[tuple[bytes, int]] = deque()
         self.num_tokens = 0
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def saw(self, entry_id: bytes, num_tokens: int) -> None:
         """Entry ``entry_id`` is in the log and has been read."""
         self.last_id = entry_id
         self.entries.append((entry_id, num_tokens))
         self.num_tokens += num_tokens
+
+    def has_seen(self, sequence_id: bytes) -> bool:
+        """Whether an entry with this sequence id was read before, among the last 65,536; from now on it was."""
+        if sequence_id in self._seen:
+            self._seen.move_to_end(sequence_id)
+            return True
+        self._seen[sequence_id] = None
+        if len(self._seen) > _MAX_SEEN:
+            self._seen.popitem(last=False)
+        return False
 
     def forget(self) -> None:
         """The log is not the one that was read."""
@@ -50,29 +63,32 @@ class Stream:
 class LogReader:
     """Follows any number of streams on one thread and one connection, and trims them.
 
-    A stream that is new here is first paged through, newest entries first until its bound in tokens is reached, and
-    stored oldest first. After that only new entries are read. Entries that were trimmed before are lost, and
-    that is all.
+    When a stream is opened it is first paged through, newest entries first until its bound in tokens is reached; then
+    what the bookmark does not know is stored, oldest first. After that only new entries are read. Entries that were
+    trimmed before are lost, and that is all. Entries that are known are read for their sizes, which bound the log, and
+    their sequence ids, by which a second copy is told.
     """
 
-    def __init__(self, url: str, *, replica_id: bytes, vocab_size: int, max_tokens: int) -> None:
+    def __init__(self, url: str, *, vocab_size: int, max_tokens: int) -> None:
         self.num_received = 0
         self.num_received_tokens = 0
+        self.num_known = 0
         self.num_invalid = 0
-        self._replica_id = replica_id
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._client = connect(url)
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}
         self._is_changed = threading.Event()
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
         self.link = Link("ssd-share-reader", url, self._exchange)
 
-    def follow(self, key: str, cache: SuffixCache) -> None:
-        """Store what arrives in stream ``key`` in ``cache``, for as long as that lives."""
+    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark) -> None:
+        """Store what arrives in stream ``key`` in ``cache``, for as long as that lives. Owns ``bookmark`` from now on.
+
+        Writes the bookmark into the cache as it advances.
+        """
         with self._lock:
-            self._streams[key] = Stream(key, cache)
+            self._streams[key] = Stream(key, cache, bookmark)
         self._is_changed.set()
 
     def stop(self) -> None:
@@ -98,6 +114,8 @@ class LogReader:
         for stream in streams.values():
             if stream.last_id is None:
                 self._catch_up(stream)
+        if self.link.is_stopping:
+            return  # perhaps before the bookmark was compared with the log
         followed = {key: stream.last_id or _BEGINNING for key, stream in streams.items()}
         answer: Any = self._client.xread(followed, count=_PAGE, block=BLOCK_MS)  # type: ignore[arg-type]
         for key, entries in answer or ():
@@ -113,49 +131,65 @@ class LogReader:
             return dict(self._streams)
 
     def _forget_if_replaced(self, stream: Stream) -> None:
-        """After an interruption: a server that lost its data may count ids from an earlier clock."""
-        newest: Any = self._client.xrevrange(stream.key, count=1)
-        if stream.last_id is not None and (not newest or _order(newest[0][0]) < _order(stream.last_id)):
-            stream.forget()
+        """After an interruption: is the entry read last still the one before what is to be read next?"""
+        if stream.last_id not in (None, _BEGINNING):
+            last: Any = self._client.xrevrange(stream.key, max=stream.last_id, count=1)
+            if not last or last[0][0] != stream.last_id:
+                stream.forget()  # lost, trimmed beyond it, or another log: the bookmark will tell
 
     def _catch_up(self, stream: Stream) -> None:
-        """Read the newest ``max_tokens`` tokens of the log, page by page."""
+        """Read the newest ``max_tokens`` tokens of the log, page by page, and store what is not known."""
         pages: list[RawEntry] = []
         num_tokens, before = 0, b"+"
-        while num_tokens <= self._max_tokens and not self.link.is_stopping:
+        while num_tokens <= self._max_tokens:
             page: Any = self._client.xrevrange(stream.key, max=before, count=_PAGE)
+            if self.link.is_stopping:
+                return  # with a part of the log stored, the bookmark would claim all of it
             pages += page
             num_tokens += sum(_num_tokens(raw) for raw in page)
             if len(page) < _PAGE:
                 break
             before = b"(" + page[-1][0]
+        pages.reverse()
+        by_id = dict(pages)
+
+        def sequence_id_at(entry_id: bytes) -> bytes | None:
+            entry = self._unpack((entry_id, by_id.get(entry_id)))
+            return None if entry is None else entry.sequence_id
+
+        known_id = stream.bookmark.find(pages[0][0] if pages else None, sequence_id_at)
         stream.last_id = _BEGINNING
-        for raw in reversed(pages):
-            self._receive(stream, raw)
+        for raw in pages:
+            if self.link.is_stopping:
+                return
+            self._receive(stream, raw, is_known=known_id is not None and order(raw[0]) <= order(known_id))
         self._trim(stream)
 
-    def _receive(self, stream: Stream, raw: RawEntry) -> None:
+    def _receive(self, stream: Stream, raw: RawEntry, *, is_known: bool = False) -> None:
+        """One entry of the log, in order. ``is_known`` : the bookmark is past it."""
         stream.saw(raw[0], _num_tokens(raw))
-        cache = stream.cache()
-        try:
-            entry = unpack_entry(_data(raw), vocab_size=self._vocab_size)
-        except InvalidEntryError:
-            self.num_invalid += 1
+        cache, entry = stream.cache(), self._unpack(raw)
+        if entry is None or cache is None:
+            self.num_invalid += entry is None
             return
-        if cache is None or entry.replica_id == self._replica_id or self._has_seen(entry.sequence_id):
+        has_seen = stream.has_seen(entry.sequence_id)
+        if is_known:
+            self.num_known += 1
             return
-        cache.append_shared(entry.tokens)
+        stream.bookmark.passed(raw[0], entry.sequence_id)
+        if has_seen or stream.bookmark.is_ours(entry):
+            cache.set_mark(stream.bookmark.mark())
+            self.num_known += 1
+            return
+        cache.append_shared(entry.tokens, mark=stream.bookmark.mark())
         self.num_received += 1
         self.num_received_tokens += len(entry.tokens)
 
-    def _has_seen(self, sequence_id: bytes) -> bool:
-        if sequence_id in self._seen:
-            self._seen.move_to_end(sequence_id)
-            return True
-        self._seen[sequence_id] = None
-        if len(self._seen) > _MAX_SEEN:
-            self._seen.popitem(last=False)
-        return False
+    def _unpack(self, raw: RawEntry) -> Entry | None:
+        try:
+            return unpack_entry(_data(raw), vocab_size=self._vocab_size)
+        except InvalidEntryError:
+            return None
 
     def _trim(self, stream: Stream) -> None:
         """Every replica reads everything and so knows when the log is too long; trimming twice does no harm."""
@@ -174,8 +208,3 @@ def _data(raw: RawEntry) -> bytes:
 
 def _num_tokens(raw: RawEntry) -> int:
     return num_tokens_of(_data(raw))
-
-
-def _order(entry_id: bytes) -> tuple[int, int]:
-    milliseconds, number = entry_id.split(b"-")
-    return int(milliseconds), int(number)

@@ -10,6 +10,7 @@ from typing import Self
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import SuffixCache
 from ssd.retrieval.names import check_fingerprint
+from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import address_of
 from ssd.sharing.entry import MAX_ENTRY_TOKENS, stream_key
 from ssd.sharing.reader import LogReader
@@ -31,8 +32,10 @@ class SharingStats:
     num_published_tokens: int
     num_queued: int
     num_received: int
-    """Entries of other replicas that were stored here."""
+    """Entries that were stored here: of other replicas, and our own that a crash had lost."""
     num_received_tokens: int
+    num_known: int
+    """Entries read that are in the cache already: our own, second copies, and those from before a restart."""
     num_dropped: int
     """Entries of ours that were given up: Redis was away or too slow, or refused them."""
     num_invalid: int
@@ -70,22 +73,27 @@ class RedisLog:
             raise ConfigError(f"max_tokens and max_queued_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry")
         self.address = address_of(url)
         self._fingerprint = fingerprint
-        replica_id = secrets.token_bytes(8)
         self._writer = LogWriter(
             url,
-            replica_id=replica_id,
             max_entries=max_entries_of(max_tokens),
             max_queued_tokens=max_queued_tokens,
         )
-        self._reader = LogReader(url, replica_id=replica_id, vocab_size=vocab_size, max_tokens=max_tokens)
+        self._reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens)
         self._writer.link.start()
         self._reader.link.start()
 
     def attach(self, cache: SuffixCache) -> None:
-        """From now on ``cache`` publishes what it learns and learns what others published. Returns at once."""
+        """From now on ``cache`` publishes what it learns and learns what others published. Returns at once.
+
+        A cache with a directory goes on where its last life stopped: what that one sealed is not stored again, what it
+        lost with its tail comes back if it was published; ``bookmark`` says how, and when text is stored twice even so.
+        """
         key, writer = stream_key(self._fingerprint, cache.name), self._writer
-        cache.add_listener(lambda pieces: writer.publish(key, pieces))
-        self._reader.follow(key, cache)
+        replica_id = secrets.token_bytes(8)  # each time another: the directory may be a copy, and its original alive
+        bookmark = Bookmark(replica_id, cache.kept_mark)
+        cache.set_mark(bookmark.mark())  # kept with the first segment that holds text of this life
+        cache.add_listener(lambda pieces: writer.publish(key, replica_id, pieces))
+        self._reader.follow(key, cache, bookmark)
 
     def stats(self) -> SharingStats:
         """The counters as they are now."""
@@ -97,6 +105,7 @@ class RedisLog:
             num_queued=writer.num_queued,
             num_received=reader.num_received,
             num_received_tokens=reader.num_received_tokens,
+            num_known=reader.num_known,
             num_dropped=writer.num_dropped,
             num_invalid=reader.num_invalid,
             num_failures=writer.link.num_failures + reader.link.num_failures,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 from collections import deque
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.suffix_cache import Pieces
+from ssd.sharing.bookmark import sequence_id_of
 from ssd.sharing.connection import connect
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
 from ssd.sharing.link import Link
-
-Tokens = npt.NDArray[np.int32]
 
 FIELD = b"e"
 """The one field of a stream entry; its value is what ``pack_entry`` made."""
@@ -41,12 +37,11 @@ class LogWriter:
     again with the same sequence id, so that readers can tell.
     """
 
-    def __init__(self, url: str, *, replica_id: bytes, max_entries: int, max_queued_tokens: int) -> None:
+    def __init__(self, url: str, *, max_entries: int, max_queued_tokens: int) -> None:
         """``max_entries`` : a stream is never longer than about this; ``max_queued_tokens`` : bound of the queue."""
         self.num_published = 0
         self.num_published_tokens = 0
         self.num_dropped = 0
-        self._replica_id = replica_id
         self._max_entries = max_entries
         self._max_queued_tokens = max_queued_tokens
         self._client = connect(url)
@@ -54,15 +49,22 @@ class LogWriter:
         self._is_filled = threading.Event()
         self._queue: deque[_Outgoing] = deque()
         self._num_queued_tokens = 0
+        self._num_taken = 0  # entries out of the queue and not written yet
         self.link = Link("ssd-share-writer", url, self._exchange)
 
-    def publish(self, key: str, pieces: list[Tokens]) -> None:
-        """Queue ``pieces`` (int32[n] each) for the stream ``key``. Never waits for Redis. O(entries)."""
-        outgoing = [
-            _Outgoing(key, Entry(self._replica_id, secrets.token_bytes(16), part))
-            for piece in pieces
-            for part in split_sequence(piece, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS)
-        ]
+    def publish(self, key: str, replica_id: bytes, pieces: Pieces) -> None:
+        """Queue ``pieces`` for the stream ``key``, written by ``replica_id``. Never waits for Redis. O(entries).
+
+        The sequence id of a piece's k-th entry has the ring position of the piece plus k: the piece lies there, and
+        whether a position reached a file is the same for all of it.
+        """
+        outgoing: list[_Outgoing] = []
+        position = pieces.position
+        for piece in pieces:
+            for number, part in enumerate(split_sequence(piece, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS)):
+                entry = Entry(replica_id, sequence_id_of(replica_id, position + number), part)
+                outgoing.append(_Outgoing(key, entry))
+            position += len(piece) + 1
         with self._lock:
             self._queue.extend(outgoing)
             self._num_queued_tokens += sum(len(item.entry.tokens) for item in outgoing)
@@ -71,8 +73,9 @@ class LogWriter:
 
     @property
     def num_queued(self) -> int:
-        """Entries waiting to be written."""
-        return len(self._queue)
+        """Entries not written yet."""
+        with self._lock:
+            return len(self._queue) + self._num_taken
 
     def stop(self) -> None:
         """End the thread after one last attempt to write what is queued."""
@@ -103,6 +106,8 @@ class LogWriter:
             except BaseException:
                 self._put_back(batch)
                 raise
+            finally:
+                self._num_taken = 0
 
     def _write(self, batch: list[_Outgoing]) -> None:
         from redis.exceptions import ResponseError
@@ -131,11 +136,13 @@ class LogWriter:
         with self._lock:
             batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
             self._num_queued_tokens -= sum(len(item.entry.tokens) for item in batch)
+            self._num_taken = len(batch)
             return batch
 
     def _put_back(self, batch: list[_Outgoing]) -> None:
         with self._lock:
             self._queue.extendleft(reversed(batch))
+            self._num_taken = 0
             self._num_queued_tokens += sum(len(item.entry.tokens) for item in batch)
             self._drop_oldest()
         self._is_filled.set()

@@ -1,0 +1,507 @@
+"""Is what was sealed still there, whole and counted right, after ``kill -9`` at any moment?
+
+``python -m benchmarks.crash [--kills N] [--seed S] [--capacity TOKENS] [--json]``
+
+A child opens a durable cache and appends sequences whose text is a pure function of (seed, number); small segments and
+a small capacity keep it sealing, merging, evicting and replacing manifests. Through a pipe it tells what it is about to
+append and what is on disk. It is killed at a random moment of its opening, its work or its closing, alone or with the
+rebuild process, or after the rebuild process was killed alone. Then this process opens the same directory and checks it
+against the texts made again from their numbers; the next child goes on from there, and some kills get a new directory.
+In between, files that no manifest names are torn, as a power failure leaves them.
+
+Before that, children of a short, single-threaded life are killed before each of their file operations in turn, each on
+a new directory and all on one. Ends stdout with one JSON line, and with exit status 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import logging
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.environment import describe
+from ssd.config import CacheConfig, IndexConfig
+from ssd.errors import CacheLocked
+from ssd.retrieval.cache import DEFAULT_NAMESPACE, CacheSet
+from ssd.retrieval.directory import MANIFEST_NAME, read_manifest
+from ssd.retrieval.search import longest_match
+from ssd.retrieval.snapshot import SEPARATOR, Snapshot
+
+Tokens = npt.NDArray[np.int32]
+Say = Callable[..., object]
+
+FINGERPRINT = "0123456789abcdef" * 2
+PROBLEMS = (
+    "unreadable_stores",
+    "segments_left_out",
+    "lost_sealed_sequences",
+    "wrong_texts",
+    "wrong_counts",
+    "writer_failures",
+)
+
+_FIRST_NUMBER = 1000  # sequence i begins with token 1000 + i, which occurs nowhere else
+_SHORTEST = 20
+_LONGEST = 600
+_ALPHABET = 40
+_WIDE_ID = 1 << 20  # in some sequences, so that segments of narrow and of wide ids are merged
+_TAIL_SEALS = 4  # the writer waits while more than this many seals are due
+_WINDOW_S = 1.0  # a writer is killed at the latest this long after it has opened the store
+_FRESH_EVERY = 20  # one kill in so many gets a new directory
+_NUM_PATTERNS = 20
+_LOCK_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a child and its checker have to agree on."""
+
+    seed: int
+    index: IndexConfig
+
+    def config(self, directory: Path) -> CacheConfig:
+        """The cache's, at ``directory``."""
+        return CacheConfig(index=self.index, directory=directory)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: it must not be cut into pieces."""
+        return min(_LONGEST, self.index.capacity_tokens // 16)
+
+    @property
+    def most_unsealed(self) -> int:
+        """Tokens the tail may hold at most, with the sequence that made it so long."""
+        return _TAIL_SEALS * self.index.seal_tokens + self.longest + 1
+
+    def text(self, number: int) -> Tokens:
+        """int32[n], the sequence with this number."""
+        chance = np.random.default_rng((self.seed, number))
+        tokens = chance.integers(0, _ALPHABET, chance.integers(_SHORTEST, self.longest)).astype(np.int32)
+        tokens[0] = _FIRST_NUMBER + number
+        if number % 97 == 0:
+            tokens[-1] = _WIDE_ID
+        return tokens
+
+
+@dataclass(slots=True)
+class Store:
+    """A directory and what must be in it."""
+
+    directory: Path
+    first: int = 0
+    """The oldest sequence it may still have."""
+    durable: int = -1
+    """The newest sequence known to be on disk."""
+    announced: int = -1
+    """The newest sequence that can be there."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Results over all kills."""
+
+    problems: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
+    """Where kills struck and what they left behind."""
+    num_checked_sequences: int = 0
+    num_checked_counts: int = 0
+    num_lock_waits: int = 0
+
+
+# The writer: a forked child
+
+
+def write(setting: Setting, directory: Path, first: int, chance: random.Random, close_after_s: float, say: Say) -> None:
+    """A server's life: open, append from number ``first`` on, close after ``close_after_s``."""
+    logging.getLogger("ssd.retrieval.merge_worker").setLevel(logging.ERROR)  # its process is killed on purpose
+    say("opening")
+    caches = CacheSet(setting.config(directory), FINGERPRINT)
+    cache = caches.get()
+    say("running")
+    stops: list[int] = []  # where sequences first, first + 1, ... end in the ring
+    number = first
+    close_at = time.monotonic() + close_after_s
+    while time.monotonic() < close_at:
+        say("appending", number)
+        cache.append(setting.text(number))
+        stops.append(cache.snapshot().tail_stop)
+        number += 1
+        while cache.stats().num_tail_tokens > _TAIL_SEALS * setting.index.seal_tokens:
+            time.sleep(0.0005)
+        draw = chance.random()
+        if draw < 0.03:
+            caches.flush()
+            say("durable", number - 1)
+        elif draw < 0.2:
+            manifest = read_manifest(directory / DEFAULT_NAMESPACE, fingerprint=FINGERPRINT)
+            if manifest is not None and manifest.segments:
+                newest = manifest.segments[-1]
+                num_durable = bisect_right(stops, newest["start"] + newest["num_tokens"])
+                if num_durable:
+                    say("durable", first + num_durable - 1)
+    say("closing")
+    caches.close()
+    say("durable", number - 1)
+    say("failures", cache.stats().num_failures)
+    say("closed")
+
+
+def write_short(setting: Setting, directory: Path, first: int, die_before: int, say: Say) -> None:
+    """A life on one thread, the same file operations every time; killed before operation ``die_before``."""
+    _die_before_file_operation(directory, die_before)
+    say("opening")
+    caches = CacheSet(setting.config(directory), FINGERPRINT, inline=True)
+    cache = caches.get()
+    say("running")
+    for number in range(first, first + 8):
+        say("appending", number)
+        cache.append(setting.text(number))
+        caches.maintain()
+        if number % 3 == 0:
+            caches.flush()
+            say("durable", number)
+    say("closing")
+    caches.close()
+    say("durable", first + 7)
+    say("failures", cache.stats().num_failures)
+    say("closed")
+
+
+def _die_before_file_operation(directory: Path, count: int) -> None:
+    """Have this process kill itself when it is about to touch ``directory`` for the ``count``-th time."""
+    events = {"open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "os.scandir", "fcntl.flock", "mmap.__new__"}
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event not in events:
+            return
+        if isinstance(arguments[0], (str, os.PathLike)) and not os.fspath(arguments[0]).startswith(str(directory)):
+            return
+        count -= 1
+        if count == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+class Child:
+    """A forked process that runs ``work(say)`` and then waits to be killed."""
+
+    def __init__(self, work: Callable[[Say], None]) -> None:
+        self.phase = "starting"
+        self.durable = self.announced = -1
+        self.num_failures = 0
+        self._heard = b""
+        self._pipe, pipe = os.pipe()
+        self.process_id = os.fork()
+        if self.process_id == 0:
+            os.close(self._pipe)
+            self._live(work, pipe)
+        os.close(pipe)
+
+    def _live(self, work: Callable[[Say], None], pipe: int) -> NoReturn:
+        try:
+            work(lambda *words: os.write(pipe, " ".join(map(str, words)).encode() + b"\n"))
+            signal.pause()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def listen(self, until: float, phases: Sequence[str] = ()) -> None:
+        """Take in what the child says, until ``until`` (time.monotonic), or it ends, or it says one of ``phases``."""
+        while self.phase not in phases and (left_s := until - time.monotonic()) > 0:
+            if select.select([self._pipe], [], [], left_s)[0] and not self._hear():
+                return
+
+    def kill(self, *others: int) -> bool:
+        """SIGKILL ``others`` and the child, and hear its last words. False if it had failed before."""
+        for process_id in (*others, self.process_id):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        return self.wait()
+
+    def wait(self) -> bool:
+        """The child has ended or will by itself: hear its last words. False if it was not killed."""
+        _, status = os.waitpid(self.process_id, 0)
+        while self._hear():  # the rebuild process does not have the pipe, so it ends here
+            pass
+        os.close(self._pipe)
+        return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+    def rebuild_process(self) -> list[int]:
+        """Ids of the child's own children."""
+        found: list[int] = []
+        for path in Path(f"/proc/{self.process_id}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, path.read_text().split())
+        return found
+
+    def _hear(self) -> bool:
+        data = os.read(self._pipe, 1 << 16)
+        *lines, self._heard = (self._heard + data).split(b"\n")
+        for line in lines:
+            word, *number = line.decode().split()
+            if word == "durable":
+                self.durable = int(number[0])
+            elif word == "appending":
+                self.announced = int(number[0])
+            elif word == "failures":
+                self.num_failures = int(number[0])
+            else:
+                self.phase = word
+        return bool(data)
+
+
+# The checker
+
+
+def check(setting: Setting, store: Store, child: Child, was_killed: bool, tally: Tally, chance: random.Random) -> None:
+    """Open the store a child left and compare everything in it with what must be there."""
+    store.durable = max(store.durable, child.durable)
+    store.announced = max(store.announced, child.announced)
+    tally.problems["writer_failures"] += child.num_failures + (not was_killed)
+    tally.seen[f"while_{child.phase}"] += 1
+    try:
+        _look_at_leftovers(store.directory / DEFAULT_NAMESPACE, tally, chance)
+        caches = _open(setting, store.directory, tally)
+    except Exception:
+        traceback.print_exc()
+        tally.problems["unreadable_stores"] += 1
+        store.directory = store.directory.with_name(store.directory.name + "+")  # the evidence stays
+        store.first = store.announced + 1
+        store.durable = store.announced
+        return
+    with caches:
+        tally.problems["segments_left_out"] += caches.get().stats().num_failures
+        snapshot = caches.get().snapshot()
+        numbers = _check_text(setting, store, snapshot, tally)
+        _check_counts(setting, numbers, snapshot, tally, chance)
+    if numbers:
+        store.first, store.durable = numbers[0], numbers[-1]
+    store.announced = store.durable  # the next writer goes on with the next number
+
+
+def _open(setting: Setting, directory: Path, tally: Tally) -> CacheSet:
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            return CacheSet(setting.config(directory), FINGERPRINT, inline=True)
+        except CacheLocked:
+            # Killed between fork and exec of its rebuild process: for a moment that has the lock too.
+            if time.monotonic() > deadline:
+                raise
+            tally.num_lock_waits += 1
+            time.sleep(0.01)
+
+
+def _look_at_leftovers(directory: Path, tally: Tally, chance: random.Random) -> None:
+    """Count what the kill left behind; sometimes tear it, as a power failure would, and add more of it."""
+    manifest = read_manifest(directory, fingerprint=FINGERPRINT) if directory.exists() else None
+    named = {f"{segment_id}.seg" for segment_id in manifest.segment_ids} if manifest else set()
+    kinds = {"temporary_segment": "*.seg.*.tmp", "temporary_manifest": f"{MANIFEST_NAME}.*.tmp", "segment": "*.seg"}
+    left = {
+        kind: [p for p in directory.glob(pattern) if p.name not in named] for kind, pattern in sorted(kinds.items())
+    }
+    for kind, paths in left.items():
+        tally.seen[f"left_unnamed_{kind}"] += bool(paths)
+    if not directory.exists() or chance.random() < 0.6:
+        return
+    tally.seen["torn"] += 1
+    for path in [path for paths in left.values() for path in paths]:
+        with contextlib.suppress(FileNotFoundError):  # the rebuild process may still be at it
+            size = path.stat().st_size
+            os.truncate(path, chance.randint(0, size))
+            if chance.random() < 0.5:
+                os.truncate(path, size)  # a tail of zeros
+    (directory / f"000000000000-{chance.getrandbits(64):016x}.seg").write_bytes(b"")
+    (directory / f"000000000000-{chance.getrandbits(64):016x}.seg.1.tmp").write_bytes(bytes(300))
+    (directory / f"{MANIFEST_NAME}.1.tmp").write_bytes(b'{"format": 1, "mani')
+
+
+def _check_text(setting: Setting, store: Store, snapshot: Snapshot, tally: Tally) -> list[int]:
+    """The numbers of the sequences found, oldest first."""
+    text = np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in snapshot.segments)])
+    stops = np.flatnonzero(text == SEPARATOR)
+    starts = np.concatenate([[0], stops[:-1] + 1]) if len(stops) else stops
+    numbers = [int(text[start]) - _FIRST_NUMBER for start in starts]
+    tally.num_checked_sequences += len(numbers)
+    wrong = int(len(text) != (stops[-1] + 1 if len(stops) else 0))
+    wrong += numbers != list(range(numbers[0], numbers[0] + len(numbers))) if numbers else False
+    wrong += bool(numbers) and not store.first <= numbers[0] <= numbers[-1] <= store.announced
+    for number, start, stop in zip(numbers, starts, stops, strict=True):
+        wrong += not 0 <= number <= store.announced or not np.array_equal(text[start:stop], setting.text(number))
+    tally.problems["wrong_texts"] += int(wrong)
+    missing = set(range(store.first, store.durable + 1)).difference(numbers)
+    if numbers and numbers[0] > store.first:
+        capacity = setting.index.capacity_tokens
+        tally.seen["evicted"] += 1
+        # One segment, at most an eighth of the capacity, is evicted when the next sequence does not fit; what was in
+        # the tail then may have been lost.
+        if len(text) >= capacity - capacity // 8 - setting.most_unsealed - setting.longest:
+            missing.difference_update(range(numbers[0]))
+    tally.problems["lost_sealed_sequences"] += len(missing)
+    if wrong or missing:
+        print(f"wrong={wrong} missing={sorted(missing)[:10]} found={numbers[:1]}..{numbers[-1:]} in {store}")
+    return numbers
+
+
+def _check_counts(
+    setting: Setting, numbers: Sequence[int], snapshot: Snapshot, tally: Tally, chance: random.Random
+) -> None:
+    """Compare counts by lookup with counts over the texts made again."""
+    if not numbers:
+        return
+    close = np.array([SEPARATOR], np.int32)
+    text = np.concatenate([part for number in numbers for part in (setting.text(number), close)])
+    for i in range(_NUM_PATTERNS):
+        start = chance.randrange(len(text))
+        pattern = text[start : start + chance.randint(1, 8)].copy()
+        if i % 5 == 0:
+            pattern[chance.randrange(len(pattern))] = chance.randrange(_ALPHABET)  # may occur nowhere
+        if pattern.min() < 0:
+            continue
+        hits = np.ones(len(text) - len(pattern) + 1, np.bool_)
+        for offset, token in enumerate(pattern):
+            hits &= text[offset : offset + len(hits)] == token
+        match = longest_match(snapshot, pattern, len(pattern))
+        found = match.support if match.length == len(pattern) else 0
+        tally.problems["wrong_counts"] += found != int(hits.sum())
+        tally.num_checked_counts += 1
+
+
+# The kills
+
+
+def kill_at_every_operation(seed: int, home: Path, tally: Tally) -> int:
+    """Kill short lives before their first, second, ... file operation, until one gets to its end. Returns how many."""
+    setting = Setting(seed, IndexConfig(capacity_tokens=2048, seal_tokens=128, merge_fanout=2, dedup_block_tokens=0))
+    chance = random.Random(seed)
+    num_kills = 0
+    for kind in ("new", "same"):
+        store = Store(home / "every")
+        for operation in range(1, 1000):
+            if kind == "new":
+                store = Store(home / f"every-{operation}")
+            first = store.durable + 1
+            child = Child(lambda say: write_short(setting, store.directory, first, operation, say))  # noqa: B023
+            child.listen(time.monotonic() + 60, ("closed",))
+            reached_end = child.phase == "closed"
+            check(setting, store, child, child.kill() if reached_end else child.wait(), tally, chance)
+            if reached_end:
+                break
+            num_kills += 1
+    return num_kills
+
+
+def kill_at_random(setting: Setting, num_kills: int, home: Path, tally: Tally) -> None:
+    """Kill writers of one store, and of some new ones, at random moments."""
+    chance = random.Random(setting.seed)
+    kept = Store(home / "kept")
+    open_s, close_s = _calibrate(setting, kept, tally, chance)
+    for number in range(num_kills):
+        store = Store(home / f"new-{number}") if number % _FRESH_EVERY == _FRESH_EVERY - 1 else kept
+        phase = chance.choices(("opening", "running", "closing"), (0.2, 0.6, 0.2))[0]
+        victim = chance.choices(("server", "worker", "both"), (0.6, 0.2, 0.2))[0]
+        close_after_s = chance.uniform(0.0, _WINDOW_S) if phase == "closing" else 60.0
+        life = random.Random(chance.getrandbits(32))
+        first = store.durable + 1
+        child = Child(lambda say: write(setting, store.directory, first, life, close_after_s, say))  # noqa: B023
+        child.listen(time.monotonic() + 60, ("running", "closing") if phase == "running" else (phase,))
+        delay_s = {"opening": 1.5 * open_s, "running": _WINDOW_S, "closing": 1.5 * close_s}[phase]
+        kill_at = time.monotonic() + chance.uniform(0.0, delay_s)
+        if victim == "worker":
+            child.listen(time.monotonic() + chance.uniform(0.0, delay_s))
+            for process_id in child.rebuild_process():
+                tally.seen["rebuild_process_killed_alone"] += 1
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+        child.listen(kill_at)
+        others = child.rebuild_process() if victim == "both" else []
+        tally.seen["rebuild_process_killed_too"] += bool(others)
+        check(setting, store, child, child.kill(*others), tally, chance)
+        if (number + 1) % 20 == 0:
+            wrong = {name: count for name, count in tally.problems.items() if count} or "nothing wrong"
+            print(f"{number + 1:>5} kills, sequences up to {kept.durable}: {wrong}", flush=True)
+
+
+def _calibrate(setting: Setting, store: Store, tally: Tally, chance: random.Random) -> tuple[float, float]:
+    """Seconds that opening and closing take, from a life that is not disturbed."""
+    life = random.Random(0)
+    child = Child(lambda say: write(setting, store.directory, 0, life, _WINDOW_S, say))
+    moments = []
+    for phase in ("opening", "running", "closing", "closed"):
+        child.listen(time.monotonic() + 60, (phase,))
+        moments.append(time.monotonic())
+    check(setting, store, child, child.kill(), tally, chance)
+    return moments[1] - moments[0], moments[3] - moments[2]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Kill, check, print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.crash", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200, help="kills at random moments")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--capacity", type=int, default=1 << 18, help="tokens; merges beyond 16384 need the process")
+    parser.add_argument("--json", action="store_true", help="end stdout with one JSON line")
+    args = parser.parse_args(argv)
+    index = IndexConfig(
+        capacity_tokens=args.capacity,
+        seal_tokens=max(64, args.capacity // 128),
+        merge_fanout=2,
+        dedup_block_tokens=0,
+        rebuild_interval_s=0.05,
+    )
+    tally = Tally()
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="crash-", ignore_cleanup_errors=True) as home:
+        num_operations = kill_at_every_operation(args.seed, Path(home), tally)
+        print(f"killed before each of {num_operations} file operations")
+        tally.seen.clear()  # what follows is about the random moments
+        kill_at_random(Setting(args.seed, index), args.kills, Path(home), tally)
+    result = {
+        "benchmark": "crash",
+        "date": datetime.date.today().isoformat(),
+        "environment": describe(),
+        "parameters": {"capacity": args.capacity, "seal_tokens": index.seal_tokens, "seed": args.seed},
+        "kills": args.kills,
+        "kills_at_file_operations": num_operations,
+        **{name: tally.problems[name] for name in PROBLEMS},
+        "checked_sequences": tally.num_checked_sequences,
+        "checked_counts": tally.num_checked_counts,
+        "lock_waits": tally.num_lock_waits,
+        "seen": dict(sorted(tally.seen.items())),
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+    for name, value in result.items():
+        if name not in ("environment", "seen"):
+            print(f"{name:>28}  {value}")
+    for name, count in tally.seen.items():
+        print(f"{name:>28}  {count}")
+    if args.json:
+        print(json.dumps(result))
+    if any(tally.problems.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

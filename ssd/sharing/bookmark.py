@@ -1,0 +1,139 @@
+"""How far a replica has read a stream, in a form that outlives the process.
+
+A bookmark answers one question after a restart: which entries of the log are in the cache already? It is written with
+the cache's manifest (``SuffixCache.set_mark``), so it never claims what a crash has lost::
+
+    others' entries      up to the newest waypoint that the log still holds    what follows is read
+    our own entries      by ring position, for each former life                stored before it ended, or lost and read
+
+A *life* is one opening of a namespace's cache, under a replica id of its own. Its entries name their ring positions, so
+those that reached a file are known whenever they were written to the log and in whatever order; the others are text
+that was lost with the tail, and come back. A directory that was copied to another machine knows the same lives and
+begins another one.
+
+*Waypoints* are entries read, each as stream id and sequence id: the newest, and older ones in growing distances. One
+that is found in the log proves that the log is the one that was read up to there. So a Redis that lost its newest
+entries, or all, or is another one, is noticed.
+
+What may go wrong, and what it costs (never an output):
+
+* Redis came back without its newest r entries: at most 3r older ones are stored a second time.
+* The log holds no waypoint, yet entries older than some: it is another one and is read whole, what we have as well.
+* An entry was written twice, its first copy read before the restart and trimmed meanwhile: it is stored twice.
+* More than 64 lives began while an entry of ours waited to be read back: it is stored twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ssd.retrieval.marks import KeptMark
+from ssd.sharing.entry import Entry
+
+_MAX_LIVES = 64
+_MAX_WAYPOINTS = 64  # one for each doubling of the distance; never reached
+
+
+class Waypoint(NamedTuple):
+    """Entry ``number``, counted over all lives, was read at ``entry_id`` of the stream."""
+
+    number: int
+    entry_id: bytes
+    sequence_id: bytes
+
+
+class Life(NamedTuple):
+    """Entries of ``replica_id`` from ring positions below ``position`` are in files, or were evicted."""
+
+    replica_id: bytes
+    position: int
+
+
+class Bookmark:
+    """How far one stream was read, by this life and those before. One owner.
+
+    ``lives`` : the former ones, oldest first. ``waypoints`` : newest first.
+    """
+
+    def __init__(self, replica_id: bytes, kept: KeptMark | None = None) -> None:
+        """``replica_id`` : of the life that begins; ``kept`` : what the cache kept of the last one's ``mark``.
+
+        A mark of another make counts as none.
+        """
+        self.replica_id = replica_id
+        self.lives, self.waypoints = _read(kept)
+        self._positions = dict(self.lives)
+
+    def mark(self) -> Mapping[str, Any]:
+        """The bookmark as JSON, for ``SuffixCache.set_mark``."""
+        return {
+            "replica": self.replica_id.hex(),
+            "lives": [(life.replica_id.hex(), life.position) for life in self.lives],
+            "waypoints": [(w.number, w.entry_id.decode(), w.sequence_id.hex()) for w in self.waypoints],
+        }
+
+    def is_ours(self, entry: Entry) -> bool:
+        """Whether this life stored the text of ``entry``, or a former one did and it reached a file."""
+        if entry.replica_id == self.replica_id:
+            return True
+        return position_of(entry.sequence_id) < self._positions.get(entry.replica_id, 0)
+
+    def passed(self, entry_id: bytes, sequence_id: bytes) -> None:
+        """The entry was read. O(log of the number of entries read)."""
+        number = self.waypoints[0].number + 1 if self.waypoints else 1
+        older = tuple(point for point in self.waypoints if _is_kept(number, point.number))
+        self.waypoints = (Waypoint(number, entry_id, sequence_id), *older[: _MAX_WAYPOINTS - 1])
+
+    def find(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
+        """The id up to which entries of this log were read, None if it is not the log that was read.
+
+        ``oldest_id`` : of the oldest entry at hand, None if there is none; ``sequence_id_at`` : the sequence id of the
+        entry with a stream id, None if there is no such entry. Forgets waypoints that are not of this log.
+        """
+        for index, point in enumerate(self.waypoints):
+            is_trimmed = oldest_id is None or order(point.entry_id) < order(oldest_id)  # then all there is came later
+            if is_trimmed or sequence_id_at(point.entry_id) == point.sequence_id:
+                self.waypoints = self.waypoints[index:]
+                return point.entry_id
+        self.waypoints = ()
+        return None
+
+
+def order(entry_id: bytes) -> tuple[int, int]:
+    """A stream id as Redis compares it."""
+    milliseconds, number = entry_id.split(b"-")
+    return int(milliseconds), int(number)
+
+
+def sequence_id_of(replica_id: bytes, position: int) -> bytes:
+    """16 bytes no other entry has: the life's replica id (8 bytes), and the ring position (8 bytes, little-endian)."""
+    return replica_id + position.to_bytes(8, "little")
+
+
+def position_of(sequence_id: bytes) -> int:
+    """The ring position in what ``sequence_id_of`` made."""
+    return int.from_bytes(sequence_id[8:], "little")
+
+
+def _is_kept(newest: int, number: int) -> bool:
+    """One number in each range of distances 2^k ... 2^(k+1) - 1 from the newest; a number once dropped stays so."""
+    return number % (1 << ((newest - number).bit_length() - 1)) == 0
+
+
+def _read(kept: KeptMark | None) -> tuple[tuple[Life, ...], tuple[Waypoint, ...]]:
+    try:
+        if kept is None:
+            return (), ()
+        former = [*kept.mark["lives"], (kept.mark["replica"], kept.position)]
+        lives = tuple(Life(bytes.fromhex(replica_id), int(position)) for replica_id, position in former)
+        waypoints = tuple(
+            Waypoint(int(number), entry_id.encode(), bytes.fromhex(sequence_id))
+            for number, entry_id, sequence_id in kept.mark["waypoints"]
+        )
+        is_sound = all(newer.number > older.number for newer, older in pairwise(waypoints))
+        is_sound = is_sound and all(order(point.entry_id) >= (0, 0) for point in waypoints)
+        return (lives[-_MAX_LIVES:], waypoints[:_MAX_WAYPOINTS]) if is_sound else ((), ())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return (), ()

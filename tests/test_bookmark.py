@@ -1,0 +1,118 @@
+"""What a bookmark knows of a log, against a plain record of what was read."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.retrieval.marks import KeptMark
+from ssd.sharing.bookmark import Bookmark, order, position_of, sequence_id_of
+from ssd.sharing.entry import Entry
+
+ONE, TWO, THREE = b"one.....", b"two.....", b"three..."
+
+
+def stream(num_entries: int, first: int = 0) -> dict[bytes, bytes]:
+    """Stream ids and the sequence ids behind them, oldest first."""
+    return {b"%d-%d" % (7 + n // 3, n % 3): b"sequence%08d" % n for n in range(first, first + num_entries)}
+
+
+def after_restart(bookmark: Bookmark, replica_id: bytes = TWO, position: int = 0) -> Bookmark:
+    """The bookmark of the next life, as a manifest brings it."""
+    return Bookmark(replica_id, KeptMark(json.loads(json.dumps(bookmark.mark())), position))
+
+
+def that_read(log: dict[bytes, bytes]) -> Bookmark:
+    """A bookmark after all of ``log``."""
+    bookmark = Bookmark(ONE)
+    for entry_id, sequence_id in log.items():
+        bookmark.passed(entry_id, sequence_id)
+    return bookmark
+
+
+def found(bookmark: Bookmark, log: dict[bytes, bytes]) -> int:
+    """How many entries of ``log`` the bookmark knows."""
+    known = bookmark.find(next(iter(log), None), log.get)
+    return sum(known is not None and order(entry_id) <= order(known) for entry_id in log)
+
+
+def by(replica_id: bytes, position: int) -> Entry:
+    return Entry(replica_id, sequence_id_of(replica_id, position), np.array([1], np.int32))
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 30))
+def test_what_was_read_is_known_after_a_restart_however_the_log_was_trimmed(
+    num_read: int, num_trimmed: int, num_new: int
+) -> None:
+    bookmark = after_restart(that_read(stream(num_read)))
+    log = dict(list(stream(num_read + num_new).items())[num_trimmed:])
+    assert found(bookmark, log) == max(0, num_read - num_trimmed)
+
+
+@given(st.integers(1, 600), st.data())
+def test_a_log_that_lost_its_newest_entries_is_known_but_for_three_times_as_many(
+    num_read: int, data: st.DataObject
+) -> None:
+    num_lost = data.draw(st.integers(0, num_read))
+    num_new = data.draw(st.integers(0, 5))
+    log = stream(num_read - num_lost) | stream(num_new, first=1000)
+    num_known = found(after_restart(that_read(stream(num_read))), log)
+    assert num_read - num_lost - 3 * num_lost <= num_known <= num_read - num_lost
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_another_log_with_the_same_ids_is_not_known(num_read: int, num_entries: int) -> None:
+    other = {entry_id: sequence_id[::-1] for entry_id, sequence_id in stream(num_entries).items()}
+    bookmark = after_restart(that_read(stream(num_read)))
+    assert found(bookmark, other) == 0
+
+
+def test_reading_goes_on_from_a_shorter_log() -> None:
+    bookmark = after_restart(that_read(stream(100)))
+    assert found(bookmark, stream(75)) == 64
+    known = bookmark.waypoints[0]
+    bookmark.passed(b"900-0", b"n" * 16)
+    assert [point.entry_id for point in bookmark.waypoints[:2]] == [b"900-0", known.entry_id]
+    assert found(after_restart(bookmark), stream(75) | {b"900-0": b"n" * 16}) == 76
+
+
+def test_a_mark_stays_small() -> None:
+    bookmark = that_read(stream(100_000))
+    assert len(bookmark.waypoints) <= 18
+    for life in range(200):
+        bookmark = after_restart(bookmark, b"%08d" % life)
+    assert len(bookmark.lives) == 64
+    assert len(json.dumps(bookmark.mark())) < 4000
+
+
+def test_our_own_entries_are_known_by_position_and_life() -> None:
+    second = after_restart(Bookmark(ONE), TWO, position=100)
+    third = after_restart(second, THREE, position=250)
+    assert third.is_ours(by(THREE, 10**9)) and third.is_ours(by(ONE, 99)) and third.is_ours(by(TWO, 249))
+    assert not third.is_ours(by(ONE, 100))  # lost with the tail
+    assert not third.is_ours(by(TWO, 250))
+    assert not third.is_ours(by(b"another.", 0))
+    assert position_of(sequence_id_of(ONE, 1 << 40)) == 1 << 40
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {},
+        {"replica": "00", "lives": [], "waypoints": 3},
+        {"replica": 3, "lives": [], "waypoints": []},
+        {"replica": "0g", "lives": [], "waypoints": []},
+        {"replica": "00", "lives": [["00"]], "waypoints": []},
+        {"replica": "00", "lives": [], "waypoints": [[1, "12", "00"]]},
+        {"replica": "00", "lives": [], "waypoints": [[1, 12, "00"]]},
+        {"replica": "00", "lives": [], "waypoints": [[1, "1-1", "00"], [2, "2-1", "00"]]},
+    ],
+)
+def test_a_mark_of_another_make_counts_as_none(mark: dict[str, object]) -> None:
+    bookmark = Bookmark(ONE, KeptMark(mark, 5))
+    assert (bookmark.lives, bookmark.waypoints) == ((), ())
+    assert not bookmark.is_ours(by(b"another.", 0))

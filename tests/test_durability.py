@@ -1,0 +1,666 @@
+"""Nothing is lost or counted twice: over random histories with crashes, and when the disk refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ssd.config import CacheConfig, IndexConfig
+from ssd.errors import CacheError, FormatVersion, StoreUnavailable
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.directory import SegmentDirectory
+from ssd.retrieval.index import SuffixIndex
+from ssd.retrieval.merge_worker import MergeWorker
+from ssd.retrieval.search import longest_match
+from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot
+from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.suffix_array import build_segment
+from ssd.retrieval.worker import MergeJob
+from tests.reference.retrieval import naive_count, sequences, snapshot_text
+
+FINGERPRINT = "0123456789abcdef" * 2
+ROOT = Path(__file__).resolve().parents[1]
+
+Text = list[int]  # one sequence, no separator
+
+_PATTERNS = [list(pattern) for length in (1, 2, 3) for pattern in product((0, 1), repeat=length)]
+_SEQUENCES = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+def check_counts(snapshot: Snapshot, said: list[Text]) -> None:
+    """Every short pattern is found as often as it stands in ``said``."""
+    text = [token for sequence in said for token in [*sequence, SEPARATOR]]
+    for pattern in _PATTERNS:
+        match = longest_match(snapshot, np.array(pattern, np.int32), len(pattern))
+        found = match.support if match.length == len(pattern) else 0
+        assert found == naive_count(text, pattern), (pattern, said)
+
+
+def num_tokens(said: list[Text]) -> int:
+    """With separators."""
+    return sum(len(sequence) + 1 for sequence in said)
+
+
+class Twin:
+    """The index as lists: groups of sequences that were sealed together, and the tail."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.groups: list[list[Text]] = []
+        self.tail: list[Text] = []
+
+    def said(self) -> list[Text]:
+        """Everything, oldest first."""
+        return [sequence for group in [*self.groups, self.tail] for sequence in group]
+
+    def evict(self, num_new_tokens: int) -> None:
+        """Whole groups, oldest first, until there is room."""
+        while self.groups and num_tokens(self.said()) + num_new_tokens > self.capacity:
+            self.groups.pop(0)
+
+    def append(self, piece: Text) -> None:
+        """Evict, then drop the oldest of a tail that alone is too long."""
+        self.evict(len(piece) + 1)
+        self.tail.append(piece)
+        while num_tokens(self.tail) > self.capacity:
+            self.tail.pop(0)
+
+    def seal(self, due: list[Text]) -> None:
+        """``due``, taken from the tail earlier, is a group now; what of it is still in the tail leaves it."""
+        self.tail = [piece for piece in self.tail if not any(piece is sealed for sealed in due)]
+        self.groups.append(due)
+        self.evict(0)
+
+    def merge(self, inputs: list[list[Text]]) -> bool:
+        """False if one of the groups is gone."""
+        places = [place for place, group in enumerate(self.groups) if group is inputs[0]]
+        if not places:
+            return False
+        first = places[0]
+        self.groups[first : first + len(inputs)] = [[sequence for group in inputs for sequence in group]]
+        return True
+
+
+class Halves(RuleBasedStateMachine):
+    """Index and directory, driven half a step at a time, dying anywhere, against the twin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = tempfile.TemporaryDirectory()
+        self.num_segments = 0
+        self.committed: list[tuple[str, list[Text]]] = []
+
+    @initialize(capacity=st.sampled_from([16, 64, 200]), fanout=st.integers(2, 3))
+    def create(self, capacity: int, fanout: int) -> None:
+        self.config = IndexConfig(capacity_tokens=capacity, seal_tokens=8, merge_fanout=fanout, lead_in_tokens=1)
+        self.open()
+
+    def open(self) -> None:
+        """As the last commit left it; groups by segment id, as both sides know them."""
+        self.directory = SegmentDirectory(Path(self.home.name), fingerprint=FINGERPRINT, namespace="default")
+        segments, failures = self.directory.load()
+        assert failures == [] and [s.segment_id for s in segments] == [name for name, _ in self.committed]
+        self.index = SuffixIndex(self.config, segments, self.directory.manifest.next_position)
+        self.twin = Twin(self.config.capacity_tokens)
+        self.twin.groups = [group for _, group in self.committed]
+        self.groups = dict(self.committed)
+        self.twin.evict(0)
+        self.sealing: tuple[Segment, list[Text]] | None = None
+        self.merging: tuple[tuple[Segment, ...], Segment] | None = None
+
+    def build(self, tokens: np.ndarray, start: int | None) -> Segment:
+        """A segment with a file."""
+        self.num_segments += 1
+        return self.directory.write(build_segment(tokens, start=start, segment_id=f"{self.num_segments:06d}"))
+
+    @rule(sequence=_SEQUENCES)
+    def append(self, sequence: Text) -> None:
+        for piece in self.index.append(np.array(sequence, np.int32)):
+            self.twin.append(piece.tolist())
+
+    @precondition(lambda self: self.sealing is None and self.twin.tail)
+    @rule()
+    def begin_to_seal(self) -> None:
+        due = self.index.tail_to_seal()
+        assert due is not None
+        start, tokens = due
+        num_due = tokens.tolist().count(SEPARATOR)
+        assert sequences(tokens.tolist()) == self.twin.tail[:num_due]
+        self.sealing = self.build(tokens, start), self.twin.tail[:num_due]
+
+    @precondition(lambda self: self.sealing is not None)
+    @rule()
+    def finish_to_seal(self) -> None:
+        assert self.sealing is not None
+        segment, due = self.sealing
+        self.sealing = None
+        self.index.install_sealed(segment)
+        self.twin.seal(due)
+        self.groups[segment.segment_id] = due
+
+    @precondition(lambda self: self.merging is None)
+    @rule()
+    def begin_to_merge(self) -> None:
+        inputs = self.index.merge_plan()
+        if inputs is not None:
+            tokens = np.concatenate([segment.tokens for segment in inputs])
+            self.merging = inputs, self.build(tokens, inputs[0].start)
+
+    @precondition(lambda self: self.merging is not None)
+    @rule()
+    def finish_to_merge(self) -> None:
+        assert self.merging is not None
+        inputs, merged = self.merging
+        self.merging = None
+        groups = [self.groups[segment.segment_id] for segment in inputs]
+        is_installed = self.index.install_merged(inputs, merged)
+        assert is_installed == self.twin.merge(groups)
+        if is_installed:
+            self.groups[merged.segment_id] = next(g for g in self.twin.groups if g[0] is groups[0][0])
+
+    @precondition(lambda self: self.merging is None and self.sealing is None)
+    @rule()
+    def commit(self) -> None:
+        self.directory.commit(self.index.ring_born, next_position=self.index.next_position)
+        self.committed = [(s.segment_id, self.groups[s.segment_id]) for s in self.index.ring_born]
+
+    @rule()
+    def die_and_reopen(self) -> None:
+        self.directory.close()  # as the kernel does with the lock of a process that died
+        self.open()
+
+    @invariant()
+    def nothing_is_lost_or_twice(self) -> None:
+        if hasattr(self, "twin"):
+            snapshot, said = self.index.snapshot(), self.twin.said()
+            assert sequences(snapshot_text(snapshot)) == said
+            assert snapshot.num_tokens <= self.config.capacity_tokens
+            check_counts(snapshot, said)
+
+    def teardown(self) -> None:
+        if hasattr(self, "twin"):
+            self.directory.close()
+            self.open()
+            self.nothing_is_lost_or_twice()
+            files = {path.name for path in Path(self.home.name).glob("*.seg")}
+            assert files == {f"{name}.seg" for name, _ in self.committed}
+            self.directory.close()
+        self.home.cleanup()
+
+
+TestHalves = Halves.TestCase
+TestHalves.settings = settings(max_examples=60, stateful_step_count=60)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([16, 64, 400]),
+    st.lists(
+        st.one_of(_SEQUENCES, _SEQUENCES, st.sampled_from(["maintain", "flush", "die", "close"])),
+        min_size=5,
+        max_size=40,
+    ),
+)
+def test_a_cache_that_dies_anywhere_has_what_it_had_maintained(capacity: int, operations: list[Text | str]) -> None:
+    index = IndexConfig(capacity_tokens=capacity, seal_tokens=8, merge_fanout=2, dedup_block_tokens=0, lead_in_tokens=1)
+    with tempfile.TemporaryDirectory() as directory:
+        config = CacheConfig(index=index, directory=Path(directory))
+        caches = CacheSet(config, FINGERPRINT, inline=True)
+        said: list[Text] = []
+        on_disk: list[Text] = []
+        for operation in operations:
+            if operation == "die":
+                die(caches)
+                caches = CacheSet(config, FINGERPRINT, inline=True)
+                said = on_disk
+            elif operation == "close":
+                caches.close()
+                caches = CacheSet(config, FINGERPRINT, inline=True)
+            elif operation == "maintain":
+                caches.maintain()
+            elif operation == "flush":
+                caches.flush()
+            else:
+                caches.get().append(operation)
+                pieces = SuffixIndex(index).append(np.array(operation, np.int32))
+                said = said + [piece.tolist() for piece in pieces]
+            snapshot = caches.get().snapshot()
+            found = sequences(snapshot_text(snapshot))
+            assert found == said[len(said) - len(found) :]
+            if len(found) < len(said):  # evicted by age: the oldest, and at most an eighth more than had to go
+                assert num_tokens(found) > capacity - max(2, capacity // 8) - 16
+            said = found
+            check_counts(snapshot, said)
+            if isinstance(operation, str):
+                tail = num_tokens(said) - (snapshot.tail_stop - snapshot.tail_start)
+                on_disk = [s for i, s in enumerate(said) if num_tokens(said[: i + 1]) <= tail]
+                assert operation == "maintain" or on_disk == said
+        assert caches.get().stats().num_failures == 0
+        caches.close()
+
+
+def die(caches: CacheSet) -> None:
+    """Let go of an inline set as the end of its process would: nothing is sealed or written, the locks are free."""
+    for name in caches.names():
+        directory = caches.get(name)._directory
+        assert directory is not None
+        directory.close()
+
+
+# The disk refuses
+
+
+_CHILD_SETUP = """
+import json, logging, os, resource, shutil, subprocess, sys
+from pathlib import Path
+from ssd.config import CacheConfig, IndexConfig
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.snapshot import SEPARATOR
+
+home = Path(sys.argv[1])
+logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
+index = IndexConfig(capacity_tokens=1 << 16, seal_tokens=64, merge_fanout=2, dedup_block_tokens=0)
+
+def opened():
+    return CacheSet(CacheConfig(index=index, directory=home), "0123456789abcdef" * 2, inline=True)
+
+def numbers(caches):
+    snapshot = caches.get().snapshot()
+    text = [int(t) for s in snapshot.segments for t in s.tokens]
+    text += [int(snapshot.ring[p & (len(snapshot.ring) - 1)]) for p in range(snapshot.tail_start, snapshot.tail_stop)]
+    return [b for a, b in zip([SEPARATOR] + text, text) if a == SEPARATOR]
+
+def learn(caches, first, stop):
+    for number in range(first, stop):
+        caches.get().append([number] + [number % 5] * 99)
+        caches.maintain()
+
+def die(caches):
+    caches.get()._directory.close()
+
+def failures(caches):
+    return caches.get().stats().num_failures
+
+def temporaries():
+    return [path.name for path in home.rglob("*.tmp")]
+"""
+
+_FULL = (
+    _CHILD_SETUP
+    + """
+way = sys.argv[2]
+home.mkdir(exist_ok=True)
+
+def leave(num_bytes):
+    # From now on no file may be longer, or no more fit on the disk.
+    if way == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+        return
+    with open(home.parent / "filler", "ab", buffering=0) as filler:
+        try:
+            while filler.write(bytes(4096)) == 4096:
+                pass
+        except OSError:
+            pass
+        filler.truncate(max(0, filler.tell() - num_bytes // 4096 * 4096))
+
+def make_room():
+    if way == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    else:
+        (home.parent / "filler").unlink()
+
+result = {}
+caches = opened()
+learn(caches, 0, 40)
+caches.flush()
+result["failures_before"] = failures(caches)
+
+# Room for a manifest, not for what a merge writes.
+leave(16 << 10)
+learn(caches, 40, 80)
+result["nearly_full"] = {"said": numbers(caches), "failures": failures(caches), "left": temporaries()}
+die(caches)
+caches = opened()
+result["nearly_full_reopened"] = numbers(caches)
+make_room()
+caches.flush()
+
+# Room for nothing.
+first = 80
+known = numbers(caches)
+leave(0)
+learn(caches, first, 120)
+result["full"] = {"said": numbers(caches), "failures": failures(caches), "left": temporaries()}
+result["full_known"] = known
+die(caches)
+caches = opened()
+result["full_reopened"] = numbers(caches)
+
+# Room again, for the one that went on through it.
+learn(caches, 120, 130)
+make_room()
+learn(caches, 130, 200)
+caches.flush()
+result["room"] = {"said": numbers(caches), "left": temporaries()}
+die(caches)
+caches = opened()
+result["room_reopened"] = numbers(caches)
+result["failures_after"] = failures(caches)
+print(json.dumps(result))
+"""
+)
+
+
+def run_child(code: str, *arguments: str, namespace: str | None = None) -> tuple[dict[str, Any], str]:
+    """What the code printed as JSON, and its log. ``namespace`` : shell commands to run first, where it may mount."""
+    command = [sys.executable, "-c", code, *arguments]
+    if namespace is not None:
+        command = ["unshare", "-rm", "sh", "-c", f'{namespace} && exec "$@"', "sh", *command]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def need_mounts() -> None:
+    """Skip where a private namespace with mounts of its own cannot be had."""
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare(1) here")
+    probe = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /mnt"]
+    done = subprocess.run(probe, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this machine does not let a test mount a file system: {done.stderr.strip()}")
+
+
+@pytest.mark.parametrize("way", ["limit", "tmpfs"])
+def test_a_full_disk_costs_no_text_that_was_on_it_and_nothing_is_left_half_written(tmp_path: Path, way: str) -> None:
+    mount = None
+    if way == "tmpfs":
+        need_mounts()
+        mount = f"mount -t tmpfs -o size=1m tmpfs '{tmp_path}'"
+    result, log = run_child(_FULL, str(tmp_path / "cache"), way, namespace=mount)
+    assert result["failures_before"] == result["failures_after"] == 0
+    nearly, full, room = result["nearly_full"], result["full"], result["room"]
+    assert nearly["said"] == list(range(80)) and nearly["failures"] > 0 and nearly["left"] == []
+    on_disk = result["nearly_full_reopened"]
+    assert on_disk[:40] == list(range(40)) and on_disk == sorted(set(on_disk))
+    assert full["said"] == [*result["full_known"], *range(80, 120)] and full["failures"] > 0 and full["left"] == []
+    assert result["full_reopened"] == result["full_known"] == on_disk
+    assert room["said"] == [*on_disk, *range(120, 200)] and room["left"] == []
+    back = result["room_reopened"]
+    assert [n for n in back if n < 80 or n >= 130] == [*on_disk, *range(130, 200)] and back == sorted(set(back))
+    warnings = [line for line in log.splitlines() if line.startswith("WARNING")]
+    assert warnings and all("namespace=default" in line for line in warnings)
+    assert any("File too large" in line or "No space left" in line for line in warnings)
+    assert len(warnings) < 12  # once for each kind and each opening, not for each failure
+
+
+_READ_ONLY = (
+    _CHILD_SETUP
+    + """
+caches = opened()
+learn(caches, 0, 20)
+caches.close()
+files = sorted((p.name, p.stat().st_size) for p in (home / "default").iterdir())
+subprocess.run(["mount", "--bind", str(home), str(home)], check=True)
+subprocess.run(["mount", "-o", "remount,ro,bind", str(home)], check=True)
+caches = opened()
+learn(caches, 20, 40)
+result = {"said": numbers(caches), "failures": failures(caches)}
+caches.close()
+result["unchanged"] = files == sorted((p.name, p.stat().st_size) for p in (home / "default").iterdir())
+subprocess.run(["mount", "-o", "remount,rw,bind", str(home)], check=True)
+caches = opened()
+result["writable_again"] = numbers(caches)
+caches.close()
+print(json.dumps(result))
+"""
+)
+
+
+def test_a_read_only_directory_costs_only_persistence(tmp_path: Path) -> None:
+    need_mounts()
+    result, log = run_child(_READ_ONLY, str(tmp_path), namespace="true")
+    assert result["said"] == list(range(20, 40)) and result["failures"] == 1 and result["unchanged"]
+    assert result["writable_again"] == list(range(20))
+    assert "its directory cannot be used, it stays in memory" in log and "Read-only file system" in log
+
+
+_TOO_FEW_FILES = (
+    _CHILD_SETUP
+    + """
+caches = opened()
+learn(caches, 0, 40)
+caches.close()
+names = sorted(p.name for p in (home / "default").glob("*.seg"))
+del caches
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+# Enough for the lock and to read a file, not for a map of it as well.
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
+caches = opened()
+learn(caches, 40, 50)
+result = {"said": numbers(caches), "failures": failures(caches)}
+caches.close()
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+result["unchanged"] = names == sorted(p.name for p in (home / "default").glob("*.seg"))
+caches = opened()
+result["reopened"] = numbers(caches)
+print(json.dumps(result))
+"""
+)
+
+
+def test_segments_that_cannot_be_read_for_now_are_not_removed(tmp_path: Path) -> None:
+    result, log = run_child(_TOO_FEW_FILES, str(tmp_path))
+    assert result["said"] == list(range(40, 50)) and result["failures"] == 1 and result["unchanged"]
+    assert result["reopened"] == list(range(40))
+    assert "it stays in memory" in log and "Too many open files" in log
+
+
+# The directory is not what it was
+
+
+def make_config(directory: Path) -> CacheConfig:
+    index = IndexConfig(capacity_tokens=8000, seal_tokens=16, merge_fanout=9, dedup_block_tokens=0)
+    return CacheConfig(index=index, directory=directory)
+
+
+def said(caches: CacheSet) -> list[Text]:
+    return sequences(snapshot_text(caches.get().snapshot()))
+
+
+def test_a_directory_replaced_while_in_use_belongs_to_its_new_writer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as first:
+        first.get().append([1] * 20)
+        first.flush()
+        shutil.rmtree(tmp_path / "default")
+        with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as second:
+            second.get().append([2] * 20)
+            second.flush()
+            for i in range(5):
+                first.get().append([3 + i] * 20)
+                first.flush()
+            assert len(said(first)) == 6 and first.get().stats().num_failures > 0
+            second.get().append([9] * 20)
+            second.flush()
+            assert second.get().stats().num_failures == 0
+    with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as caches:
+        assert said(caches) == [[2] * 20, [9] * 20]
+        assert caches.get().stats().num_failures == 0
+    assert any("goes on from memory" in record.getMessage() for record in caplog.records)
+
+
+def _raise_manifest_format(path: Path) -> None:
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+
+
+def _raise_segment_format(path: Path) -> None:
+    segment = min(path.glob("*.seg"))
+    content = bytearray(segment.read_bytes())
+    content[8:12] = struct.pack("<I", 99)
+    segment.write_bytes(content)
+
+
+@pytest.mark.parametrize("raise_format", [_raise_manifest_format, _raise_segment_format])
+def test_a_newer_directory_is_refused_and_left_as_it_is(tmp_path: Path, raise_format: Callable[[Path], None]) -> None:
+    with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as caches:
+        for i in range(3):
+            caches.get().append([i] * 20)
+            caches.flush()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "default").iterdir()}
+    raise_format(tmp_path / "default")
+    newer = {path.name: path.read_bytes() for path in (tmp_path / "default").iterdir()}
+    assert newer.keys() == before.keys() and newer != before
+    for _ in range(2):  # the lock is given back
+        with pytest.raises(FormatVersion, match=r"has format 99, this version reads \d+.*version of ssd that wrote it"):
+            CacheSet(make_config(tmp_path), FINGERPRINT, inline=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "default").iterdir()} == newer
+    for name, content in before.items():
+        (tmp_path / "default" / name).write_bytes(content)
+    with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as caches:
+        assert said(caches) == [[i] * 20 for i in range(3)]
+
+
+def test_a_new_directory_is_synced_into_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    path = tmp_path / "a" / "b"
+    SegmentDirectory(path, fingerprint=FINGERPRINT, namespace="default").close()
+    assert {tmp_path, tmp_path / "a"} <= set(synced)
+
+
+# The rebuild process
+
+
+@contextmanager
+def hanging_job(directory: Path) -> Iterator[tuple[MergeWorker, MergeJob]]:
+    """A worker, and a job that it begins and never ends: its input is a pipe without a writer."""
+    os.mkfifo(directory / "input")
+    job = MergeJob(
+        inputs=(str(directory / "input"),),
+        output=str(directory / "out.seg"),
+        segment_id="out",
+        start=0,
+        fingerprint=FINGERPRINT,
+        namespace="default",
+        durable=True,
+    )
+    worker = MergeWorker()
+    try:
+        yield worker, job
+    finally:
+        worker.close()
+
+
+def next_process(worker: MergeWorker, last: int | None = None) -> int:
+    """The id of the worker's process once it runs and is not ``last``."""
+    deadline = time.monotonic() + 30
+    while (found := worker.process_id) in (None, last):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert found is not None
+    return found
+
+
+def test_a_killed_rebuild_process_leaves_no_half_written_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with hanging_job(tmp_path) as (worker, job):
+        future = worker.submit(job)
+        process = next_process(worker)
+        (tmp_path / f"out.seg.{process}.tmp").write_bytes(b"as far as it got")
+        os.kill(process, signal.SIGKILL)
+        process = next_process(worker, last=process)
+        assert not list(tmp_path.glob("*.tmp"))
+        (tmp_path / f"out.seg.{process}.tmp").write_bytes(b"as far as it got")
+        (tmp_path / "out.seg").write_bytes(b"its answer alone may be missing")
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(StoreUnavailable):
+            future.result(timeout=30)
+        assert {path.name for path in tmp_path.iterdir()} == {"input"}
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_closing_while_a_merge_runs_leaves_no_half_written_file(tmp_path: Path) -> None:
+    with hanging_job(tmp_path) as (worker, job):
+        future = worker.submit(job)
+        (tmp_path / f"out.seg.{next_process(worker)}.tmp").write_bytes(b"as far as it got")
+        worker.close()
+        with pytest.raises(CacheError):
+            future.result(timeout=30)
+        assert {path.name for path in tmp_path.iterdir()} == {"input"}
+
+
+# Sharing memory
+
+
+_MAPPER = """
+import sys
+from pathlib import Path
+from ssd.retrieval.static import load_static_directory
+segments = load_static_directory(Path(sys.argv[1]), fingerprint="0123456789abcdef" * 2)
+total = sum(int(segment.tokens.sum()) for segment in segments)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def mapped_kilobytes(process_id: int, directory: Path) -> tuple[int, int]:
+    """(Rss, Pss) of all of a process's maps of files in ``directory``: Pss is its fair share."""
+    rss = pss = 0
+    is_ours = False
+    for line in Path(f"/proc/{process_id}/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            is_ours = rest[-1].startswith(str(directory))
+        elif is_ours and name == "Rss:":
+            rss += int(rest[0])
+        elif is_ours and name == "Pss:":
+            pss += int(rest[0])
+    return rss, pss
+
+
+def test_processes_that_map_one_directory_share_one_copy(tmp_path: Path) -> None:
+    with StaticWriter(tmp_path, fingerprint=FINGERPRINT) as writer:
+        writer.append(np.random.default_rng(0).integers(0, 1000, 1 << 18))
+    size_kb = sum(path.stat().st_size for path in tmp_path.glob("*.seg")) // 1024
+    command = [sys.executable, "-c", _MAPPER, str(tmp_path)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        for process in processes:
+            rss, pss = mapped_kilobytes(process.pid, tmp_path)
+            assert rss > 0.9 * size_kb  # all of it was looked at
+            assert pss < 0.6 * rss
+    finally:
+        for process in processes:
+            process.communicate()

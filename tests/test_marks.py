@@ -1,0 +1,147 @@
+"""Marks come back after a restart exactly as far as the text before them had reached files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.config import CacheConfig, IndexConfig
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.directory import SegmentDirectory
+from ssd.retrieval.marks import KeptMark, PendingMarks
+from ssd.retrieval.snapshot import Segment
+from tests.sharing_replica import FINGERPRINT, stored
+
+
+def _set(path: Path, **index: int) -> CacheSet:
+    return CacheSet(CacheConfig(directory=path, index=IndexConfig(**index)), FINGERPRINT, inline=True)
+
+
+def _after_crash(path: Path, copy: Path) -> CacheSet:
+    """The directory opened as a process killed now would leave it."""
+    shutil.copytree(path, copy)
+    return _set(copy)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=40))
+def test_the_newest_mark_before_a_position_is_kept(steps: list[tuple[int, int]]) -> None:
+    marks = PendingMarks()
+    tail_start = position = 0
+    everything: list[tuple[int, int]] = []  # (position, number of the mark)
+    for number, (appended, sealed) in enumerate(steps):
+        position += appended
+        marks.set({"number": number}, position, tail_start)
+        everything.append((position, number))
+        tail_start = min(position, tail_start + sealed)
+        kept = marks.kept_at(tail_start)
+        newest = [number for position, number in everything if position <= tail_start]
+        assert (None if kept is None else kept) == (KeptMark({"number": newest[-1]}, tail_start) if newest else None)
+        assert len(marks) <= position - tail_start + 1
+
+
+def test_a_mark_waits_for_the_text_before_it(tmp_path: Path) -> None:
+    with _set(tmp_path / "a") as caches:
+        cache = caches.get()
+        assert cache.kept_mark is None
+        cache.append_shared([1, 2], mark={"n": 1})
+        cache.set_mark({"n": 2})
+        caches.flush()
+        cache.append([3])
+        cache.set_mark({"n": 3})
+        caches.maintain()  # seals nothing
+        with _after_crash(tmp_path / "a", tmp_path / "b") as again:
+            assert again.get().kept_mark == KeptMark({"n": 2}, 3)
+            assert stored(again) == [[1, 2]]
+    with _set(tmp_path / "a") as again:
+        assert again.get().kept_mark == KeptMark({"n": 3}, 5)
+
+
+def test_a_mark_is_kept_through_a_life_that_sets_none(tmp_path: Path) -> None:
+    with _set(tmp_path / "a") as caches:
+        caches.get().append_shared([1, 2], mark={"n": 1})
+    with _set(tmp_path / "a") as caches:
+        caches.get().append([3, 4, 5])
+    with _set(tmp_path / "a") as caches:
+        assert caches.get().kept_mark == KeptMark({"n": 1}, 3)
+
+
+def test_marks_without_a_directory_cost_nothing() -> None:
+    with CacheSet(CacheConfig(), FINGERPRINT, inline=True) as caches:
+        caches.get().append_shared([1], mark={"n": 1})
+        caches.get().set_mark({"n": 2})
+        assert caches.get().kept_mark is None and caches.get().stats().num_failures == 0
+
+
+@pytest.mark.parametrize(
+    "content", [None, 3, [], {}, {"mark": {}}, {"mark": 3, "position": 1}, {"mark": {}, "position": -1}]
+)
+def test_what_is_no_mark_counts_as_none(content: object) -> None:
+    assert KeptMark.from_json(content) is None
+
+
+# Where files cannot be written
+
+
+def test_what_could_not_be_written_holds_the_mark_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = SegmentDirectory.write
+    is_full = False
+
+    def write(self: SegmentDirectory, segment: Segment) -> Segment:
+        if is_full:
+            raise OSError(28, "No space left on device")
+        return written(self, segment)
+
+    monkeypatch.setattr(SegmentDirectory, "write", write)
+    with _set(tmp_path / "a", merge_fanout=2, seal_tokens=1) as caches:
+        cache = caches.get()
+        cache.append_shared([1, 1, 1, 1], mark={"n": 1})
+        cache.maintain()
+        is_full = True
+        for number in range(2, 6):  # sealed, and merged with the file, in memory only
+            cache.append_shared([number] * 4, mark={"n": number})
+            cache.maintain()
+        assert len(cache.snapshot().segments) < 5
+        with _after_crash(tmp_path / "a", tmp_path / "b") as again:
+            assert again.get().kept_mark == KeptMark({"n": 1}, 5)
+            assert stored(again) == [[1, 1, 1, 1]]  # the file it was merged from is still there
+        is_full = False
+        for number in range(6, 20):
+            cache.append_shared([number] * 4, mark={"n": number})
+            cache.maintain()
+        assert len(cache.snapshot().segments) < 5
+        text = stored(caches)
+    with _set(tmp_path / "a") as again:
+        kept = again.get().kept_mark
+        assert kept is not None and kept.position % 5 == 0 and kept.mark == {"n": kept.position // 5}
+        assert (
+            stored(again)[: kept.mark["n"]] == text[: kept.mark["n"]] == [[n] * 4 for n in range(1, 1 + kept.mark["n"])]
+        )
+        assert kept.mark["n"] == 19  # merging wrote what had only been in memory
+    assert "stays in memory" in caplog.text
+
+
+def test_positions_of_pieces_are_where_they_lie() -> None:
+    index = IndexConfig(capacity_tokens=400, lead_in_tokens=2)
+    with CacheSet(CacheConfig(index=index), FINGERPRINT, inline=True) as caches:
+        cache = caches.get()
+        cache.append_shared([9, 9, 9])
+        heard: list[tuple[int, list[list[int]]]] = []
+        cache.add_listener(lambda pieces: heard.append((pieces.position, [piece.tolist() for piece in pieces])))
+        cache.append(np.arange(120))
+        cache.append([7])
+        (first, pieces), (second, last) = heard
+        assert first == 4 and len(pieces) > 1
+        assert second == first + sum(len(piece) + 1 for piece in pieces)
+        assert last == [[7]]
+        snapshot = cache.snapshot()
+        position = first
+        for piece in pieces:
+            assert snapshot.ring[position : position + len(piece)].tolist() == piece
+            position += len(piece) + 1

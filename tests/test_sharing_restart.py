@@ -1,0 +1,405 @@
+"""A durable replica that shares: after a restart nothing is stored twice, and what a crash lost comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from ssd.config import CacheConfig
+from ssd.retrieval.cache import CacheSet
+from ssd.sharing.bookmark import Bookmark
+from ssd.sharing.connection import connect
+from ssd.sharing.reader import LogReader
+from ssd.sharing.writer import FIELD
+from tests.redis_server import RedisServer, redis_server
+from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, Replica, catch_up, entry, eventually, replica, text_of
+
+__all__ = ["redis_server"]  # the fixture
+
+ROOT = Path(__file__).parent.parent
+
+
+def crash(directory: Path) -> Path:
+    """The directory as a process killed now would leave it, its lock free; the original goes on undisturbed."""
+    copy = directory.with_name(directory.name + "-after-crash")
+    shutil.copytree(directory, copy)
+    return copy
+
+
+def log_of(server: RedisServer) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Every entry of the log."""
+    client = connect(server.url)
+    entries: Any = client.xrange(KEY)
+    client.close()
+    return entries  # type: ignore[no-any-return]
+
+
+def write_log(server: RedisServer, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
+    """Put entries with these ids into the log."""
+    client = connect(server.url)
+    for entry_id, fields in entries:
+        client.xadd(KEY, fields, id=entry_id)  # type: ignore[arg-type]
+    client.close()
+
+
+def empty_log(server: RedisServer) -> None:
+    """Lose the stream and its counter of ids."""
+    client = connect(server.url)
+    client.flushall()
+    client.close()
+
+
+def foreign(number: int) -> tuple[list[int], dict[bytes, bytes]]:
+    """A text and what another replica writes for it."""
+    text = [7, number // 900, number % 900]
+    return text, {FIELD: entry(*text, sequence_id=b"another." + number.to_bytes(8, "little"))}
+
+
+def assert_once(replica: Replica, texts: list[list[int]]) -> None:
+    """``replica`` holds exactly ``texts``, in any order."""
+    assert sorted(replica.stored()) == sorted(texts)
+
+
+# Restarts
+
+
+def test_a_restart_stores_nothing_twice_and_loses_nothing(redis_server: RedisServer, tmp_path: Path) -> None:
+    texts = []
+    with replica(redis_server.url) as other:
+        for life in range(4):
+            with replica(redis_server.url, tmp_path / "one") as one:
+                texts.append(catch_up(redis_server.url, one, other))
+                assert_once(one, texts)
+                num_missed = 10 if life else 0
+                assert one.log.stats().num_received == num_missed + 1  # and the end
+                for number in range(10):
+                    one.append(text_of(life, number))
+                    other.append(text_of(10 + life, number))
+                    texts += [text_of(life, number), text_of(10 + life, number)]
+                texts.append(catch_up(redis_server.url, one, other))
+                assert_once(one, texts)
+            for number in range(10):
+                other.append(text_of(20 + life, number))
+                texts.append(text_of(20 + life, number))
+            eventually(lambda: other.log.stats().num_queued == 0)
+        assert_once(other, texts)
+
+
+def test_what_a_crash_lost_comes_back_from_the_log(redis_server: RedisServer, tmp_path: Path) -> None:
+    with (
+        replica(redis_server.url, tmp_path / "one") as one,
+        replica(redis_server.url) as other,
+    ):
+        one.append([1, 1])
+        other.append([2, 1])
+        texts = [[1, 1], [2, 1], catch_up(redis_server.url, one, other)]
+        one.caches.flush()
+        one.append([1, 2])
+        other.append([2, 2])
+        texts += [[1, 2], [2, 2], catch_up(redis_server.url, one, other)]  # in the tail
+        directory = crash(tmp_path / "one")
+    with replica(redis_server.url, directory) as one:
+        texts.append(catch_up(redis_server.url, one))
+        assert_once(one, texts)
+        assert one.log.stats().num_received == 4
+        assert one.log.stats().num_known == 3
+
+
+def test_text_that_was_sealed_before_it_was_published_is_not_stored_again(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    redis_server.kill()
+    with replica(redis_server.url, tmp_path / "one") as one:
+        one.append([1, 1])
+        one.caches.flush()
+        one.append([1, 2])
+        directory = crash(tmp_path / "one")
+        redis_server.start()
+        eventually(lambda: one.log.stats().num_published == 2)
+    with replica(redis_server.url, directory) as again:
+        assert_once(again, [[1, 1], [1, 2], catch_up(redis_server.url, again)])
+
+
+def test_a_crash_before_the_first_seal_loses_nothing_that_was_published(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    with replica(redis_server.url, tmp_path / "one") as one:
+        one.caches.maintain()
+        one.append([1, 1])
+        end = catch_up(redis_server.url, one)
+        directory = crash(tmp_path / "one")
+    with replica(redis_server.url, directory) as again:
+        assert_once(again, [[1, 1], end, catch_up(redis_server.url, again)])
+
+
+def test_a_copied_directory_and_its_original_learn_from_each_other(redis_server: RedisServer, tmp_path: Path) -> None:
+    with replica(redis_server.url, tmp_path / "one") as one:
+        one.append([1, 1])
+        one.caches.flush()
+        with replica(redis_server.url, crash(tmp_path / "one")) as copy:
+            one.append([1, 2])
+            copy.append([2, 2])
+            texts = [[1, 1], [1, 2], [2, 2], catch_up(redis_server.url, one, copy)]
+            assert_once(one, texts)
+            assert_once(copy, texts)
+
+
+def test_a_life_without_redis_is_no_harm(redis_server: RedisServer, tmp_path: Path) -> None:
+    texts = [[1, 1]]
+    with replica(redis_server.url, tmp_path / "one") as one:
+        one.append([1, 1])
+        texts.append(catch_up(redis_server.url, one))
+        one.caches.flush()
+        one.append([1, 2])
+        texts.append([1, 2])
+        texts.append(catch_up(redis_server.url, one))
+        directory = crash(tmp_path / "one")
+    with CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True) as alone:
+        for number in range(20):  # where the lost text was, and beyond
+            alone.get().append([3, number])
+            texts.append([3, number])
+    with replica(redis_server.url, directory) as one:
+        texts.append(catch_up(redis_server.url, one))
+        assert_once(one, texts)
+
+
+def test_marks_that_make_no_sense_count_as_none(redis_server: RedisServer, tmp_path: Path) -> None:
+    with replica(redis_server.url, tmp_path / "one") as one:
+        one.append([1, 1])
+        end = catch_up(redis_server.url, one)
+    path = tmp_path / "one" / "default" / "manifest.json"
+    outer = json.loads(path.read_text())
+    for nonsense in (None, 3, [], {}, {"position": 0, "mark": {}}, {"position": "0", "mark": {"replica": 3}}):
+        outer["manifest"]["shared"] = nonsense
+        text = json.dumps(outer["manifest"], sort_keys=True).encode()
+        outer["xxh3"] = xxhash.xxh3_64_hexdigest(text)
+        path.write_text(json.dumps(outer))
+        directory = crash(tmp_path / "one")
+        with replica(redis_server.url, directory) as again:
+            newest = catch_up(redis_server.url, again)
+            assert again.stored()[:2] == [[1, 1], end]
+            assert again.stored().count([1, 1]) == 2  # from its file and from the log: the price of a lost mark
+            assert again.stored().count(newest) == 1
+        shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_any_order_of_events_each_shared_sequence_is_there_once(
+    redis_server: RedisServer, tmp_path: Path, seed: int
+) -> None:
+    """Appends here and there, seals, crashes and restarts, also in the middle of publishing and of catching up."""
+    rng = np.random.default_rng(seed)
+    directory, number = tmp_path / "one", 0
+    with replica(redis_server.url) as other, ExitStack() as stack:
+        one = stack.enter_context(replica(redis_server.url, directory))
+        for event in rng.choice(
+            ["here", "there", "seal", "wait", "crash", "restart"], 60, p=[0.3, 0.3, 0.15, 0.05, 0.1, 0.1]
+        ):
+            number += 1
+            if event == "here":
+                one.append(text_of(1, number))
+            elif event == "there":
+                other.append(text_of(2, number))
+            elif event == "seal":
+                one.caches.flush()
+            elif event == "wait":
+                catch_up(redis_server.url, one, other)
+            else:
+                if event == "crash":
+                    directory = crash(directory)
+                stack.pop_all().close()
+                one = stack.enter_context(replica(redis_server.url, directory))
+        catch_up(redis_server.url, one, other)
+        counts = Counter(map(tuple, one.stored()))
+        assert max(counts.values()) == 1
+        assert {*map(tuple, other.stored())} == {*counts}
+
+
+@pytest.mark.parametrize("stopped_in", ["_client.xrevrange", "_receive"])
+def test_a_replica_stopped_while_it_catches_up_claims_no_more_than_it_stored(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_in: str
+) -> None:
+    directory = tmp_path / "one"
+    write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(100)])
+    with replica(redis_server.url, directory) as one:
+        texts = [*(foreign(n)[0] for n in range(300)), catch_up(redis_server.url, one)]
+    write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(100, 300)])
+    with CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True) as caches:
+        reader = LogReader(redis_server.url, vocab_size=VOCAB_SIZE, max_tokens=1 << 20)
+        reader.follow(KEY, caches.get(), Bookmark(b"replica.", caches.get().kept_mark))
+        owner, name = (reader, stopped_in) if "." not in stopped_in else (reader._client, stopped_in.split(".")[1])
+        step, num_steps = getattr(owner, name), 0
+
+        def step_and_stop(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 3:
+                reader.stop()
+            return step(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, step_and_stop)
+        reader._exchange()
+        reader.close(0)
+        assert num_steps == 3
+    with replica(redis_server.url, directory) as one:
+        texts.append(catch_up(redis_server.url, one))
+        assert_once(one, texts)
+
+
+# A log that is not what it was
+
+
+def test_after_a_restart_with_an_emptied_redis_new_text_is_read(redis_server: RedisServer, tmp_path: Path) -> None:
+    with replica(redis_server.url, tmp_path / "one") as one:
+        one.append([1, 1])
+        texts = [[1, 1], catch_up(redis_server.url, one)]
+    redis_server.kill()
+    redis_server.start()
+    with replica(redis_server.url) as other:
+        other.append([2, 1])
+        eventually(lambda: other.log.stats().num_published == 1)
+        with replica(redis_server.url, tmp_path / "one") as one:
+            assert_once(one, [*texts, [2, 1], catch_up(redis_server.url, one)])
+
+
+@pytest.mark.parametrize("ids", [(b"5-1", b"6-1"), (b"5-1", b"*")], ids=["all older", "older and newer"])
+def test_another_redis_whose_clock_is_behind_is_read_whole(
+    redis_server: RedisServer, tmp_path: Path, ids: tuple[bytes, bytes]
+) -> None:
+    with replica(redis_server.url, tmp_path / "one") as one:
+        one.append([1, 1])
+        texts = [[1, 1], catch_up(redis_server.url, one)]
+    empty_log(redis_server)
+    write_log(redis_server, [(entry_id, foreign(n)[1]) for n, entry_id in enumerate(ids)])
+    with replica(redis_server.url, tmp_path / "one") as one:
+        texts += [foreign(0)[0], foreign(1)[0], catch_up(redis_server.url, one)]
+        assert_once(one, texts)
+    with replica(redis_server.url, tmp_path / "one") as one:
+        assert_once(one, [*texts, catch_up(redis_server.url, one)])
+
+
+@pytest.mark.parametrize("num_lost", [1, 5, 40, 100])
+def test_a_redis_that_lost_its_newest_entries_costs_few_repetitions(
+    redis_server: RedisServer, tmp_path: Path, num_lost: int
+) -> None:
+    write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(200)])
+    with replica(redis_server.url, tmp_path / "one") as one:
+        eventually(lambda: len(one.stored()) == 200)
+    kept = log_of(redis_server)[:-num_lost]
+    empty_log(redis_server)
+    write_log(redis_server, kept)
+    write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(200, 210)])
+    with replica(redis_server.url, tmp_path / "one") as one:
+        end = catch_up(redis_server.url, one)
+        counts = Counter(map(tuple, one.stored()))
+        assert set(counts) == {*(tuple(foreign(n)[0]) for n in range(210)), tuple(end)}
+        assert all(counts[tuple(foreign(n)[0])] == 1 for n in range(200, 210))
+        assert sum(counts.values()) - len(counts) <= 3 * num_lost
+
+
+def test_a_redis_that_lost_entries_while_we_run_costs_nothing(redis_server: RedisServer, tmp_path: Path) -> None:
+    write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(50)])
+    with replica(redis_server.url, tmp_path / "one") as one:
+        eventually(lambda: len(one.stored()) == 50)
+        kept = log_of(redis_server)[:30]
+        redis_server.kill()
+        eventually(lambda: not one.log.stats().is_connected)
+        redis_server.start()
+        write_log(redis_server, kept)
+        one.append([1, 1])
+        texts = [*(foreign(n)[0] for n in range(50)), [1, 1], catch_up(redis_server.url, one)]
+        assert_once(one, texts)
+    with replica(redis_server.url, tmp_path / "one") as one:
+        assert_once(one, [*texts, catch_up(redis_server.url, one)])
+
+
+def test_a_log_trimmed_past_the_bookmark_is_read_from_where_it_begins(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(20)])
+    with replica(redis_server.url, tmp_path / "one") as one:
+        eventually(lambda: len(one.stored()) == 20)
+    write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(20, 40)])
+    client = connect(redis_server.url)
+    client.xtrim(KEY, maxlen=10, approximate=False)
+    client.close()
+    with replica(redis_server.url, tmp_path / "one") as one:
+        end = catch_up(redis_server.url, one)
+        assert_once(one, [*(foreign(n)[0] for n in (*range(20), *range(30, 40))), end])
+
+
+def test_a_log_trimmed_before_the_bookmark_changes_nothing(redis_server: RedisServer, tmp_path: Path) -> None:
+    write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(20)])
+    with replica(redis_server.url, tmp_path / "one") as one:
+        eventually(lambda: len(one.stored()) == 20)
+    client = connect(redis_server.url)
+    client.xtrim(KEY, maxlen=3, approximate=False)
+    client.close()
+    write_log(redis_server, [(b"*", foreign(n)[1]) for n in (19, 20)])  # 19: a second copy, written late
+    with replica(redis_server.url, tmp_path / "one") as one:
+        assert_once(one, [*(foreign(n)[0] for n in range(21)), catch_up(redis_server.url, one)])
+
+
+def test_a_restarted_replica_still_bounds_the_log(redis_server: RedisServer, tmp_path: Path) -> None:
+    client = connect(redis_server.url)
+    for life in range(4):
+        with replica(redis_server.url, tmp_path / "one", max_tokens=8192) as one:
+            for number in range(10):
+                one.append([life, number, *[5] * 398])
+            eventually(lambda log=one.log: log.stats().num_published == 10)  # type: ignore[misc]
+            eventually(lambda: client.xlen(KEY) * 400 <= 8192)
+    client.close()
+
+
+# Killed
+
+
+def run_until_killed(url: str, directory: Path, writer: int, first: int, num_appends: int, other: Replica) -> int:
+    """Let a replica append until it has said so ``num_appends`` times, kill it, return the next number to use.
+
+    ``other`` appends at the same time, one for one.
+    """
+    arguments = [sys.executable, "-m", "tests.sharing_replica", url, str(directory), str(writer), str(first)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        assert child.stdout is not None
+        number = first
+        for _ in range(num_appends):
+            number = int(child.stdout.readline())
+            other.append(text_of(writer + 1, number))
+        child.kill()
+        said = child.stdout.read().split("\n")[:-1]  # whole lines only
+    return (int(said[-1]) if said else number) + 2  # one more may have been stored unsaid
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_replicas_hold_every_shared_sequence_exactly_once(
+    redis_server: RedisServer, tmp_path: Path, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    directory = tmp_path / "one"
+    number = 0
+    with replica(redis_server.url) as other:
+        for kill in range(6):
+            num_appends = int(rng.integers(1, 200))
+            number = run_until_killed(redis_server.url, directory, 1, number, num_appends, other)
+            if kill % 2 == 0 and kill:
+                continue  # two kills in a row
+            with replica(redis_server.url, directory) as one:
+                catch_up(redis_server.url, one, other)
+                counts = Counter(map(tuple, one.stored()))
+                assert max(counts.values()) == 1
+                assert {*map(tuple, other.stored())} <= {
+                    *counts
+                }  # more than these: sealed, and killed before published
+                assert one.caches.get().stats().num_dropped_tokens == one.caches.get().stats().num_failures == 0
+        assert len(other.stored()) > number
