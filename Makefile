@@ -5,9 +5,12 @@ PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := .venv-peers
+PEERS_READY := $(PEERS)/.ready
+PEERS_PINS := benchmarks/peers
 TRACES := agent_react agent_tools sql code chat
 
-.PHONY: serve test bench lint format clean
+.PHONY: serve test bench bench-peers lint format clean
 
 # Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 $(READY): pyproject.toml constraints.txt
@@ -44,5 +47,23 @@ bench: $(READY)
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
 	$(BIN)/python -m benchmarks.report
 
+# Other people's drafters in an environment of their own: about two minutes and 2 GB. It must be activated, because
+# arctic-inference's build takes the first python on PATH; torch comes first and by its exact version, as above.
+bench-peers: $(PEERS_READY)
+
+$(PEERS_READY): $(PEERS_PINS)/requirements.txt $(PEERS_PINS)/requirements-no-deps.txt $(PEERS_PINS)/constraints.txt
+	@echo "bench-peers: installing into $(PEERS)"
+	@$(PYTHON) -m venv --clear $(PEERS) && . $(PEERS)/bin/activate \
+		&& export PIP_CONSTRAINT=$(PEERS_PINS)/constraints.txt \
+		&& pip install --quiet torch==2.13.0 \
+		&& pip install --quiet --requirement $(PEERS_PINS)/requirements.txt \
+		&& pip install --quiet --no-deps --no-build-isolation --requirement $(PEERS_PINS)/requirements-no-deps.txt \
+		|| { echo "bench-peers: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
+	@for name in arctic vllm-ngram prompt-lookup; do \
+		$(PEERS)/bin/python -m benchmarks.peers.check $$name \
+		|| { echo "bench-peers: $$name was installed but does not draft, see above" >&2; exit 1; }; \
+	done
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,10 @@
+"""Other people's drafters, each in a process and an environment of its own, timed where they run.
+
+``make bench-peers`` creates the environment. `client.Peer` starts one peer and talks to it through pipes; `process` is
+the other end, run by the peers' own interpreter. Nothing here imports ``ssd``.
+"""
+
+from benchmarks.peers.client import Draft, Insertion, Peer, PeerError, PeerUnavailable, Proposals
+from benchmarks.peers.names import PEER_NAMES
+
+__all__ = ["PEER_NAMES", "Draft", "Insertion", "Peer", "PeerError", "PeerUnavailable", "Proposals"]

@@ -1,0 +1,57 @@
+"""What a peer looks like inside its own process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from benchmarks.peers.frames import TokenIds
+
+Setting = dict[str, float]
+"""Names and values of a peer's own knobs; a boolean counts as a number, as it does in JSON and in Python."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """One draft as the peer gave it."""
+
+    ns: int
+    """Nanoseconds of the peer's own call, nothing else."""
+    token_ids: list[int]
+    parents: list[int]
+    """Index of each token's parent in ``token_ids``; -1 follows the context. A chain is -1, 0, 1, ..."""
+    probs: list[float] | None = None
+    """The peer's estimate of each token's chance, where it gives one."""
+    match_length: int | None = None
+    """Length of the match the draft follows, where the peer tells."""
+
+
+class LocalPeer(Protocol):
+    """One drafter. Token ids are contiguous, writable int32[n]; the caller may not change them later."""
+
+    distributions: tuple[str, ...]
+    """What it is made of: the installed packages whose versions identify it."""
+    has_store: bool
+    """Whether it learns from finished requests; `insert` does nothing where it does not."""
+    full_draft: Setting
+    """The setting under which a draft is only as short as ``max_tokens`` and the evidence make it."""
+
+    def insert(self, sequence: TokenIds) -> tuple[int, int]:
+        """Learn one finished request; returns (nanoseconds of its own calls, tokens now held for later requests)."""
+
+    def start(self, request_id: str, prompt: TokenIds) -> None:
+        """Begin a request. Raises ValueError where one of that id runs."""
+
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
+        """Draft for a running request whose prompt and output so far are ``context``; timed inside."""
+
+    def add(self, request_id: str, token_ids: TokenIds) -> None:
+        """Tell a running request what was accepted."""
+
+    def stop(self, request_id: str, keep: bool) -> None:
+        """End a request; its output stays for later requests if ``keep``."""
+
+
+def chain(num_tokens: int) -> list[int]:
+    """Parents of a draft without branches."""
+    return list(range(-1, num_tokens - 1))

@@ -1,0 +1,3 @@
+"""The peers there are."""
+
+PEER_NAMES = ("arctic", "vllm-ngram", "prompt-lookup")

@@ -1,0 +1,162 @@
+"""The peer's end of the pipes: ``python -m benchmarks.peers.process``, started by `client.Peer` and nobody else.
+
+Requests come as frames on stdin, one answer each goes out on what was stdout. Requests name an operation in "op"; an
+answer either holds results or says what failed in "error", and the process goes on. It ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import IO, Any
+
+import numpy as np
+
+from benchmarks.peers.arctic import Arctic
+from benchmarks.peers.frames import TokenIds, read_frame, write_frame
+from benchmarks.peers.local import LocalPeer, Speculation
+from benchmarks.peers.prompt_lookup import PromptLookup
+from benchmarks.peers.resident import resident_bytes
+from benchmarks.peers.vllm_ngram import VllmNgram
+
+Answer = tuple[dict[str, Any], list[TokenIds]]
+_MAKERS: dict[str, Callable[..., LocalPeer]] = {
+    "arctic": Arctic,
+    "vllm-ngram": VllmNgram,
+    "prompt-lookup": PromptLookup,
+}
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep Python's cyclic collector from running inside a timed call."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def open_peer(header: dict[str, Any]) -> LocalPeer:
+    """Build the peer that the first frame asks for."""
+    return _MAKERS[header["peer"]](**header["options"])
+
+
+class Server:
+    """One peer and the operations on it. The first must be ``open``."""
+
+    def __init__(self, make: Callable[[dict[str, Any]], LocalPeer] = open_peer) -> None:
+        self._make = make
+        self._opened: LocalPeer | None = None
+        self._num_asked = 0
+
+    @property
+    def _peer(self) -> LocalPeer:
+        if self._opened is None:
+            raise ValueError("the first operation must be open")
+        return self._opened
+
+    def answer(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
+        """Carry out one operation."""
+        operations: dict[str, Callable[[dict[str, Any], list[TokenIds]], Answer]] = {
+            "open": self._open,
+            "resident": lambda header, arrays: ({"resident_bytes": resident_bytes()}, []),
+            "insert": self._insert,
+            "propose": self._propose,
+            "start": self._start,
+            "speculate": self._speculate,
+            "add": self._add,
+            "stop": self._stop,
+        }
+        return operations[header["op"]](header, arrays)
+
+    def _open(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
+        self._opened = self._make(header)
+        versions = {name: _version(name) for name in self._opened.distributions}
+        return {"versions": versions, "has_store": self._opened.has_store, "full_draft": self._opened.full_draft}, []
+
+    def _insert(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
+        with without_collection():
+            results = [self._peer.insert(sequence) for sequence in arrays]
+        return {"ns": sum(ns for ns, _ in results), "num_tokens": sum(stored for _, stored in results)}, []
+
+    def _propose(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
+        """Each context is a request of its own that leaves nothing behind."""
+        times, drafts = [], []
+        with without_collection():
+            for context in arrays:
+                request_id = f"asked {self._num_asked}"
+                self._num_asked += 1
+                self._peer.start(request_id, context)
+                speculation = self._peer.speculate(request_id, context, header["max_tokens"], header["setting"])
+                self._peer.stop(request_id, keep=False)
+                times.append(speculation.ns)
+                drafts.append(np.array(speculation.token_ids, np.int32))
+        return {"ns": times}, drafts
+
+    def _start(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
+        self._peer.start(header["request_id"], arrays[0])
+        return {}, []
+
+    def _speculate(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
+        # Collecting before each single call would cost the replay more than the drafting.
+        gc.disable()
+        try:
+            draft: Speculation = self._peer.speculate(
+                header["request_id"], arrays[0], header["max_tokens"], header["setting"]
+            )
+        finally:
+            gc.enable()
+        answer = {"ns": draft.ns, "probs": draft.probs, "match_length": draft.match_length}
+        return answer, [np.array(draft.token_ids, np.int32), np.array(draft.parents, np.int32)]
+
+    def _add(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
+        self._peer.add(header["request_id"], arrays[0])
+        return {}, []
+
+    def _stop(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
+        self._peer.stop(header["request_id"], header["keep"])
+        return {}, []
+
+
+def serve(requests: IO[bytes], answers: IO[bytes], server: Server) -> None:
+    """Answer frames until ``requests`` ends; what an operation raises is its answer. Raises FrameError."""
+    while (frame := read_frame(requests)) is not None:
+        header, arrays = frame
+        try:
+            answer, drafts = server.answer(header, arrays)
+        except Exception as error:  # a library may raise anything, and the client is who should hear of it
+            missing = isinstance(error, ImportError)
+            answer, drafts = {"error": f"{type(error).__name__}: {error}", "missing": missing}, []
+        # Dropped before the next one is read: the data must not be held twice, nor be counted as the peer's.
+        del frame, header, arrays
+        write_frame(answers, answer, drafts)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def main() -> int:
+    """Take the pipes away from everybody else, then serve."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # Libraries print. From here on whatever goes to stdout, from C too, goes to stderr; stdin is empty.
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    os.dup2(2, 1)
+    with requests, answers:
+        serve(requests, answers, Server())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

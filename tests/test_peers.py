@@ -1,0 +1,407 @@
+"""Peers: frames on a pipe, the process behind them, and each peer where its environment is installed."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.peers import PEER_NAMES, Insertion, Peer, PeerError, PeerUnavailable
+from benchmarks.peers.client import environment
+from benchmarks.peers.frames import FrameError, read_frame, write_frame
+from benchmarks.peers.local import Speculation, chain
+from benchmarks.peers.process import Server, serve
+
+needs_peers = pytest.mark.skipif(
+    not (environment() / ".ready").exists(), reason="the peers are not installed: run `make bench-peers`"
+)
+
+
+def ids(*token_ids: int) -> np.ndarray:
+    return np.array(token_ids, np.int32)
+
+
+def frame_of(header: dict[str, Any], arrays: tuple[np.ndarray, ...] = ()) -> bytes:
+    stream = io.BytesIO()
+    write_frame(stream, header, arrays)
+    return stream.getvalue()
+
+
+# Frames
+
+
+def test_frames_come_back_as_they_were_written() -> None:
+    stream = io.BytesIO(frame_of({"op": "a"}, (ids(1, -2), ids(), ids(2**31 - 1))) + frame_of({"op": "b"}))
+    header, arrays = read_frame(stream) or ({}, [])
+    assert header == {"op": "a"}
+    assert [array.tolist() for array in arrays] == [[1, -2], [], [2**31 - 1]]
+    assert read_frame(stream) == ({"op": "b"}, [])
+    assert read_frame(stream) is None
+
+
+def test_arrays_of_a_frame_are_what_extension_modules_accept() -> None:
+    _, arrays = read_frame(io.BytesIO(frame_of({}, (ids(1, 2, 3), ids(4, 5))))) or ({}, [])
+    for array in arrays:
+        assert array.dtype == np.int32
+        assert array.flags.c_contiguous
+        assert array.flags.writeable
+        assert array.flags.aligned
+
+
+def test_strided_arrays_are_written_in_order() -> None:
+    _, arrays = read_frame(io.BytesIO(frame_of({}, (np.arange(10, dtype=np.int32)[::-3],)))) or ({}, [])
+    assert arrays[0].tolist() == [9, 6, 3, 0]
+
+
+@pytest.mark.parametrize("array", [np.zeros(3, np.int64), np.zeros((2, 2), np.int32)], ids=["int64", "two dimensions"])
+def test_anything_but_int32_in_a_row_is_refused(array: np.ndarray) -> None:
+    with pytest.raises(TypeError, match="int32"):
+        frame_of({}, (array,))
+
+
+def test_a_frame_cut_anywhere_is_an_error() -> None:
+    whole = frame_of({"op": "insert"}, (ids(1, 2), ids(3)))
+    for length in range(1, len(whole)):
+        with pytest.raises(FrameError):
+            read_frame(io.BytesIO(whole[:length]))
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"Loading weights: 100%\n".ljust(64),
+        b"PEER" + (2**31).to_bytes(4, "little") + bytes(8),
+        b"PEER" + bytes(4) + (2**40).to_bytes(8, "little"),
+        b"PEER" + (2).to_bytes(4, "little") + bytes(8) + b"[]",
+        b"PEER" + (2).to_bytes(4, "little") + bytes(8) + b"{}",
+        b"PEER" + (2).to_bytes(4, "little") + bytes(8) + b"{!",
+        b"PEER" + (14).to_bytes(4, "little") + bytes(8) + b'{"lengths":1} ',
+        b"PEER" + (15).to_bytes(4, "little") + bytes(8) + b'{"lengths":[1]}',
+        b"PEER" + (18).to_bytes(4, "little") + bytes(8) + b'{"lengths":[1,-1]}',
+    ],
+    ids=["chatter", "header", "tokens", "list", "none", "json", "type", "sum", "negative"],
+)
+def test_what_is_not_a_frame_is_an_error(stream: bytes) -> None:
+    with pytest.raises(FrameError):
+        read_frame(io.BytesIO(stream))
+
+
+# The process, with a drafter of our own in it
+
+
+class Echo:
+    """Learns sequences, drafts the end of the context."""
+
+    distributions = ("numpy", "no-such-package")
+    has_store = True
+    full_draft: dict[str, float] = {"knob": 1.0}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.held = 0
+
+    def insert(self, sequence: np.ndarray) -> tuple[int, int]:
+        self.held += len(sequence)
+        return 1000, len(sequence)
+
+    def start(self, request_id: str, prompt: np.ndarray) -> None:
+        if request_id in self.running:
+            raise ValueError(f"{request_id} runs")
+        self.running.append(request_id)
+
+    def speculate(
+        self, request_id: str, context: np.ndarray, max_tokens: int, setting: dict[str, float]
+    ) -> Speculation:
+        assert request_id in self.running
+        draft = context[-max_tokens:].tolist()
+        return Speculation(ns=2000, token_ids=draft, parents=chain(len(draft)), probs=[setting["knob"]] * len(draft))
+
+    def add(self, request_id: str, token_ids: np.ndarray) -> None:
+        assert request_id in self.running
+
+    def stop(self, request_id: str, keep: bool) -> None:
+        self.running.remove(request_id)
+
+
+def answers_to(*frames: bytes, peer: Echo | None = None) -> list[tuple[dict[str, Any], list[list[int]]]]:
+    """What the process answers, opened first."""
+    out = io.BytesIO()
+    opened = frame_of({"op": "open", "peer": "echo", "options": {}})
+    serve(io.BytesIO(opened + b"".join(frames)), out, Server(lambda header: peer or Echo()))
+    out.seek(0)
+    answers = []
+    while (frame := read_frame(out)) is not None:
+        answers.append((frame[0], [array.tolist() for array in frame[1]]))
+    return answers
+
+
+def test_the_process_says_what_it_opened() -> None:
+    [(opened, _)] = answers_to()
+    assert opened["versions"] == {"numpy": np.__version__, "no-such-package": "absent"}
+    assert opened["has_store"] is True
+    assert opened["full_draft"] == {"knob": 1.0}
+
+
+def test_times_and_tokens_of_an_insertion_add_up() -> None:
+    _, (answer, _) = answers_to(frame_of({"op": "insert"}, (ids(1, 2, 3), ids(4))))
+    assert answer == {"ns": 2000, "num_tokens": 4}
+
+
+def test_every_proposed_context_is_a_request_that_ends() -> None:
+    echo = Echo()
+    ask = frame_of({"op": "propose", "max_tokens": 2, "setting": {"knob": 0.5}}, (ids(1, 2, 3), ids(), ids(4)))
+    _, first, second = answers_to(ask, ask, peer=echo)
+    assert first == second == ({"ns": [2000] * 3}, [[2, 3], [], [4]])
+    assert echo.running == []
+
+
+def test_a_request_is_decoded_step_by_step() -> None:
+    _, started, drafted, added, stopped = answers_to(
+        frame_of({"op": "start", "request_id": "r"}, (ids(1, 2),)),
+        frame_of({"op": "speculate", "request_id": "r", "max_tokens": 2, "setting": {"knob": 0.5}}, (ids(7, 8, 9),)),
+        frame_of({"op": "add", "request_id": "r"}, (ids(8),)),
+        frame_of({"op": "stop", "request_id": "r", "keep": True}),
+    )
+    assert started == added == stopped == ({}, [])
+    assert drafted == ({"ns": 2000, "probs": [0.5, 0.5], "match_length": None}, [[8, 9], [-1, 0]])
+
+
+def test_a_failed_operation_is_an_answer_and_the_next_one_works() -> None:
+    start = frame_of({"op": "start", "request_id": "r"}, (ids(1),))
+    _, first, second, unknown, last = answers_to(
+        start, start, frame_of({"op": "no-such"}), frame_of({"op": "stop", "request_id": "r", "keep": False})
+    )
+    assert first == last == ({}, [])
+    assert second[0] == {"error": "ValueError: r runs", "missing": False}
+    assert "KeyError" in unknown[0]["error"]
+
+
+def test_an_operation_before_open_is_refused() -> None:
+    out = io.BytesIO()
+    serve(io.BytesIO(frame_of({"op": "insert"}, (ids(1),))), out, Server())
+    out.seek(0)
+    assert "must be open" in (read_frame(out) or ({}, []))[0]["error"]
+
+
+# The client, with interpreters of our own behind it
+
+
+@pytest.fixture
+def fake_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment whose interpreter runs ``peer.py`` beside it, whatever it was told to run."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/peer.py"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("SSD_PEERS", str(tmp_path))
+    return tmp_path
+
+
+ANSWER_OPEN = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from benchmarks.peers.frames import read_frame, write_frame
+def answer(header):
+    write_frame(sys.stdout.buffer, header)
+read_frame(sys.stdin.buffer)
+answer({"versions": {}, "has_store": True, "full_draft": {}})
+"""
+
+
+def test_an_absent_environment_says_how_to_make_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_PEERS", str(tmp_path / "nowhere"))
+    with pytest.raises(PeerUnavailable, match="make bench-peers"):
+        Peer("arctic")
+
+
+def test_an_unknown_peer_is_named_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="prompt-lookup"):
+        Peer("suffix")
+
+
+def test_a_peer_that_does_not_start_shows_its_last_words(fake_environment: Path) -> None:
+    (fake_environment / "peer.py").write_text("import sys\nsys.exit('the library is from another planet')\n")
+    with pytest.raises(PeerUnavailable, match=r"(?s)status 1 during 'open'.*make bench-peers.*another planet"):
+        Peer("arctic")
+
+
+def test_an_interpreter_that_does_not_run_is_unavailable(fake_environment: Path) -> None:
+    (fake_environment / "bin" / "python").chmod(0o644)
+    with pytest.raises(PeerUnavailable, match="does not run"):
+        Peer("arctic")
+
+
+def test_a_package_that_is_missing_says_how_to_install_it(fake_environment: Path) -> None:
+    answer = ANSWER_OPEN.replace(
+        '{"versions": {}, "has_store": True, "full_draft": {}}', '{"error": "no vllm", "missing": True}'
+    )
+    (fake_environment / "peer.py").write_text(answer)
+    with pytest.raises(PeerUnavailable, match=r"no vllm.*make bench-peers"):
+        Peer("vllm-ngram")
+
+
+def test_a_peer_that_dies_in_a_call_shows_only_its_last_words(fake_environment: Path) -> None:
+    die = 'read_frame(sys.stdin.buffer)\nfor n in range(20):\n    print("line", n, file=sys.stderr)\nos._exit(7)\n'
+    (fake_environment / "peer.py").write_text(ANSWER_OPEN + die)
+    with Peer("arctic") as peer:
+        with pytest.raises(PeerUnavailable, match=r"(?s)status 7 during 'start'.*line 19") as caught:
+            peer.start("r", ids(1))
+        assert "line 12\n" in str(caught.value)
+        assert "line 11\n" not in str(caught.value)
+        with pytest.raises(PeerUnavailable, match="closed"):
+            peer.start("r", ids(1))
+
+
+def test_chatter_on_the_pipe_ends_the_peer(fake_environment: Path) -> None:
+    chatter = 'read_frame(sys.stdin.buffer)\nprint("hello, I am a library", flush=True)\nsys.stdin.buffer.read()\n'
+    (fake_environment / "peer.py").write_text(ANSWER_OPEN + chatter)
+    with Peer("arctic") as peer, pytest.raises(PeerUnavailable) as caught:
+        peer.stop("r", keep=True)
+    assert "not a frame" in str(caught.value.__cause__)
+
+
+# The peers themselves
+
+
+@pytest.fixture(scope="module", params=PEER_NAMES)
+def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    with Peer(request.param) as peer:
+        yield peer
+
+
+def texts(num_texts: int, length: int, seed: int) -> list[np.ndarray]:
+    """Random texts in which five tokens hardly ever stand in the same order twice."""
+    return list(np.random.default_rng(seed).integers(0, 30_000, (num_texts, length)).astype(np.int32))
+
+
+@needs_peers
+def test_a_peer_continues_what_its_own_context_repeats(peer: Peer) -> None:
+    period = texts(1, 40, seed=1)[0]
+    context = np.concatenate([period, period, period[:20]])
+    proposals = peer.propose([context, texts(1, 50, seed=2)[0]], max_tokens=8)
+    assert proposals.drafts[0].tolist() == period[20:28].tolist()
+    assert proposals.drafts[1].tolist() == []
+    assert proposals.us.dtype == np.float64
+    assert proposals.us.shape == (2,)
+    assert (proposals.us > 0).all()
+
+
+@needs_peers
+def test_a_peer_drafts_step_by_step(peer: Peer) -> None:
+    period = texts(1, 30, seed=3)[0]
+    context = np.concatenate([period, period[:10]])
+    peer.start("step", context)
+    first = peer.speculate("step", context, 4)
+    assert first.token_ids.tolist() == period[10:14].tolist()
+    assert first.parents.tolist() == [-1, 0, 1, 2]
+    assert first.us > 0
+    peer.add("step", period[10:12])
+    longer = np.concatenate([context, period[10:12]])
+    assert peer.speculate("step", longer, 4).token_ids.tolist() == period[12:16].tolist()
+    peer.stop("step", keep=False)
+    with pytest.raises(PeerError, match="step"):
+        peer.speculate("step", context, 4)
+
+
+@needs_peers
+def test_a_wrong_call_leaves_the_peer_usable(peer: Peer) -> None:
+    peer.start("twice", ids(1, 2))
+    with pytest.raises(PeerError, match="already"):
+        peer.start("twice", ids(1, 2))
+    peer.stop("twice", keep=False)
+    with pytest.raises(PeerError, match="setting"):
+        peer.propose([ids(1, 2)], max_tokens=3, temperature=1.0)
+    assert len(peer.propose([ids(1, 2)], max_tokens=3).drafts) == 1
+
+
+@needs_peers
+def test_a_peer_without_a_store_learns_nothing_in_no_time() -> None:
+    with Peer("prompt-lookup") as peer:
+        assert not peer.has_store
+        assert peer.insert(texts(2, 100, seed=4)) == Insertion(0.0, 0, 0)
+
+
+@needs_peers
+def test_arctic_drafts_what_followed_in_a_finished_request() -> None:
+    stored = texts(200, 1_000, seed=5)
+    with Peer("arctic", depth=24) as peer:
+        insertion = peer.insert(text for text in stored)
+        assert insertion.num_tokens == 200 * (1_000 - 32)
+        assert insertion.seconds > 0
+        # A random text costs a suffix tree at least a node a token; how much is for the benchmark to say.
+        assert insertion.resident_growth_bytes > 16 * insertion.num_tokens
+        proposals = peer.propose([text[480:500] for text in stored], max_tokens=4)
+        assert [draft.tolist() for draft in proposals.drafts] == [text[500:504].tolist() for text in stored]
+
+
+@needs_peers
+def test_arctic_stores_every_token_without_a_prompt() -> None:
+    text = texts(1, 100, seed=6)[0]
+    with Peer("arctic", prompt_length=0) as peer:
+        assert peer.insert([text]).num_tokens == 100
+        assert peer.propose([text[:10]], max_tokens=5).drafts[0].tolist() == text[10:15].tolist()
+
+
+@needs_peers
+def test_what_is_asked_leaves_nothing_behind() -> None:
+    text = texts(1, 100, seed=7)[0]
+    with Peer("arctic") as peer:
+        peer.propose([text], max_tokens=5)
+        assert peer.propose([text[:50]], max_tokens=5).drafts[0].tolist() == []
+
+
+@needs_peers
+def test_arctic_keeps_the_output_of_a_stopped_request_only_if_told() -> None:
+    prompt, kept, dropped = texts(3, 60, seed=8)
+    with Peer("arctic") as peer:
+        for request_id, output in (("kept", kept), ("dropped", dropped)):
+            peer.start(request_id, prompt)
+            peer.add(request_id, output)
+            peer.stop(request_id, keep=request_id == "kept")
+        drafts = peer.propose([kept[:20], dropped[:20], prompt[:20]], max_tokens=3).drafts
+        assert [draft.tolist() for draft in drafts] == [kept[20:23].tolist(), [], []]
+
+
+@needs_peers
+def test_arctic_drafts_trees_and_obeys_its_settings() -> None:
+    stem, one, other = texts(3, 20, seed=9)
+    with Peer("arctic", prompt_length=0) as peer:
+        peer.insert([np.concatenate([stem, one]), np.concatenate([stem, other])])
+        peer.start("r", stem)
+        tree = peer.speculate("r", stem, 6, max_spec_factor=2.0, min_token_prob=0.1, use_tree_spec=True)
+        assert sorted(tree.token_ids[tree.parents == -1].tolist()) == sorted([int(one[0]), int(other[0])])
+        assert tree.probs is not None
+        assert tree.probs.tolist() == [0.5] * 6
+        assert tree.match_length == 19
+        assert peer.speculate("r", stem, 6, min_token_prob=0.6).token_ids.tolist() == []
+        assert len(peer.speculate("r", stem[-4:], 6).token_ids) == 3  # no longer than its match
+        peer.stop("r", keep=False)
+
+
+@needs_peers
+def test_vllm_refuses_what_its_buffers_cannot_hold() -> None:
+    with Peer("vllm-ngram", max_context_tokens=32, max_draft=4) as peer:
+        with pytest.raises(PeerError, match="max_context_tokens"):
+            peer.propose([np.zeros(33, np.int32)], max_tokens=4)
+        assert peer.propose([np.zeros(32, np.int32)], max_tokens=4).drafts[0].tolist() == [0, 0, 0, 0]
+
+
+@needs_peers
+def test_an_option_a_peer_does_not_have_is_an_error() -> None:
+    with pytest.raises(PeerError, match="depth"):
+        Peer("prompt-lookup", depth=3)
+
+
+@needs_peers
+def test_a_killed_peer_is_unavailable() -> None:
+    with Peer("arctic") as peer:
+        os.kill(peer.process_id, signal.SIGKILL)
+        with pytest.raises(PeerUnavailable, match="status -9"):
+            peer.propose([ids(1, 2, 3)], max_tokens=2)
