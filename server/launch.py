@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -42,12 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for noisy in ("uvicorn", "httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    _allow_open_files()
     try:
         listener = listen(options.host, options.port)
         settings = make_settings(options)
     except SSDError as error:
         return _refuse(error)
     return serve(options, settings, listener)
+
+
+def _allow_open_files() -> None:
+    """As many as the system allows: every mapped segment and every connection takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def serve(options: Options, settings: ServerSettings, listener: socket.socket) -> int:

@@ -17,7 +17,7 @@ class PrefixFilter:
 
     The hash of a block covers the blocks before it, so a known hash means that the whole beginning up to there is known
     (64 bits of xxh3: a collision only loses a few tokens of drafting material). A block is forgotten once the ring
-    position it was stored at is evicted, so memory is bounded by capacity / block entries of about 150 bytes.
+    position it was stored at is evicted, so memory is bounded by capacity / block entries of about 100 bytes.
     """
 
     def __init__(self, block_tokens: int, lead_in_tokens: int) -> None:
@@ -25,7 +25,7 @@ class PrefixFilter:
         self._block_tokens = block_tokens
         self._lead_in_tokens = lead_in_tokens
         self._positions: dict[int, int] = {}  # hash of a block -> position of the sequence that stored it
-        self._by_age: deque[tuple[int, int]] = deque()  # the same as (position, hash), oldest first
+        self._by_age: deque[tuple[int, list[int]]] = deque()  # the same as (position, its hashes), oldest first
 
     def __len__(self) -> int:
         """Blocks known."""
@@ -48,21 +48,25 @@ class PrefixFilter:
     def forget_before(self, position: int) -> None:
         """Forget the blocks stored before ``position``: they are evicted. O(1) for each."""
         while self._by_age and self._by_age[0][0] < position:
-            stored_at, block_hash = self._by_age.popleft()
-            if self._positions.get(block_hash) == stored_at:  # else it was stored again since
-                del self._positions[block_hash]
+            stored_at, hashes = self._by_age.popleft()
+            for block_hash in hashes:
+                if self._positions.get(block_hash) == stored_at:  # else it was stored again since
+                    del self._positions[block_hash]
 
     def _remember(self, tokens: Tokens, prompt_length: int, position: int) -> int:
         """Returns how many leading tokens are stored already, a multiple of the block length within the prompt."""
         skipped = 0
         is_known_so_far = True
+        hashes: list[int] = []
         for stop, block_hash in self._chain(tokens):
             is_known_so_far = is_known_so_far and stop <= prompt_length and block_hash in self._positions
             if is_known_so_far:
                 skipped = stop
             else:
                 self._positions[block_hash] = position
-                self._by_age.append((position, block_hash))
+                hashes.append(block_hash)
+        if hashes:
+            self._by_age.append((position, hashes))
         return skipped
 
     def _chain(self, tokens: Tokens) -> Iterator[tuple[int, int]]:
