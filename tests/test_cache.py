@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked, ConfigError, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.static import StaticWriter
 from tests.reference.retrieval import naive_count, naive_skipped, sequences, snapshot_count, snapshot_text
@@ -316,6 +317,24 @@ def test_a_directory_that_disappears_costs_only_persistence(tmp_path: Path, capl
     assert 1 <= len(caplog.records) <= 3  # one for each kind
 
 
+def test_a_segment_that_could_not_be_written_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with CacheSet(_config(tmp_path), FINGERPRINT, inline=True) as caches:
+        with monkeypatch.context() as patch:
+            patch.setattr(SegmentDirectory, "write", full)
+            caches.get().append([1, 2, 3])
+            caches.get().flush()
+            assert _said(caches) == [[1, 2, 3]]  # from memory
+        caches.get().append([4, 5])
+    with CacheSet(_config(tmp_path), FINGERPRINT, inline=True) as caches:
+        assert _said(caches) == [[1, 2, 3], [4, 5]]
+    assert "No space left on device" in caplog.text
+
+
 def test_a_damaged_segment_loses_its_text_only(tmp_path: Path) -> None:
     with CacheSet(_config(tmp_path, merge_fanout=9), FINGERPRINT, inline=True) as caches:
         for i in range(3):
@@ -346,6 +365,7 @@ import itertools, sys
 from pathlib import Path
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.directory import SegmentDirectory
 index = IndexConfig(capacity_tokens=1 << 18, seal_tokens=512, merge_fanout=2, rebuild_interval_s=0.01)
 caches = CacheSet(CacheConfig(index=index, directory=Path(sys.argv[1])), sys.argv[2])
 print("ready", flush=True)
