@@ -124,41 +124,43 @@ class SuffixIndex:
     def merge_plan(self) -> tuple[Segment, ...] | None:
         """Neighbouring segments to be merged next, or None. O(number of segments).
 
-        Size-tiered, as in Lucene: a segment's class is log of its size to the base ``merge_fanout``; a run of
-        ``merge_fanout`` segments of one class is merged. A segment with a larger, newer neighbour counts as that one's
-        class, or small ones between large ones would stay forever. Classes then never grow with position, so there are
-        fewer than ``merge_fanout`` segments in each, but for those whose sum would exceed an eighth of the capacity. A
-        token is sorted again about log(capacity / seal_tokens) times.
+        Size-tiered, as in Lucene: a segment's class is log of its size to the base ``merge_fanout``; a segment with a
+        larger, newer neighbour counts as that one's class, or small ones between large ones would stay forever. Where
+        ``merge_fanout`` or more neighbours are of one class, those of them are merged that cost least: the fewest tokens
+        sorted for each that is not of the largest. Classes then never grow with position, so there are fewer than
+        ``merge_fanout`` segments in each, but for those whose sum would exceed an eighth of the capacity. A token is
+        sorted again about log(capacity / seal_tokens) times, also when sealing is far ahead of merging.
         """
-        fanout = self.config.merge_fanout
-        segments = self._ring_born
-        run_class, run_stop = -1, len(segments)
-        for i in reversed(range(len(segments))):
-            size_class = self._size_class(segments[i])
-            if size_class > run_class:
-                run_class, run_stop = size_class, i + 1
-            if run_stop - i >= fanout:
-                plan = self._longest_that_fits(segments[i:run_stop])
-                if plan is not None:
-                    return plan
-        return None
+        segments, fanout = self._ring_born, self.config.merge_fanout
+        best, best_cost = None, math.inf
+        stop = len(segments)
+        while stop > 0:
+            run_class, start = self._size_class(segments[stop - 1]), stop - 1
+            while start > 0 and self._size_class(segments[start - 1]) <= run_class:
+                start -= 1
+            if stop - start >= fanout:
+                plan, cost = self._cheapest_that_fits(segments[start:stop])
+                if cost < best_cost:
+                    best, best_cost = plan, cost
+            stop = start
+        return best
 
     def _size_class(self, segment: Segment) -> int:
         return int(math.log(max(1.0, len(segment) / self.config.seal_tokens), self.config.merge_fanout) + 1e-9)
 
-    def _longest_that_fits(self, run: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
-        """The oldest two to ``merge_fanout`` neighbours in ``run`` whose sum is within the limit of a segment."""
+    def _cheapest_that_fits(self, run: tuple[Segment, ...]) -> tuple[tuple[Segment, ...] | None, float]:
+        """Two to ``merge_fanout`` neighbours in ``run`` whose sum is within the limit of a segment, and their cost."""
+        best, best_cost = None, math.inf
         for first in range(len(run) - 1):
-            total = 0
-            count = 0
-            for segment in run[first : first + self.config.merge_fanout]:
-                total += len(segment)
+            total = most = len(run[first])
+            for stop in range(first + 1, min(first + self.config.merge_fanout, len(run))):
+                size = len(run[stop])
+                total, most = total + size, max(most, size)
                 if total > self.max_segment_tokens:
                     break
-                count += 1
-            if count >= 2:
-                return run[first : first + count]
-        return None
+                if total / (total - most) < best_cost:
+                    best, best_cost = run[first : stop + 1], total / (total - most)
+        return best, best_cost
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
         """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one was evicted."""
