@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +101,25 @@ def test_sequences_dropped_while_they_are_being_sealed_are_not_lost() -> None:
     assert index.snapshot().num_tokens <= 16
     index.append(_tokens(10))
     assert index.num_dropped_tokens == 2
+
+
+@pytest.mark.parametrize("fanout", [2, 4])
+@pytest.mark.parametrize("size", [3, 4, 15, 16, 17])
+def test_a_backlog_of_seals_is_sorted_about_as_often_as_a_steady_stream(fanout: int, size: int) -> None:
+    random = np.random.default_rng(size)
+    index, total = _index(capacity_tokens=10_000, seal_tokens=4, merge_fanout=fanout), 0
+    while total < 2500:
+        tokens = random.integers(0, 9, size + int(random.integers(0, 3))).astype(np.int32)
+        index.append(tokens)
+        _seal(index)
+        total += len(tokens) + 1
+    num_sorted, inputs = 0, index.merge_plan()
+    while inputs is not None:
+        num_sorted += sum(map(len, inputs))
+        assert _merge(index)
+        inputs = index.merge_plan()
+    assert num_sorted <= 2.5 * total * math.log(1250 / size, fanout)
+    assert len(index.snapshot().segments) <= 2 * fanout * math.log(1250 / size, fanout) + 8
 
 
 def test_a_merge_of_an_evicted_segment_is_thrown_away() -> None:
