@@ -126,10 +126,10 @@ class SuffixIndex:
 
         Size-tiered, as in Lucene: a segment's class is log of its size to the base ``merge_fanout``; a segment with a
         larger, newer neighbour counts as that one's class, or small ones between large ones would stay forever. Where
-        ``merge_fanout`` or more neighbours are of one class, those of them are merged that cost least: the fewest tokens
-        sorted for each that is not of the largest. Classes then never grow with position, so there are fewer than
-        ``merge_fanout`` segments in each, but for those whose sum would exceed an eighth of the capacity. A token is
-        sorted again about log(capacity / seal_tokens) times, also when sealing is far ahead of merging.
+        ``merge_fanout`` or more neighbours are of one class, those of them are merged that cost least: the fewest
+        tokens sorted for each that is not of the largest. Classes then never grow with position, so there are fewer
+        than ``merge_fanout`` segments in each, but for those whose sum would exceed an eighth of the capacity. A token
+        is sorted again about log(capacity / seal_tokens) times, also when sealing is far ahead of merging.
         """
         segments, fanout = self._ring_born, self.config.merge_fanout
         best, best_cost = None, math.inf
