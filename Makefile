@@ -37,7 +37,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Reproduces the README's figures: about ten minutes on two cores. The replay needs recorded traces and tokenizers.
+# Reproduces the README's figures: about half an hour on two cores, 2 GB of disk for the largest index. The replay needs
+# recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results --json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
@@ -45,6 +46,11 @@ bench: $(READY)
 			--drafter prompt-lookup --max-draft 16 --max-output-tokens 120000 --json \
 			| tee /dev/stderr | tail -n 1 >benchmarks/results/replay.json; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
+	$(BIN)/python -m benchmarks.index --tokens 1000000 --json | tail -n 1 >benchmarks/results/index-1m.json
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --worst-cases --peers --json \
+		| tail -n 1 >benchmarks/results/index-16m.json
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --json \
+		| tail -n 1 >benchmarks/results/index-256m.json
 	$(BIN)/python -m benchmarks.report
 
 # Other people's drafters in an environment of their own: about two minutes and 2 GB. It must be activated, because

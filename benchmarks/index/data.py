@@ -1,0 +1,200 @@
+"""Text to fill an index with: endless streams of completions of 200 to 2,000 tokens, the same for one seed.
+
+All memory a stream will ever keep is taken before its first completion, so what grows later is not the benchmark's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.traces import TraceTokenizer, find_tokenizer, read_records
+from ssd.errors import ConfigError
+
+Tokens = npt.NDArray[np.int32]
+
+KINDS = ("made", "traces", "zipf", "repeat")
+DEFAULT_VOCABULARY = {"made": 32_000, "traces": 32_000, "zipf": 131_072, "repeat": 32_000}
+
+SHORTEST, LONGEST = 200, 2000
+EDITED = 0.02
+"""Share of the tokens that are replaced in a near-copy."""
+PERIOD = 1000
+"""Of ``repeat``."""
+
+_TRACE_TOKENIZER = "llama2-32k"
+_ZIPF_EXPONENT = 1.1
+
+_PHRASES = 20_000
+_LONGEST_PHRASE = 12
+_NEXT_PHRASES = 12  # a phrase is followed by one of so many, the first ones mostly
+_KEPT_DOCUMENTS = 512
+_COPIES = 0.25
+_DOCUMENTS_AT_ONCE = 128
+
+
+def completions(kind: str, vocabulary: int, seed: int) -> Iterator[Tokens]:
+    """int32 arrays of ids below ``vocabulary``, without separators. Raises ConfigError.
+
+    made : 20,000 phrases of 2 to 12 Zipf-distributed tokens; each is followed by one of 12 others, the first ones
+        mostly; a quarter of the documents are near-copies of one of 512 earlier ones. In a million tokens a stretch of
+        4, 8, 16 tokens stands in 6, 3, 1 places (median; 15, 10, 4 at the ninth decile) and new text matches 11
+        tokens (median; 3 at the first decile, 31 at the ninth).
+    traces : all recorded outputs in ``$SSD_TRACES``, tokenized with llama2-32k of ``$SSD_TOKENIZERS``, end-of-text
+        tokens included; short ones are joined with the next, long ones cut. Used up, they come again as near-copies.
+    zipf : independent tokens, p ~ 1 / rank^1.1: of a million, new text matches 2 (median; 3 at the ninth decile).
+    repeat : one run of 1,000 random tokens, again and again: everything stands in n / 1,000 places.
+    """
+    random = np.random.default_rng(seed)
+    if kind == "made":
+        return _made(vocabulary, random)
+    if kind == "traces":
+        return _traces(read_traces(), vocabulary, random)
+    if kind == "zipf":
+        return _zipf(vocabulary, random)
+    if kind == "repeat":
+        return _repeat(vocabulary, random)
+    raise ConfigError(f"unknown data {kind!r}; use one of {', '.join(KINDS)}")
+
+
+def _edited(tokens: Tokens, vocabulary: int, random: np.random.Generator) -> Tokens:
+    copy = tokens.copy()
+    places = random.random(len(copy)) < EDITED
+    copy[places] = random.integers(0, vocabulary, int(places.sum()))
+    return copy
+
+
+def _zipf_tokens(cumulative: npt.NDArray[np.float64], size: int, random: np.random.Generator) -> Tokens:
+    tokens: Tokens = np.searchsorted(cumulative, random.random(size) * cumulative[-1]).astype(np.int32)
+    return tokens
+
+
+def _zipf_cumulative(vocabulary: int) -> npt.NDArray[np.float64]:
+    return np.cumsum(1.0 / np.arange(1, vocabulary + 1) ** _ZIPF_EXPONENT)
+
+
+def _new_documents(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
+    """Walks from phrase to phrase, many at once so that numpy does the stepping."""
+    drawn = _zipf_tokens(_zipf_cumulative(vocabulary), _PHRASES * _LONGEST_PHRASE, random)
+    phrases = drawn.reshape(_PHRASES, _LONGEST_PHRASE)
+    sizes = random.integers(2, _LONGEST_PHRASE + 1, _PHRASES)
+    followers = random.integers(0, _PHRASES, (_PHRASES, _NEXT_PHRASES))
+    columns = np.arange(_LONGEST_PHRASE)
+    steps = LONGEST // 2  # no phrase is shorter than 2
+    while True:
+        lengths = random.integers(SHORTEST, LONGEST + 1, _DOCUMENTS_AT_ONCE)
+        chosen = np.empty((steps, _DOCUMENTS_AT_ONCE), np.int64)
+        chosen[0] = random.integers(0, _PHRASES, _DOCUMENTS_AT_ONCE)
+        choices = np.minimum(random.geometric(0.35, (steps, _DOCUMENTS_AT_ONCE)) - 1, _NEXT_PHRASES - 1)
+        for step in range(1, steps):
+            chosen[step] = followers[chosen[step - 1], choices[step]]
+        for document, length in enumerate(lengths.tolist()):
+            path = chosen[: length // 2, document]
+            yield phrases[path][columns < sizes[path][:, None]][:length]
+
+
+def _made(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
+    kept = np.zeros((_KEPT_DOCUMENTS, LONGEST), np.int32)
+    kept.fill(1)  # touches its pages now
+    lengths = np.zeros(_KEPT_DOCUMENTS, np.int64)
+    new = _new_documents(vocabulary, random)
+    num_kept = 0
+    while True:
+        if num_kept and random.random() < _COPIES:
+            place = int(random.integers(min(num_kept, _KEPT_DOCUMENTS)))
+            yield _edited(kept[place, : lengths[place]], vocabulary, random)
+            continue
+        tokens = next(new)
+        place = num_kept if num_kept < _KEPT_DOCUMENTS else int(random.integers(_KEPT_DOCUMENTS))
+        kept[place, : len(tokens)], lengths[place] = tokens, len(tokens)
+        num_kept += 1
+        yield tokens
+
+
+def read_traces() -> Tokens:
+    """int32: all recorded outputs one after the other, each with its end-of-text token. Raises ConfigError."""
+    folder = os.environ.get("SSD_TRACES")
+    if not folder:
+        raise ConfigError("--data traces needs recorded outputs: set SSD_TRACES to a folder of .jsonl.gz files")
+    files = sorted(Path(folder).glob("*.jsonl.gz"))
+    if not files:
+        raise ConfigError(f"no .jsonl.gz files in {folder}: set SSD_TRACES to the folder that holds them")
+    tokenizer = TraceTokenizer(find_tokenizer(_TRACE_TOKENIZER))
+    outputs = [
+        np.array([*tokenizer.encode(record["output"]), tokenizer.end_of_text], np.int32)
+        for path in files
+        for record in read_records(path)
+    ]
+    return np.concatenate(outputs) if outputs else np.empty(0, np.int32)
+
+
+def cut_outputs(text: Tokens) -> list[int]:
+    """Where completions of SHORTEST to LONGEST tokens begin in ``text``, whose outputs all close with its last token.
+
+    They end where outputs do, but for those that are too long. The last bound is the end of the last one; a rest
+    shorter than SHORTEST is left out. Raises ConfigError when all of ``text`` is.
+    """
+    if len(text) < SHORTEST:
+        raise ConfigError(f"the traces hold {len(text)} tokens, fewer than one completion")
+    bounds = [0]
+    for end in (np.flatnonzero(text == text[-1]) + 1).tolist():
+        while (left := end - bounds[-1]) > LONGEST:
+            bounds.append(bounds[-1] + min(LONGEST, left - SHORTEST))
+        if left >= SHORTEST:
+            bounds.append(end)
+    return bounds
+
+
+def _traces(text: Tokens, vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
+    bounds = cut_outputs(text)
+    for first, last in pairwise(bounds):
+        yield text[first:last]
+    while True:
+        for i in random.permutation(len(bounds) - 1).tolist():
+            yield _edited(text[bounds[i] : bounds[i + 1]], vocabulary, random)
+
+
+def _zipf(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
+    cumulative = _zipf_cumulative(vocabulary)
+    while True:
+        block = _zipf_tokens(cumulative, 1 << 16, random)
+        while len(block) >= LONGEST:
+            length = int(random.integers(SHORTEST, LONGEST + 1))
+            yield block[:length]
+            block = block[length:]
+
+
+def _repeat(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
+    text, at = np.tile(random.integers(0, vocabulary, PERIOD).astype(np.int32), LONGEST // PERIOD + 1), 0
+    while True:
+        length = int(random.integers(SHORTEST, LONGEST + 1))
+        yield text[at : at + length]
+        at = (at + length) % PERIOD
+
+
+def sequences_within(stream: Iterator[Tokens], num_tokens: int) -> list[Tokens]:
+    """The first completions of ``stream`` that fit into ``num_tokens`` tokens, one separator each counted."""
+    found: list[Tokens] = []
+    size = 0
+    for tokens in stream:
+        size += len(tokens) + 1
+        if size > num_tokens:
+            break
+        found.append(tokens)
+    return found
+
+
+def flat(stream: Iterator[Tokens], num_tokens: int) -> Tokens:
+    """int32[num_tokens] : completions of ``stream``, each closed by -1; the last one is cut."""
+    text = np.full(num_tokens, -1, np.int32)
+    at = 0
+    while at < num_tokens - 1:
+        tokens = next(stream)[: num_tokens - at - 1]
+        text[at : at + len(tokens)] = tokens
+        at += len(tokens) + 1
+    return text
