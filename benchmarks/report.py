@@ -111,7 +111,9 @@ def index_section(runs: list[dict[str, Any]]) -> str:
     """One column a size, then the peers of the run that asked them."""
     lines = ["| tokens | " + " | ".join(_size(run) for run in runs) + " |", "|---|" + "--:|" * len(runs)]
     for label, key, form in _INDEX_ROWS:
-        lines.append(f"| {label} | " + " | ".join(_figure(run.get(key), form) for run in runs) + " |")
+        # Static files are mapped and built elsewhere: what the process grew by says nothing about their tokens.
+        figures = [None if key == "bytes_per_token" and run["parameters"]["static"] else run.get(key) for run in runs]
+        lines.append(f"| {label} | " + " | ".join(_figure(figure, form) for figure in figures) + " |")
     compared = next((run for run in reversed(runs) if run["peers"]), None)
     if compared is not None:
         lines += ["", *_peers_table(compared)]
@@ -151,7 +153,11 @@ def _peers_table(run: dict[str, Any]) -> list[str]:
             times = figures.get(f"propose_{kind}_times_ours")
             cells += [f"{figures[f'propose_us_{kind}_p50']:.0f}", "" if times is None else f"{times:.1f}x"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return lines
+    return [
+        *lines,
+        "",
+        "Those without stored bytes look at the request's own text, here 64 tokens, and at nothing else.",
+    ]
 
 
 if __name__ == "__main__":
