@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ssd.retrieval.snapshot import Snapshot
 
 TokenIds = npt.NDArray[np.int32]
+Prices = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -23,6 +24,10 @@ class DraftRequest:
     ``prompt_length`` : how many tokens of ``context`` are the prompt.
     ``snapshot`` : the namespace's index, or None when there is none.
     ``limit`` : most tokens this draft may have, >= 0.
+    ``prices`` : float64[n], what the i-th drafted token costs, in expected accepted tokens; the last holds for all
+        beyond. None: the drafter's own price.
+    ``tree`` : whether the target can verify a tree; its ``limit`` counts nodes.
+    ``prediction`` : int32[p], text that the client expects the output to resemble, private to this request.
     """
 
     request_id: str
@@ -30,30 +35,37 @@ class DraftRequest:
     prompt_length: int
     snapshot: Snapshot | None
     limit: int
+    prices: Prices | None = None
+    tree: bool = False
+    prediction: TokenIds | None = None
 
 
 @dataclass(slots=True)
 class Draft:
-    """A proposed chain of tokens.
+    """A proposed chain of tokens, or a tree of them.
 
     ``token_ids`` : int32[k], k <= the request's limit; empty when nothing was found.
     ``match_length`` : tokens of the context's tail that the evidence matched.
     ``source`` : where it came from: "own", "index" or "none".
     ``probabilities`` : float64[k], estimated chance that each token is accepted once those before it are; None when the
         drafter has no estimate.
+    ``parents`` : int32[k], of each token the index of the one before it, smaller than its own; -1 after the context.
+        None: a chain.
     """
 
     token_ids: TokenIds
     match_length: int = 0
     source: str = "none"
     probabilities: npt.NDArray[np.float64] | None = None
+    parents: npt.NDArray[np.int32] | None = None
 
     def cut(self, length: int) -> Draft:
         """The first ``length`` tokens; itself when it has no more."""
         if length >= len(self.token_ids):
             return self
         estimates = None if self.probabilities is None else self.probabilities[:length]
-        return Draft(self.token_ids[:length], self.match_length, self.source, estimates)
+        parents = None if self.parents is None else self.parents[:length]
+        return Draft(self.token_ids[:length], self.match_length, self.source, estimates, parents)
 
 
 EMPTY_DRAFT = Draft(np.empty(0, np.int32))
