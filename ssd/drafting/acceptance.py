@@ -1,86 +1,262 @@
-"""How probable is it that the target accepts a candidate token? A logistic model of the evidence.
+"""How probable is it that the target accepts a candidate token? Learned while serving, from every token tested.
 
-Its weights are fixed; ``Calibration`` shifts and scales what they give while serving. The kernels take the weights as
-an argument, so a model that fits them too replaces ``DEFAULT_WEIGHTS`` and nothing else.
+Context mixing, as in data compressors (Mahoney 2005, "Adaptive weighing of context models for lossless data
+compression", sections 3 and 4): each view of the evidence looks up a chance in a table of its own, adapted to what came
+of the candidates seen there, and a logistic mixer weighs the views' log odds. A view is a few small numbers, so a few
+hundred tested tokens fill what matters; before that the tables hold a formula's estimates.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.retrieval.memory import inlined, kernel
+from ssd.retrieval.memory import Int64s, float64_array, inlined, kernel
 
-Weights = npt.NDArray[np.float64]
+Floats = npt.NDArray[Any]
 
-_LEARNING_RATE = 0.02
-_SHIFT_RANGE = (-2.5, 1.5)
-_SCALE_RANGE = (0.6, 2.5)
+# The views of a candidate. Lengths, supports and shares are bucketed.
+OWN: Final = 0  # the longest match in the request's own text: length, support, share, newest vote, is that output
+INDEX: Final = 1  # the same in the index, and where its newest place lies
+PREDICTION: Final = 2  # the client's prediction: for how long it agrees, was it ever wrong, does it say this token
+LEVEL: Final = 3  # and the two after it: all places that agree on so many tokens: length, support, share
+REQUEST: Final = 6  # how this request's drafts fared lately; length and share of the longest match with a vote
+TOKEN: Final = 7  # the token itself, hashed; length and share, coarsely
+BEFORE: Final = 8  # the token before it, hashed; length and share, coarsely
+PAIR: Final = 9  # both, hashed; length and share, coarsely
+INPUTS: Final = 10
+LEVEL_VIEWS: Final = 3
 
-DEFAULT_WEIGHTS: Weights = np.array([-1.30, 0.85, 0.10, 0.45, 0.35, -0.10])
-"""Weights of: 1, log(1 + agreeing tokens), log(1 + support), log odds of the share, own text's part, log(1 + depth)."""
+LENGTHS: Final = 13
+SUPPORTS: Final = 6
+SHARES: Final = 9
+ORIGINS: Final = 3
+MOODS: Final = 8
+HASHES: Final = 1024
+PAIR_HASHES: Final = 8192
+COARSE_LENGTHS: Final = 4
+COARSE_SHARES: Final = 3
+WHEN_SETS: Final = 3
+
+_SHAPES: Final = (
+    (LENGTHS, SUPPORTS, SHARES, 2, 2),
+    (LENGTHS, SUPPORTS, SHARES, 2, ORIGINS),
+    (LENGTHS, 2, 2),
+    (LENGTHS, SUPPORTS, SHARES),
+    (LENGTHS, SUPPORTS, SHARES),
+    (LENGTHS, SUPPORTS, SHARES),
+    (MOODS, LENGTHS, SHARES),
+    (HASHES, COARSE_LENGTHS, COARSE_SHARES),
+    (HASHES, COARSE_LENGTHS, COARSE_SHARES),
+    (PAIR_HASHES, COARSE_LENGTHS, COARSE_SHARES),
+)
+OFFSETS: Final = np.cumsum([0, *(math.prod(shape) for shape in _SHAPES)])
+ENTRIES: Final = int(OFFSETS[-1])
+SETS: Final = 2 * 2 * 2 * LEVEL_VIEWS * WHEN_SETS
+"""Sets of mixer weights: own text, index and prediction there or not, how many levels, how deep."""
+
+_NUM_WEIGHTS: Final = SETS * (INPUTS + 1)
+MODEL_FLOATS: Final = 3 * ENTRIES + _NUM_WEIGHTS + 1
+
+_MIXER_RATE: Final = 0.01
+_CONSTANT_RATE: Final = 0.003
+_LEAST_RATE: Final = 0.01
+"""A table entry forgets: it weighs the last hundred candidates or so, to follow traffic that shifts."""
+
+_PRIOR_COUNT: Final = 2.0
+_LEAST_CHANCE: Final = 1e-4
+
+# What the buckets stand for.
+_LENGTH_BUCKETS: Final = np.searchsorted([1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49], np.arange(64), side="right")
+_COARSE_LENGTH: Final = np.array([0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3])
+_TYPICAL_LENGTH: Final = np.array([0.5, 1, 2, 3, 4, 5.5, 7.5, 10, 14, 20, 28, 40, 64])
+_TYPICAL_SUPPORT: Final = np.array([1, 2, 3, 5, 10, 40.0])
+_TYPICAL_SHARE: Final = np.array([0.02, 0.1, 0.25, 0.42, 0.5, 0.6, 0.75, 0.92, 1.0])
+_TYPICAL_COARSE_LENGTH: Final = np.array([1.5, 4.0, 8.0, 24.0])
+_TYPICAL_COARSE_SHARE: Final = np.array([0.2, 0.6, 1.0])
 
 
-_LOGS: Final = np.log(1.0 + np.arange(256))
+class Model(NamedTuple):
+    """What the kernels find at a model's address. Changed in place.
 
-MOST_AGREEING: Final = 64
-"""More agreeing tokens than this count as this many."""
+    ``chances``, ``counts``, ``log_odds`` : float64[ENTRIES], of each table entry: the chance, how many candidates it
+        rests on, and log(chance / (1 - chance)). ``weights`` : float64[SETS, INPUTS + 1], the last a constant.
+    ``learned`` : float64[1], candidates learned from.
+    """
+
+    chances: Floats
+    counts: Floats
+    log_odds: Floats
+    weights: Floats
+    learned: Floats
 
 
 @inlined
-def evidence_logit(weights: Weights, support: float, votes: float, own_votes: float) -> float:
-    """The part of ``acceptance_logit`` that stays the same while the same samples go on to agree."""
-    return float(
-        weights[0]
-        + weights[2] * math.log(1.0 + support)
-        + weights[3] * math.log((votes + 0.5) / (support - votes + 0.5))
-        + weights[4] * own_votes / votes
+def model_at(address: int) -> Model:
+    """The model in the MODEL_FLOATS numbers at ``address``."""
+    step = 8 * ENTRIES
+    return Model(
+        float64_array(address, ENTRIES),
+        float64_array(address + step, ENTRIES),
+        float64_array(address + 2 * step, ENTRIES),
+        float64_array(address + 3 * step, _NUM_WEIGHTS).reshape((SETS, INPUTS + 1)),
+        float64_array(address + 3 * step + 8 * _NUM_WEIGHTS, 1),
     )
 
 
 @inlined
-def length_logit(weights: Weights, agreeing: int, depth: int) -> float:
-    """The rest of it."""
-    return float(weights[1] * _LOGS[min(agreeing, MOST_AGREEING)] + weights[5] * _LOGS[depth])
+def length_bucket(length: int) -> int:
+    """0..LENGTHS - 1, finer where shorter."""
+    return int(_LENGTH_BUCKETS[min(length, 63)])
+
+
+@inlined
+def coarse_length(bucket: int) -> int:
+    """Of a length's bucket, 0..COARSE_LENGTHS - 1."""
+    return int(_COARSE_LENGTH[bucket])
+
+
+@inlined
+def support_bucket(support: float) -> int:
+    """0..SUPPORTS - 1."""
+    if support < 3.5:
+        return 0 if support < 1.5 else (1 if support < 2.5 else 2)
+    return 3 if support < 6.5 else (4 if support < 16.0 else 5)
+
+
+@inlined
+def share_bucket(votes: float, support: float) -> int:
+    """0..SHARES - 1: 0 for no vote, 8 for all of them, 4 for half."""
+    if votes <= 0.0:
+        return 0
+    share = votes / support
+    if share > 0.999:
+        return 8
+    if share < 0.49:
+        return 1 if share < 0.15 else (2 if share < 0.33 else 3)
+    if share < 0.66:
+        return 4 if share < 0.51 else 5
+    return 6 if share < 0.85 else 7
+
+
+@inlined
+def coarse_share(bucket: int) -> int:
+    """Of a share's bucket, 0..COARSE_SHARES - 1."""
+    return 0 if bucket < 3 else (1 if bucket < 7 else 2)
+
+
+@inlined
+def hash_of(token: int) -> int:
+    """0..HASHES - 1."""
+    return ((token * 40503) >> 4) & (HASHES - 1)
+
+
+@inlined
+def hash_of_pair(before: int, token: int) -> int:
+    """0..PAIR_HASHES - 1."""
+    return (((token * 40503) ^ (before * 69069 + (before >> 7))) >> 3) & (PAIR_HASHES - 1)
+
+
+@inlined
+def weight_set(has_own: bool, has_index: bool, has_prediction: bool, num_levels: int, depth: int) -> int:
+    """Which weights a candidate is mixed with, 0..SETS - 1."""
+    sources = int(has_own) + 2 * int(has_index) + 4 * int(has_prediction)
+    levels = min(max(num_levels, 1), LEVEL_VIEWS) - 1
+    return (sources * LEVEL_VIEWS + levels) * WHEN_SETS + (0 if depth == 0 else (1 if depth < 4 else 2))
+
+
+@inlined
+def mixed(model: Model, inputs: Int64s, chosen: int) -> float:
+    """Log odds that a candidate is accepted.
+
+    ``inputs`` : int64[INPUTS], the table entry of each view, -1 where it sees nothing. ``chosen`` : its weight set.
+    """
+    total = model.weights[chosen, INPUTS]
+    for i in range(INPUTS):
+        if inputs[i] >= 0:
+            total += model.weights[chosen, i] * model.log_odds[inputs[i]]
+    return float(total)
+
+
+@inlined
+def chance_of(log_odds: float) -> float:
+    """The chance with these log odds."""
+    return 1.0 / (1.0 + math.exp(-log_odds))
 
 
 @kernel
-def acceptance_logit(
-    weights: Weights, agreeing: int, support: float, votes: float, own_votes: float, depth: int
-) -> float:
-    """Log odds that the target accepts a token.
+def learn(model: Model, inputs: Int64s, chosen: int, label: float) -> float:
+    """Learn what came of a candidate: 1.0 accepted, 0.0 not. Returns the error of the estimate, label - chance.
 
-    ``agreeing`` : tokens before it that the evidence agrees on, matched or drafted. ``support`` : places that agree so.
-    ``votes`` : how many of these go on with the token; ``own_votes`` : those in the request's own text. ``depth`` :
-    draft tokens before it, at most 255.
+    The mixer takes a gradient step of the log loss; a view's entry moves towards the label by 1 / count, at least
+    _LEAST_RATE.
     """
-    return evidence_logit(weights, support, votes, own_votes) + length_logit(weights, agreeing, depth)
+    error = label - chance_of(mixed(model, inputs, chosen))
+    model.weights[chosen, INPUTS] += _CONSTANT_RATE * error
+    for i in range(INPUTS):
+        at = inputs[i]
+        if at < 0:
+            continue
+        model.weights[chosen, i] += _MIXER_RATE * error * model.log_odds[at]
+        model.counts[at] += 1.0
+        chance = model.chances[at] + (label - model.chances[at]) * max(1.0 / model.counts[at], _LEAST_RATE)
+        chance = min(max(chance, _LEAST_CHANCE), 1.0 - _LEAST_CHANCE)
+        model.chances[at] = chance
+        model.log_odds[at] = math.log(chance / (1.0 - chance))
+    model.learned[0] += 1.0
+    return float(error)
 
 
-class Calibration:
-    """Moves the estimates to what traffic really accepts: log odds' = shift + scale * log odds (Platt 1999, section 2).
+def prior_model() -> npt.NDArray[np.float64]:
+    """float64[MODEL_FLOATS]: a model that has seen nothing. O(ENTRIES)."""
+    buffer = np.zeros(MODEL_FLOATS)
+    log_odds = np.concatenate([np.broadcast_to(_prior(view), shape).ravel() for view, shape in enumerate(_SHAPES)])
+    log_odds = np.clip(log_odds, *np.log([_LEAST_CHANCE, 1 / _LEAST_CHANCE]))
+    buffer[:ENTRIES] = 1.0 / (1.0 + np.exp(-log_odds))
+    buffer[ENTRIES : 2 * ENTRIES] = _PRIOR_COUNT
+    buffer[2 * ENTRIES : 3 * ENTRIES] = log_odds
+    buffer[3 * ENTRIES : -1] = _prior_weights().ravel()
+    return buffer
 
-    Fitted while serving by stochastic gradient steps on the log loss; sampled text accepts less than greedy text, and
-    no fixed weights know which is asked for.
-    """
 
-    def __init__(self) -> None:
-        self.shift = 0.0
-        self.scale = 1.0
+def _expected(length: Floats, support: Floats | float, share: Floats) -> Floats:
+    """Log odds by rule of thumb: longer, more often, more of one voice."""
+    votes = np.maximum(share * support, 0.05)
+    return (
+        -1.3
+        + 0.85 * np.log(1 + length)
+        + 0.1 * np.log(1 + support)
+        + 0.45 * np.log((votes + 0.5) / (support - votes + 0.5))
+    )
 
-    def applied_to(self, weights: Weights) -> Weights:
-        """Weights whose log odds are the calibrated ones."""
-        calibrated = self.scale * weights
-        calibrated[0] += self.shift
-        return calibrated
 
-    def learn(self, estimates: npt.NDArray[np.float64], accepted: npt.NDArray[np.bool_], bias: float) -> None:
-        """One step. ``estimates`` : float64[n] as proposed, ``bias`` included; ``accepted`` : what came of each."""
-        inside = np.clip(estimates, 1e-6, 1 - 1e-6)
-        log_odds = (np.log(inside / (1 - inside)) - bias - self.shift) / self.scale
-        error = accepted - inside
-        self.shift = float(np.clip(self.shift + _LEARNING_RATE * error.sum(), *_SHIFT_RANGE))
-        self.scale = float(np.clip(self.scale + _LEARNING_RATE * (error * log_odds).sum(), *_SCALE_RANGE))
+def _prior(view: int) -> Floats:
+    """Log odds of a view's entries, in a shape that broadcasts to theirs."""
+    length, support, share = np.ix_(_TYPICAL_LENGTH, _TYPICAL_SUPPORT, _TYPICAL_SHARE)
+    newest = np.array([-0.2, 0.2])
+    if view == OWN:
+        return (_expected(length, support, share)[..., None] + newest)[..., None]
+    if view == INDEX:
+        return (_expected(length, support, share)[..., None] + newest)[..., None]
+    if view == PREDICTION:
+        agrees = np.log(1 + _TYPICAL_LENGTH)[:, None] * [0.9, 0.5] + [0.3, 2.0]
+        return np.stack([np.full((LENGTHS, 2), -1.5), agrees], axis=-1)
+    if view == REQUEST:
+        return _expected(_TYPICAL_LENGTH[:, None], 3.0, _TYPICAL_SHARE)
+    if view in (TOKEN, BEFORE, PAIR):
+        return _expected(_TYPICAL_COARSE_LENGTH[:, None], 3.0, _TYPICAL_COARSE_SHARE)
+    return _expected(length, support, share)
+
+
+def _prior_weights() -> Floats:
+    """Views of the same evidence share the say: the weights of those that can be present add up to one."""
+    say = np.array([0.8, 0.8, 8.0, 0.8, 0.5, 0.3, 0.3, 0.3, 0.3, 0.3])
+    weights = np.zeros((SETS, INPUTS + 1))
+    for chosen in range(SETS):
+        sources, levels = divmod(chosen // WHEN_SETS, LEVEL_VIEWS)
+        present = np.array([sources & 1, sources >> 1 & 1, sources >> 2 & 1, 1, levels >= 1, levels >= 2, 1, 1, 1, 1])
+        weights[chosen, :INPUTS] = say * present / (say * present).sum()
+    return weights

@@ -15,6 +15,7 @@ from ssd.retrieval.search import (
     longest_in_lanes,
     new_rank,
     num_new,
+    num_static,
     position_at,
     widen,
     width_of,
@@ -39,6 +40,7 @@ MAX_SAMPLES: Final = 2 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES
 
 _OWN_RECENCY: Final = 1 << 62
 _TAIL_RECENCY: Final = 1 << 61
+_RING_RECENCY: Final = 1 << 60  # of ring-born segments; static ones are older than anything
 _SEGMENT_BITS: Final = 40
 
 _IN_SEGMENT: Final = 0
@@ -153,6 +155,18 @@ def move_sample(pool: Pool, sample: int, tokens: int) -> None:
 
 
 @inlined
+def origin_of(recency: int) -> int:
+    """Where a place of the index lies, by its recency: 0 static segment, 1 segment born in the ring, 2 tail."""
+    return int(recency >= _RING_RECENCY) + int(recency >= _TAIL_RECENCY)
+
+
+@inlined
+def own_position(recency: int) -> int:
+    """Where in the context a place of the request's own text lies, by its recency."""
+    return int(recency - _OWN_RECENCY)
+
+
+@inlined
 def is_own(pool: Pool, sample: int) -> bool:
     """Whether a sample comes from the request's own text."""
     return bool(pool.kind[sample] == _OWN)
@@ -195,7 +209,7 @@ def _take_scanned(
 
 @kernel
 def _take_segments(
-    lanes: Int64s, walkers: Int64s, num_lanes: int, length: int, taken: int, pool: Pool, size: int
+    lanes: Int64s, walkers: Int64s, num_lanes: int, static_lanes: int, length: int, taken: int, pool: Pool, size: int
 ) -> tuple[int, int]:
     """Add the new places that agree on ``length`` tokens, evenly strided if they are too many: (size, taken) then."""
     new = 0
@@ -213,14 +227,14 @@ def _take_segments(
         samples = (here + stride - 1) // stride
         if samples == 0 or taken + samples > 2 * MAX_SEGMENT_SAMPLES:
             continue
-        width = width_of(lanes, lane)
+        width, base = width_of(lanes, lane), np.int64(_RING_RECENCY if lane >= static_lanes else 0)
         for i in range(samples):
             position = position_at(lanes, lane, new_rank(lanes, walkers, lane, i * here // samples))
             pool.kind[size] = _IN_SEGMENT
             pool.at[size] = code_address(lanes, lane, position)
             pool.width[size] = width
             prefetch(pool.at[size])
-            pool.recency[size] = (np.int64(lane) << _SEGMENT_BITS) + position
+            pool.recency[size] = base + (np.int64(lane) << _SEGMENT_BITS) + position
             pool.weights[size] = here / samples
             size += 1
         taken += samples
@@ -230,9 +244,9 @@ def _take_segments(
 @kernel
 def gather(
     texts: Texts,
+    table: Int64s,
     lanes: Int64s,
     walkers: Int64s,
-    num_lanes: int,
     longest: int,
     min_length: int,
     max_levels: int,
@@ -243,14 +257,14 @@ def gather(
 ) -> int:
     """Sample the places where the context's last tokens stand, at up to ``max_levels`` match lengths; how many levels.
 
-    ``lanes`` : searched for ``longest`` tokens of ``texts.context``. ``own`` : with room for the request's own text, or
+    ``lanes`` : of the segments of ``table``, searched for ``longest`` tokens of ``texts.context``. ``own`` : with room for the request's own text, or
     of length 0 to leave that out. The levels are the longest match of own text and index, then shorter ones by halves
     and the longest of the other, until one has ENOUGH_SUPPORT occurrences.
 
     Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
     MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.
     """
-    context = texts.context
+    context, num_lanes = texts.context, len(table)
     num_own, own_length = 0, 0
     if len(own.positions) > 0:
         num_own, own_length = _find_in(context, 0, len(context) - 1, context, longest, own)
@@ -263,7 +277,9 @@ def gather(
         first = size
         size, own_taken = _take_scanned(own, num_own, below, length, _OWN, own_taken, pool, size)
         size, tail_taken = _take_scanned(tail, num_tail, below, length, _IN_TAIL, tail_taken, pool, size)
-        size, segments_taken = _take_segments(lanes, walkers, num_lanes, length, segments_taken, pool, size)
+        size, segments_taken = _take_segments(
+            lanes, walkers, num_lanes, num_static(table), length, segments_taken, pool, size
+        )
         for sample in range(first, size):
             support += pool.weights[sample]
         levels.lengths[num_levels], levels.ends[num_levels] = length, size

@@ -11,6 +11,8 @@ from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.workspace import Workspace, propose_by_snapshot
 from ssd.retrieval.snapshot import Snapshot
 
+_NO_PRICE = np.zeros(1)
+
 
 class FrequencyDrafter:
     """Looks up the last ``max_match_length`` tokens down to ``min_match_length`` in the index, and nothing else.
@@ -33,16 +35,17 @@ class FrequencyDrafter:
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace = self._workspace
         workspace.room_for(len(requests), snapshot)
-        contexts = workspace.fill(requests)
+        held = workspace.fill(requests, _NO_PRICE)
         propose_frequency(
             workspace.address,
             snapshot.address,
-            len(contexts),
+            len(requests),
             self._max_length,
             self._min_length,
             self._continuations,
         )
-        return [workspace.draft(row) for row in range(len(contexts))]
+        del held
+        return [workspace.draft(row) for row in range(len(requests))]
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Nothing is learned from single drafts."""

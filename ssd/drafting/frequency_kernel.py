@@ -70,7 +70,7 @@ def propose_frequency(
         open_lanes(table, context, longest, frame.patterns, lanes, walkers)
         search_lanes(lanes, num_segments)
         texts = Texts(context, ring, tail_start, tail_stop)
-        num_levels = gather(texts, lanes, walkers, num_segments, longest, min_length, 1, own, frame.tail, pool, levels)
+        num_levels = gather(texts, table, lanes, walkers, longest, min_length, 1, own, frame.tail, pool, levels)
         if num_levels == 0:
             continue
         for sample in range(levels.ends[0]):

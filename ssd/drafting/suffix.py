@@ -1,39 +1,49 @@
-"""The default drafter: own text and index together, each token with an estimated acceptance probability."""
+"""The default drafter: own text, index and prediction together, each token with an estimated chance of acceptance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from ssd.drafting.acceptance import DEFAULT_WEIGHTS, Calibration
+from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix_kernel import propose_suffix, propose_suffix_one
-from ssd.drafting.workspace import NO_SNAPSHOT, Workspace, contiguous, propose_by_snapshot
-from ssd.retrieval.snapshot import Snapshot
-
-_BIAS_STEP = 0.15
-_MAX_BIAS = 2.0
-_RELAXATION = 0.995  # a request that drafts nothing learns nothing: it tries again after a while
+from ssd.drafting.suffix_kernel import end_request, propose_suffix, propose_suffix_one
+from ssd.drafting.workspace import NO_SNAPSHOT, NO_TOKENS, Workspace, brought, contiguous, propose_by_snapshot
+from ssd.retrieval.snapshot import Snapshot, address
 
 
 class SuffixDrafter:
-    """Drafts a chain of most probable tokens from the request's own text, the index's tail and its segments.
+    """Drafts what probably comes next, as far as it pays, from all that is known.
 
-    Each source is looked up at up to ``max_match_length`` tokens and at a few shorter lengths. Step by step the level
-    whose favourite next token has the highest estimated acceptance gives the token, and samples that disagree drop
-    out. The draft ends where the product of the estimates, the chance that the whole draft is accepted, falls below
-    ``threshold``. Drafts that do better or worse than estimated move the estimates: a little those of all requests,
-    more those of the request that had them. Deterministic given its calls. Owned by one thread. Bounded work: at most
-    128 places are looked at per request, see ``evidence.gather``.
+    The context's end is looked up in the request's own text, in the index's tail and its segments, at up to
+    ``max_match_length`` tokens and at a few shorter lengths; a client's prediction is followed. All of them vote for
+    the next token, an acceptance model says how probable each candidate is, and the draft takes the most probable and
+    goes on with those who agree. It ends where the chance that all of it is accepted falls below the price of one more
+    token: of all lengths the one with the greatest expected accepted tokens minus price. A tree is grown the same way,
+    best first, from all candidates.
+
+    The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
+    Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
+    ``evidence.gather``.
     """
 
-    def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, threshold: float = 0.1) -> None:
-        self._calibration = Calibration()
-        weights = self._calibration.applied_to(DEFAULT_WEIGHTS)
-        self._settings = max_match_length, max(1, min_match_length), threshold, weights
+    def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, price: float = 0.1) -> None:
+        """``price`` : of a drafted token in expected accepted tokens, for requests that bring none."""
+        self._lengths = max_match_length, max(1, min_match_length)
+        self._price: npt.NDArray[np.float64] = np.array([price])
+        self._price_address = address(self._price)
         self._workspace = Workspace()
-        self._biases: dict[str, float] = {}
+        self._own_model = AcceptanceModel()
+        self._accepted: dict[str, int] = {}
+        self._models: dict[str, AcceptanceModel] = {}
+
+    def model_of(self, snapshot: Snapshot | None) -> AcceptanceModel:
+        """What was learned about acceptance in a snapshot's namespace; without one, of all requests that have none."""
+        if snapshot is None or snapshot.companion is None:
+            return self._own_model
+        return snapshot.companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
@@ -42,47 +52,60 @@ class SuffixDrafter:
         return propose_by_snapshot(requests, self._propose)
 
     def _propose_one(self, request: DraftRequest) -> Draft:
-        workspace, request_id, snapshot = self._workspace, request.request_id, request.snapshot or NO_SNAPSHOT
+        workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
-        context, bias = contiguous(request.context), self._biases.get(request_id, 0.0)
-        state, is_new = workspace.state_of(request_id)
+        model, context = self.model_of(request.snapshot), contiguous(request.context)
+        state, is_new = workspace.state_of(request.request_id)
+        self._models[request.request_id] = model
+        prices, prediction = self._price, NO_TOKENS
+        price_address, prediction_address = self._price_address, 0
+        if request.prices is not None or request.prediction is not None:
+            prices, prediction = brought(request, self._price)
+            price_address, prediction_address = address(prices), address(prediction)
         propose_suffix_one(
-            workspace.address, snapshot.address, context, request.limit, bias, state, is_new, *self._settings
+            workspace.address,
+            snapshot.address,
+            model.address,
+            context,
+            request.limit,
+            state,
+            is_new,
+            request.prompt_length,
+            prediction_address,
+            len(prediction),
+            price_address,
+            len(prices),
+            request.tree,
+            *self._lengths,
         )
         return workspace.draft(0, with_probabilities=True)
 
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
-        contexts = workspace.fill(requests, self._biases)
-        propose_suffix(workspace.address, snapshot.address, len(contexts), *self._settings)
+        held = workspace.fill(requests, self._price)
+        model = self.model_of(requests[0].snapshot)
+        self._models.update((request.request_id, model) for request in requests)
+        propose_suffix(workspace.address, snapshot.address, model.address, count, *self._lengths)
+        del held
         return [workspace.draft(row, with_probabilities=True) for row in range(count)]
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Learn from what was accepted: the calibration of all estimates, and this request's own bias.
-
-        One gradient step of the log loss. Tokens after the first rejected one were never tested and teach nothing.
-        """
-        estimates = draft.probabilities
-        bias = self._biases.get(request_id, 0.0)
-        if estimates is None or not len(estimates):
-            self._biases[request_id] = bias * _RELAXATION
-            return
-        tested = min(len(estimates), num_accepted + 1)
-        accepted = np.arange(tested) < num_accepted
-        self._calibration.learn(estimates[:tested], accepted, bias)
-        self._settings = *self._settings[:3], self._calibration.applied_to(DEFAULT_WEIGHTS)
-        surprise = float(accepted.sum() - estimates[:tested].sum())
-        self._biases[request_id] = min(_MAX_BIAS, max(-_MAX_BIAS, bias + _BIAS_STEP * surprise))
+        """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
+        self._accepted[request_id] = num_accepted
 
     def finish(self, request_id: str) -> None:
-        """Forget a request: it has ended."""
-        self._biases.pop(request_id, None)
+        """Learn from the last step and forget the request: it has ended."""
+        state, num_accepted = self._workspace.known_state(request_id), self._accepted.pop(request_id, None)
+        model = self._models.pop(request_id, None)
+        if state is not None and num_accepted is not None and model is not None:
+            end_request(self._workspace.address, state, num_accepted, model.address)
         self._workspace.forget(request_id)
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""
         request = DraftRequest("", np.zeros(2, np.int32), 2, None, 1)
-        self.propose([request])
+        draft = self.propose([request])[0]
         self.propose([request, request])
+        self.observe("", draft, 0)
         self.finish("")

@@ -1,246 +1,154 @@
-"""The kernel of the suffix drafter: evidence at several match lengths, a chain of its most probable tokens."""
+"""The kernel of the suffix drafter: learn from what came since, gather evidence, draft."""
 
 from __future__ import annotations
 
-import math
-from typing import Final, NamedTuple
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from ssd.drafting.acceptance import Weights, evidence_logit, length_logit
+from ssd.drafting.acceptance import model_at
+from ssd.drafting.candidates import candidates_at
 from ssd.drafting.cursor import follow, keep
-from ssd.drafting.evidence import MAX_LEVELS, MAX_SAMPLES, NOTHING, Levels, Pool, Texts, gather, is_own, next_token
-from ssd.drafting.workspace import VOTES_INT64S, frame_at, place
-from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
+from ssd.drafting.evidence import MAX_LEVELS, Texts, gather
+from ssd.drafting.expansion import Out, Wish, chain, expansion_at, grow_tree
+from ssd.drafting.lessons import begin_lessons, learn_from_context, learn_from_count
+from ssd.drafting.prediction import follow_prediction, place_of
+from ssd.drafting.workspace import CONTINUED_CONTEXT, Frame, frame_at, place
+from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, kernel
 from ssd.retrieval.scan import pattern_length
 from ssd.retrieval.search import open_lanes, search_lanes, table_at, table_number, tail_at
 
-_SLOTS: Final = 512  # of the table of candidates, a power of two of at least twice MAX_SAMPLES
+_MOST_CONTINUED: Final = 4
+"""Times that a draft is carried on past the end of all it was drawn from."""
 
-assert _SLOTS >= 2 * MAX_SAMPLES and VOTES_INT64S >= 7 * _SLOTS + 8 + 5 * MAX_LEVELS
-
-
-class Votes(NamedTuple):
-    """Candidates of one position in an open-addressed table, and the samples that still agree with the draft.
-
-    ``epoch`` : int64[_SLOTS], the turn that a slot was last used in, and ``turn`` : int64[1], the current one: nothing
-    has to be cleared. ``alive`` : int64[MAX_SAMPLES], indices into the pool; ``nexts`` : what each goes on with.
-    ``known`` : float64[MAX_LEVELS, 5], of each level: support, votes, own votes, what ``evidence_logit`` said of them,
-        and whether the level was asked at all.
-    """
-
-    epoch: Int64s
-    token: Int64s
-    recency: Int64s
-    all: npt.NDArray[np.float64]
-    own: npt.NDArray[np.float64]
-    alive: Int64s
-    nexts: Int64s
-    turn: Int64s
-    known: npt.NDArray[np.float64]
-
-
-class Judge(NamedTuple):
-    """What a candidate is judged by: the request's bias, the least chance of a whole draft, the model's weights."""
-
-    bias: float
-    threshold: float
-    weights: Weights
-
-
-class Out(NamedTuple):
-    """Where a draft goes: one row of the workspace."""
-
-    tokens: TokenIds
-    probabilities: npt.NDArray[np.float64]
-    result: Int64s
+_LEAST_CONTINUED: Final = 4
+"""Shorter matches do not carry on a draft whose sources have ended: they mostly begin something else."""
 
 
 @inlined
-def votes_at(address: int) -> Votes:
-    """The votes in the VOTES_INT64S words at ``address``."""
-    step = 8 * _SLOTS
-    return Votes(
-        int64_array(address, _SLOTS),
-        int64_array(address + step, _SLOTS),
-        int64_array(address + 2 * step, _SLOTS),
-        float64_array(address + 3 * step, _SLOTS),
-        float64_array(address + 4 * step, _SLOTS),
-        int64_array(address + 5 * step, MAX_SAMPLES),
-        int64_array(address + 6 * step, MAX_SAMPLES),
-        int64_array(address + 7 * step, 1),
-        float64_array(address + 7 * step + 64, 5 * MAX_LEVELS).reshape((MAX_LEVELS, 5)),
+def _search(frame: Frame, table: Int64s, texts: Texts, max_length: int, min_length: int) -> int:
+    """Fill the pool with what stands after the context's last tokens elsewhere; how many levels."""
+    longest = pattern_length(texts.context, max_length)
+    if longest < min_length:
+        return 0
+    open_lanes(table, texts.context, longest, frame.patterns, frame.lanes, frame.walkers)
+    search_lanes(frame.lanes, len(table))
+    return gather(
+        texts,
+        table,
+        frame.lanes,
+        frame.walkers,
+        longest,
+        min_length,
+        MAX_LEVELS,
+        frame.own,
+        frame.tail,
+        frame.pool,
+        frame.levels,
     )
 
 
 @inlined
-def _slot_of(token: int, votes: Votes, turn: int) -> int:
-    """The candidate's slot, cleared if it is new."""
-    slot = (token * 40503) & (_SLOTS - 1)
-    while votes.epoch[slot] == turn and votes.token[slot] != token:
-        slot = (slot + 1) & (_SLOTS - 1)
-    if votes.epoch[slot] != turn:
-        votes.epoch[slot], votes.token[slot], votes.recency[slot] = turn, token, -1
-        votes.all[slot], votes.own[slot] = 0.0, 0.0
-    return slot
-
-
-@inlined
-def _evidence(known: npt.NDArray[np.float64], weights: Weights, support: float, votes: float, own: float) -> float:
-    """``evidence_logit``, remembered: mostly a level's evidence is the same as one token before."""
-    if known[0] != support or known[1] != votes or known[2] != own:
-        known[0], known[1], known[2] = support, votes, own
-        known[3] = evidence_logit(weights, support, votes, own)
-    return float(known[3])
-
-
-@inlined
-def _read_nexts(pool: Pool, alive: int, depth: int, texts: Texts, votes: Votes) -> bool:
-    """Fill ``nexts``; whether all are the same."""
-    differ = 0
-    for i in range(alive):
-        token = next_token(pool, votes.alive[i], depth, texts)
-        votes.nexts[i] = token
-        differ |= token ^ votes.nexts[0]
-    return differ == 0
+def _continued(frame: Frame, context: TokenIds, out: Out) -> TokenIds:
+    """The end of the context and the draft after it, one text."""
+    kept, drafted = min(len(context), CONTINUED_CONTEXT), out.result[0]
+    frame.continued[:kept] = context[len(context) - kept :]
+    frame.continued[kept : kept + drafted] = out.tokens[:drafted]
+    return frame.continued[: kept + drafted]
 
 
 @kernel
-def chain(
-    texts: Texts,
-    pool: Pool,
-    levels: Levels,
-    num_levels: int,
-    limit: int,
-    judge: Judge,
-    votes: Votes,
-    out: Out,
-) -> None:
-    """Extend the draft by the token of the level with the highest estimate, while the product of estimates is enough.
+def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max_length: int, min_length: int) -> None:
+    """Draft for the first ``num_rows`` rows of the workspace at an address, all of the snapshot and model at theirs.
 
-    At each level the samples that agree with the draft so far vote for what they go on with, ties to the most recent;
-    those that have ended count as support for none. A level that adds no sample to a longer one is not asked: it has
-    the same evidence for less agreement.
+    Learns first, of every row, what came of its last draft. Writes tokens, probabilities (the estimate of each),
+    parents, results, and what the next step of each request may rely on.
     """
-    out.result[:] = 0
-    if num_levels == 0:
-        return
-    alive = levels.ends[num_levels - 1]
-    for i in range(alive):
-        votes.alive[i] = i
-    votes.known[:, 0] = -1.0
-    product, was_unanimous = 1.0, False
-    for depth in range(limit):
-        best_token, best_logit, best_level, best_own = NOTHING, -1e30, 0, False
-        is_unanimous = _read_nexts(pool, alive, depth, texts, votes)
-        if is_unanimous and was_unanimous:
-            # The same samples with one voice, as one token before: their evidence stays what it was.
-            if votes.nexts[0] >= 0:
-                for level in range(num_levels):
-                    logit = votes.known[level, 3] + length_logit(judge.weights, levels.lengths[level] + depth, depth)
-                    if votes.known[level, 4] > 0.0 and logit > best_logit:
-                        best_token, best_logit = int(votes.nexts[0]), logit
-        else:
-            votes.turn[0] += 1
-            turn, leader, support, most, own, at = votes.turn[0], NOTHING, 0.0, 0.0, 0.0, 0
-            for level in range(num_levels):
-                begin = at
-                while at < alive and votes.alive[at] < levels.ends[level]:
-                    sample, token = votes.alive[at], votes.nexts[at]
-                    weight = pool.weights[sample]
-                    at += 1
-                    support += weight
-                    if token < 0:
-                        continue
-                    slot = _slot_of(token, votes, turn)
-                    votes.all[slot] += weight
-                    if is_own(pool, sample):
-                        votes.own[slot] += weight
-                    votes.recency[slot] = max(votes.recency[slot], pool.recency[sample])
-                    if votes.all[slot] > most or (
-                        votes.all[slot] == most and votes.recency[slot] > votes.recency[_slot_of(leader, votes, turn)]
-                    ):
-                        leader, most = int(token), votes.all[slot]
-                    if token == leader:
-                        own = votes.own[slot]
-                votes.known[level, 4] = 0.0
-                if at == begin or leader < 0:
-                    continue
-                votes.known[level, 4] = 1.0
-                logit = _evidence(votes.known[level], judge.weights, support, most, own) + length_logit(
-                    judge.weights, levels.lengths[level] + depth, depth
-                )
-                if logit > best_logit:
-                    best_token, best_logit, best_level, best_own = leader, logit, level, 2.0 * own >= most
-        if best_token < 0:
-            break
-        probability = 1.0 / (1.0 + math.exp(-(best_logit + judge.bias)))
-        product *= probability
-        if product < judge.threshold:
-            break
-        out.tokens[depth] = best_token
-        out.probabilities[depth] = probability
-        if depth == 0:
-            out.result[1] = levels.lengths[best_level]
-            out.result[2] = 1 if best_own else 0
-        out.result[0] = depth + 1
-        was_unanimous = is_unanimous
-        if not is_unanimous:
-            kept = 0
-            for i in range(alive):
-                votes.alive[kept] = votes.alive[i]
-                kept += votes.nexts[i] == best_token
-            alive = kept
-
-
-@kernel
-def propose_suffix(
-    workspace: int, snapshot: int, num_rows: int, max_length: int, min_length: int, threshold: float, weights: Weights
-) -> None:
-    """Draft for the first ``num_rows`` rows of the workspace at an address, all of the snapshot at an address.
-
-    Writes tokens, probabilities (the estimate of each), results and what the next step of each request may rely on.
-    """
-    frame = frame_at(workspace)
+    frame, mixer = frame_at(workspace), model_at(model)
     table, (ring, tail_start, tail_stop) = table_at(snapshot), tail_at(snapshot)
-    lanes, walkers, rows, votes = frame.lanes, frame.walkers, frame.rows, votes_at(frame.votes)
+    found, space = candidates_at(frame.candidates), expansion_at(frame.expansion)
     pool, levels, number = frame.pool, frame.levels, table_number(table)
     for row in range(num_rows):
-        context, limit = int32_array(rows[row, 0], rows[row, 1]), rows[row, 2]
-        texts, state = Texts(context, ring, tail_start, tail_stop), frame.states[rows[row, 3]]
-        judge = Judge(frame.biases[row], threshold, weights)
-        out = Out(frame.tokens[row], frame.probabilities[row], frame.results[row])
+        asked = frame.rows[row]
+        context, limit, is_tree = int32_array(asked[0], asked[1]), asked[2], asked[9] != 0
+        state, lessons, predicting = frame.states[asked[3]], frame.lessons[asked[3]], frame.predicting[asked[3]]
+        out = Out(frame.tokens[row], frame.probabilities[row], frame.parents[row], frame.results[row])
         out.result[:] = 0
-        longest = pattern_length(context, max_length) if limit > 0 else 0
-        if longest < min_length:
+        learn_from_context(lessons, context, mixer)
+        if limit < 1 or len(context) == 0:
+            continue
+        begin_lessons(lessons, len(context), is_tree)
+        prediction = int32_array(asked[5], asked[6])
+        if len(prediction) > 0:
+            follow_prediction(predicting, prediction, context, frame.own)
+        at, agreed, is_fresh = place_of(predicting)
+        wish = Wish(limit, float64_array(asked[7], asked[8]), asked[4], prediction[at:], agreed, is_fresh)
+        texts = Texts(context, ring, tail_start, tail_stop)
+        if is_tree:
+            num_levels = _search(frame, table, texts, max_length, min_length)
+            grow_tree(texts, pool, levels, num_levels, wish, mixer, found, space, lessons, out)
+            out.result[3] = 1
+            keep(state, number, texts, pool, levels, 0)
             continue
         num_levels = follow(state, number, texts, max_length, pool, levels)
-        chain(texts, pool, levels, num_levels, limit, judge, votes, out)
+        has_ended = True
+        if num_levels > 0:
+            has_ended = chain(texts, pool, levels, num_levels, 0, wish, mixer, found, space, lessons, out)
         if out.result[0] < limit:  # there is nothing to follow, or it does not lead far enough
-            open_lanes(table, context, longest, frame.patterns, lanes, walkers)
-            search_lanes(lanes, len(table))
-            num_levels = gather(
-                texts, lanes, walkers, len(table), longest, min_length, MAX_LEVELS, frame.own, frame.tail, pool, levels
-            )
-            chain(texts, pool, levels, num_levels, limit, judge, votes, out)
+            begin_lessons(lessons, len(context), is_tree)
+            out.result[:] = 0
+            num_levels = _search(frame, table, texts, max_length, min_length)
+            has_ended = chain(texts, pool, levels, num_levels, 0, wish, mixer, found, space, lessons, out)
         keep(state, number, texts, pool, levels, num_levels)
+        for _ in range(_MOST_CONTINUED):
+            # All that agreed has ended and the draft is still worth more: what it ends with may go on elsewhere.
+            drafted = out.result[0]
+            if not has_ended or drafted == 0 or drafted == limit:
+                break
+            texts = Texts(_continued(frame, context, out), ring, tail_start, tail_stop)
+            num_levels = _search(frame, table, texts, max_length, max(min_length, _LEAST_CONTINUED))
+            if num_levels == 0:
+                break
+            has_ended = chain(texts, pool, levels, num_levels, drafted, wish, mixer, found, space, lessons, out)
+            if out.result[0] == drafted:
+                break
 
 
 @kernel
 def propose_suffix_one(
     workspace: int,
     snapshot: int,
+    model: int,
     context: TokenIds,
     limit: int,
-    bias: float,
     state: int,
     is_new: bool,
+    prompt_length: int,
+    prediction: int,
+    prediction_length: int,
+    prices: int,
+    num_prices: int,
+    is_tree: bool,
     max_length: int,
     min_length: int,
-    threshold: float,
-    weights: Weights,
 ) -> None:
     """Place one request in row 0 and draft for it: one call from Python instead of two."""
-    place(workspace, 0, context, limit, bias, state, is_new)
-    propose_suffix(workspace, snapshot, 1, max_length, min_length, threshold, weights)
+    place(
+        workspace,
+        0,
+        context,
+        limit,
+        state,
+        is_new,
+        prompt_length,
+        prediction,
+        prediction_length,
+        prices,
+        num_prices,
+        is_tree,
+    )
+    propose_suffix(workspace, snapshot, model, 1, max_length, min_length)
+
+
+@kernel
+def end_request(workspace: int, state: int, num_accepted: int, model: int) -> None:
+    """Learn what came of a request's last draft: it has ended after ``num_accepted`` tokens of it."""
+    learn_from_count(frame_at(workspace).lessons[state], num_accepted, model_at(model))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ssd.drafting.candidates import CANDIDATES_WORDS
 from ssd.drafting.cursor import NO_TABLE, STATE_INT64S
 from ssd.drafting.evidence import (
     HITS_INT64S,
@@ -20,19 +21,23 @@ from ssd.drafting.evidence import (
     levels_at,
     pool_at,
 )
+from ssd.drafting.expansion import EXPANSION_WORDS, MAX_DRAFT, SOURCES
+from ssd.drafting.lessons import LESSONS_INT64S, forget_lessons
+from ssd.drafting.prediction import PREDICTION_INT64S, begin_prediction
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
 from ssd.retrieval.search import LANE_COLUMNS, PATTERNS_BYTES, WALKER_COLUMNS
 from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, address, make_snapshot
 
-MAX_DRAFT: Final = 128
-"""Longest draft; a greater limit is cut to it."""
+ROW_COLUMNS: Final = 10
+"""Of a row: address of the context, its length, the draft's limit, the request's state, the prompt's length, address
+and length of the prediction, address and number of the prices, 1 for a tree."""
 
-ROW_COLUMNS: Final = 4
-"""Of a row: address of the context, its length, the draft's limit, the request's state."""
+RESULT_COLUMNS: Final = 4
+"""Of a result: length of the draft, of the match, what most of the first token's evidence is, 1 for a tree."""
 
-RESULT_COLUMNS: Final = 3
-"""Of a result: length of the draft, of the match, 1 when most of the first token's evidence is own text."""
+CONTINUED_CONTEXT: Final = 4096
+"""Tokens of a context that are looked at where a draft is carried on past the end of its sources."""
 
 _MAX_STATES: Final = 4096  # requests remembered; when there are more, all begin anew
 
@@ -45,21 +50,23 @@ _OWN: Final = 4
 _TAIL: Final = 5
 _POOL: Final = 6
 _LEVELS: Final = 7
-_VOTES: Final = 8
-_ROWS: Final = 9
-_NUM_ROWS: Final = 10
-_BIASES: Final = 11
-_TOKENS: Final = 12
-_PROBABILITIES: Final = 13
-_RESULTS: Final = 14
-_STATES: Final = 15
-_NUM_STATES: Final = 16
-_FRAME_WORDS: Final = 17
-
-VOTES_INT64S: Final = 8 * 512
+_CANDIDATES: Final = 8
+_EXPANSION: Final = 9
+_CONTINUED: Final = 10
+_ROWS: Final = 11
+_NUM_ROWS: Final = 12
+_TOKENS: Final = 13
+_PROBABILITIES: Final = 14
+_PARENTS: Final = 15
+_RESULTS: Final = 16
+_STATES: Final = 17
+_NUM_STATES: Final = 18
+_LESSONS: Final = 19
+_PREDICTING: Final = 20
+_FRAME_WORDS: Final = 21
 
 _INT32 = np.dtype(np.int32)
-_NO_BIASES: Mapping[str, float] = {}
+NO_TOKENS = np.zeros(0, np.int32)
 NO_SNAPSHOT = make_snapshot(0, (), np.zeros((0, TABLE_COLUMNS), np.int64), np.zeros(1, np.int32), 0, 0)
 
 
@@ -73,20 +80,24 @@ class Frame(NamedTuple):
     tail: Hits
     pool: Pool
     levels: Levels
-    votes: int
+    candidates: int
+    expansion: int
+    continued: TokenIds
     rows: Int64s
-    biases: npt.NDArray[np.float64]
     tokens: TokenIds
     probabilities: npt.NDArray[np.float64]
+    parents: TokenIds
     results: Int64s
     states: Int64s
+    lessons: Int64s
+    predicting: Int64s
 
 
 @inlined
 def frame_at(address: int) -> Frame:
     """The frame whose words lie at an address."""
     words = int64_array(address, _FRAME_WORDS)
-    lanes, rows = words[_NUM_LANES], words[_NUM_ROWS]
+    lanes, rows, states = words[_NUM_LANES], words[_NUM_ROWS], words[_NUM_STATES]
     return Frame(
         int64_array(words[_LANES], lanes * LANE_COLUMNS).reshape((lanes, LANE_COLUMNS)),
         int64_array(words[_WALKERS], 2 * lanes * WALKER_COLUMNS).reshape((2 * lanes, WALKER_COLUMNS)),
@@ -95,28 +106,47 @@ def frame_at(address: int) -> Frame:
         hits_at(words[_TAIL]),
         pool_at(words[_POOL]),
         levels_at(words[_LEVELS]),
-        words[_VOTES],
+        words[_CANDIDATES],
+        words[_EXPANSION],
+        int32_array(words[_CONTINUED], CONTINUED_CONTEXT + MAX_DRAFT),
         int64_array(words[_ROWS], rows * ROW_COLUMNS).reshape((rows, ROW_COLUMNS)),
-        float64_array(words[_BIASES], rows),
         int32_array(words[_TOKENS], rows * MAX_DRAFT).reshape((rows, MAX_DRAFT)),
         float64_array(words[_PROBABILITIES], rows * MAX_DRAFT).reshape((rows, MAX_DRAFT)),
+        int32_array(words[_PARENTS], rows * MAX_DRAFT).reshape((rows, MAX_DRAFT)),
         int64_array(words[_RESULTS], rows * RESULT_COLUMNS).reshape((rows, RESULT_COLUMNS)),
-        int64_array(words[_STATES], words[_NUM_STATES] * STATE_INT64S).reshape((words[_NUM_STATES], STATE_INT64S)),
+        int64_array(words[_STATES], states * STATE_INT64S).reshape((states, STATE_INT64S)),
+        int64_array(words[_LESSONS], states * LESSONS_INT64S).reshape((states, LESSONS_INT64S)),
+        int64_array(words[_PREDICTING], states * PREDICTION_INT64S).reshape((states, PREDICTION_INT64S)),
     )
 
 
 @kernel
-def place(address: int, row: int, context: TokenIds, limit: int, bias: float, state: int, is_new: bool) -> None:
+def place(
+    address: int,
+    row: int,
+    context: TokenIds,
+    limit: int,
+    state: int,
+    is_new: bool,
+    prompt_length: int,
+    prediction: int,
+    prediction_length: int,
+    prices: int,
+    num_prices: int,
+    is_tree: bool,
+) -> None:
     """Write row ``row`` of the workspace at an address; ``is_new`` : nothing is kept of the request yet."""
     words = int64_array(address, _FRAME_WORDS)
     at = int64_array(words[_ROWS] + 8 * ROW_COLUMNS * row, ROW_COLUMNS)
-    at[0] = context.ctypes.data
-    at[1] = len(context)
-    at[2] = max(0, min(limit, MAX_DRAFT))
-    at[3] = state
+    at[0], at[1], at[2], at[3] = context.ctypes.data, len(context), max(0, min(limit, MAX_DRAFT)), state
+    at[4], at[5], at[6], at[7], at[8] = prompt_length, prediction, prediction_length, prices, num_prices
+    at[9] = int(is_tree)
     if is_new:
         int64_array(words[_STATES] + 8 * STATE_INT64S * state, 1)[0] = NO_TABLE
-    float64_array(words[_BIASES], row + 1)[row] = bias
+        forget_lessons(int64_array(words[_LESSONS] + 8 * LESSONS_INT64S * state, LESSONS_INT64S))
+        begin_prediction(
+            int64_array(words[_PREDICTING] + 8 * PREDICTION_INT64S * state, PREDICTION_INT64S), prompt_length
+        )
 
 
 class Workspace:
@@ -130,7 +160,9 @@ class Workspace:
         self._put(_TAIL, np.empty(HITS_INT64S, np.int64))
         self._put(_POOL, np.empty(POOL_INT64S, np.int64))
         self._put(_LEVELS, np.empty(LEVELS_INT64S, np.int64))
-        self._put(_VOTES, np.zeros(VOTES_INT64S, np.int64))
+        self._put(_CANDIDATES, np.zeros(CANDIDATES_WORDS, np.int64))
+        self._put(_EXPANSION, np.zeros(EXPANSION_WORDS, np.int64))
+        self._put(_CONTINUED, np.zeros(CONTINUED_CONTEXT + MAX_DRAFT, np.int32))
         self._make_lanes(32)
         self._make_rows(16)
         self._make_states(32)
@@ -149,6 +181,8 @@ class Workspace:
         """Forgets what is kept of all requests; they search again at their next step."""
         self._num_states = self._words[_NUM_STATES] = count
         self._put(_STATES, np.full((count, STATE_INT64S), NO_TABLE, np.int64))
+        self._put(_LESSONS, np.zeros((count, LESSONS_INT64S), np.int64))
+        self._put(_PREDICTING, np.zeros((count, PREDICTION_INT64S), np.int64))
         self._state_of: dict[str, int] = {}
         self._free_states = list(range(count))
 
@@ -162,11 +196,12 @@ class Workspace:
         self._num_rows = self._words[_NUM_ROWS] = count
         self._tokens = np.empty((count, MAX_DRAFT), np.int32)
         self._probabilities = np.empty((count, MAX_DRAFT), np.float64)
+        self._parents = np.empty((count, MAX_DRAFT), np.int32)
         self._results = np.zeros((count, RESULT_COLUMNS), np.int64)
         self._put(_ROWS, np.zeros((count, ROW_COLUMNS), np.int64))
-        self._put(_BIASES, np.zeros(count, np.float64))
         self._put(_TOKENS, self._tokens)
         self._put(_PROBABILITIES, self._probabilities)
+        self._put(_PARENTS, self._parents)
         self._put(_RESULTS, self._results)
 
     def room_for(self, num_requests: int, snapshot: Snapshot) -> None:
@@ -186,22 +221,53 @@ class Workspace:
         state = self._state_of[request_id] = self._free_states.pop()
         return state, True
 
-    def fill(self, requests: Sequence[DraftRequest], biases: Mapping[str, float] = _NO_BIASES) -> list[TokenIds]:
-        """Write a row for every request. The result keeps the contexts alive: hold it until the kernel returns."""
-        contexts = []
+    def known_state(self, request_id: str) -> int | None:
+        """Where what is kept of a request lies; None when nothing is."""
+        return self._state_of.get(request_id)
+
+    def fill(self, requests: Sequence[DraftRequest], price: npt.NDArray[np.float64]) -> list[npt.NDArray[Any]]:
+        """Write a row for every request; ``price`` is for those that bring none.
+
+        The result keeps what they bring alive: hold it until the kernel returns.
+        """
+        held: list[npt.NDArray[Any]] = [price]
         for row, request in enumerate(requests):
             context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
-            contexts.append(context)
-            place(self.address, row, context, request.limit, biases.get(request.request_id, 0.0), state, is_new)
-        return contexts
+            prices, prediction = brought(request, price)
+            held += [context, prices, prediction]
+            place(
+                self.address,
+                row,
+                context,
+                request.limit,
+                state,
+                is_new,
+                request.prompt_length,
+                address(prediction),
+                len(prediction),
+                address(prices),
+                len(prices),
+                request.tree,
+            )
+        return held
 
     def draft(self, row: int, *, with_probabilities: bool = False) -> Draft:
         """The draft that a kernel wrote in ``row``."""
-        size, match_length, own = self._results[row].tolist()
+        size, match_length, source, is_tree = self._results[row].tolist()
         if size == 0:
             return EMPTY_DRAFT
         estimates = self._probabilities[row, :size].copy() if with_probabilities else None
-        return Draft(self._tokens[row, :size].copy(), match_length, "own" if own else "index", estimates)
+        parents = self._parents[row, :size].copy() if is_tree else None
+        return Draft(self._tokens[row, :size].copy(), match_length, SOURCES[source], estimates, parents)
+
+
+def brought(request: DraftRequest, price: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], TokenIds]:
+    """Prices and prediction of a request, as the kernels take them."""
+    prices, prediction = request.prices, request.prediction
+    return (
+        price if prices is None or not len(prices) else np.ascontiguousarray(prices, np.float64),
+        NO_TOKENS if prediction is None else contiguous(prediction),
+    )
 
 
 def contiguous(context: TokenIds) -> TokenIds:

@@ -3,6 +3,7 @@
 ::
 
     manifest.json        the segments of one generation; replaced atomically, after the files it names exist
+    learned.bin          what drafting learned beside the text (``Companion``); replaced atomically, may be removed
     <segment id>.seg     segment files, never changed
     writer.lock          held by the writing process (flock), freed by the kernel however the process ends
 """
@@ -27,6 +28,7 @@ from ssd.retrieval.segment_file import open_segment, sync_directory, write_file,
 from ssd.retrieval.snapshot import Segment
 
 MANIFEST_NAME = "manifest.json"
+LEARNED_NAME = "learned.bin"
 LOCK_NAME = "writer.lock"
 MANIFEST_FORMAT = 1
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -49,6 +51,9 @@ class Manifest:
     """For people and tools: id, num_tokens, start (None when static) of each segment."""
     shared: Mapping[str, Any] | None = field(default=None, compare=False)
     """JSON that ``SuffixCache`` keeps here about where the text came from; true of exactly these segments."""
+
+
+_MOST_LEARNED_BYTES = 1 << 26
 
 
 def read_manifest(path: Path, *, fingerprint: str) -> Manifest | None:
@@ -251,6 +256,19 @@ class SegmentDirectory:
         for segment_id in self._files - set(self.manifest.segment_ids):
             self.path_of(segment_id).unlink(missing_ok=True)
             self._files.discard(segment_id)
+
+    def read_learned(self) -> bytes | None:
+        """What ``write_learned`` kept; None when nothing was. Raises OSError."""
+        try:
+            path = self.path / LEARNED_NAME
+            return path.read_bytes() if path.stat().st_size <= _MOST_LEARNED_BYTES else None
+        except FileNotFoundError:
+            return None
+
+    def write_learned(self, learned: bytes) -> None:
+        """Replace it. Raises OSError; then the old one stays."""
+        self._lock.check()
+        write_file(self.path / LEARNED_NAME, [learned], durable=True)
 
     def _write_manifest(self) -> None:
         content: dict[str, Any] = {

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import IndexConfig
+from ssd.retrieval.companion import Companion
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
 from ssd.retrieval.snapshot import Segment, Snapshot, make_snapshot, segment_table
@@ -32,9 +33,19 @@ class SuffixIndex:
     ``tail_to_seal`` ... ``install_sealed``, and ``merge_plan`` ... ``install_merged``.
     """
 
-    def __init__(self, config: IndexConfig, segments: Sequence[Segment] = (), next_position: int = 0) -> None:
-        """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty."""
+    def __init__(
+        self,
+        config: IndexConfig,
+        segments: Sequence[Segment] = (),
+        next_position: int = 0,
+        companion: Companion | None = None,
+    ) -> None:
+        """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty.
+
+        ``companion`` : handed on with every snapshot.
+        """
         self.config = config
+        self._companion = companion
         self.max_segment_tokens = max(2, config.capacity_tokens // 8)
         limit = min(config.capacity_tokens, max(_RING_SEALS * config.seal_tokens, _RING_TOKENS))
         self.max_piece_tokens = min(self.max_segment_tokens, max(2, limit // 2)) - 1
@@ -212,5 +223,11 @@ class SuffixIndex:
         self._generation += 1
         # One assignment of an immutable object: a reader has either the old one or the new one, whole.
         self._snapshot = make_snapshot(
-            self._generation, self._searched, self._table, ring.tokens, ring.tail_start, ring.tail_stop
+            self._generation,
+            self._searched,
+            self._table,
+            ring.tokens,
+            ring.tail_start,
+            ring.tail_stop,
+            self._companion,
         )

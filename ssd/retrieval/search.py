@@ -370,6 +370,12 @@ def table_number(table: Int64s) -> int:
 
 
 @inlined
+def num_static(table: Int64s) -> int:
+    """How many of the table's segments, the first, are static."""
+    return int(table[0, 6]) if len(table) > 0 else 0
+
+
+@inlined
 def tail_at(snapshot: int) -> tuple[TokenIds, int, int]:
     """Ring, begin and end of the tail, of the snapshot whose words lie at an address."""
     words = int64_array(snapshot, 6)

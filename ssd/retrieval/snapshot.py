@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ssd.retrieval.companion import Companion
 from ssd.retrieval.packed import GUARD_BYTES, unpack
 
 SEPARATOR = -1
@@ -18,7 +19,7 @@ SEPARATOR = -1
 FENCE_STEP = 32
 """One post of a segment's fence for this many positions: a quarter byte a token."""
 
-TABLE_COLUMNS = 6
+TABLE_COLUMNS = 7
 
 _table_numbers = itertools.count(1)
 
@@ -70,6 +71,7 @@ class Snapshot:
         [tail_start, tail_stop) are the tail: stored, whole sequences, in no segment yet.
     ``words`` : int64[6], what a kernel needs to find all this: address of ``segment_table``, number of segments,
         address of ``ring``, its length, ``tail_start``, ``tail_stop``. ``address`` : where these words lie.
+    ``companion`` : what is learned beside the text of the namespace; None where nothing keeps it.
     """
 
     generation: int
@@ -80,6 +82,7 @@ class Snapshot:
     tail_stop: int
     words: npt.NDArray[np.int64]
     address: int
+    companion: Companion | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -99,10 +102,11 @@ def make_snapshot(
     ring: npt.NDArray[np.int32],
     tail_start: int,
     tail_stop: int,
+    companion: Companion | None = None,
 ) -> Snapshot:
     """A snapshot of these; ``table`` is ``segment_table(segments)``."""
     words = np.array([address(table), len(segments), address(ring), len(ring), tail_start, tail_stop], np.int64)
-    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, words, address(words))
+    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, words, address(words), companion)
 
 
 def concatenate(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
@@ -118,11 +122,12 @@ def concatenate(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
 def segment_table(segments: Sequence[Segment]) -> npt.NDArray[np.int64]:
     """Where the kernels find ``segments``; valid while these are alive.
 
-    int64[segments, TABLE_COLUMNS]: address of the first code, of ``order``, n, width, address of ``fence``, and a
-    number that no other table has.
+    int64[segments, TABLE_COLUMNS]: address of the first code, of ``order``, n, width, address of ``fence``; and in
+    every row the same: a number that no other table has, and how many segments, the first, are static.
     """
-    number = next(_table_numbers)
+    number, num_static = next(_table_numbers), sum(segment.start is None for segment in segments)
     rows = [
-        (address(s.text) + GUARD_BYTES, address(s.order), len(s), s.width, address(s.fence), number) for s in segments
+        (address(s.text) + GUARD_BYTES, address(s.order), len(s), s.width, address(s.fence), number, num_static)
+        for s in segments
     ]
     return np.array(rows, np.int64).reshape(-1, TABLE_COLUMNS)

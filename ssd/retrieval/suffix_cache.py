@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ssd.config import IndexConfig
 from ssd.errors import CacheError
+from ssd.retrieval.companion import Companion
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.marks import KeptMark, Mark, PendingMarks
@@ -48,6 +49,7 @@ Listener = Callable[[Pieces], None]
 _MERGED_IN_PROCESS = 1 << 14  # tokens; sorting so few costs less than asking the worker
 _ROOM_WAIT_S = 1.0
 _WRITE_AGAIN_S = 30.0
+_KEEP_LEARNED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,11 @@ class SuffixCache:
         self._committed = tuple(segments), self.kept_mark
         self._marks = PendingMarks(self.kept_mark)
         self._parts: dict[str, tuple[Segment, ...]] = {}  # of a merged segment without a file: the files it came from
-        self._index = SuffixIndex(config, segments, next_position)
+        self.companion = Companion(self._read_learned())
+        """What is learned beside the text; the directory keeps it."""
+        self._kept_learned = self.companion.to_bytes()
+        self._keep_learned_at = time.monotonic() + _KEEP_LEARNED_S
+        self._index = SuffixIndex(config, segments, next_position, self.companion)
         self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens)
 
     def snapshot(self) -> Snapshot:
@@ -250,6 +256,8 @@ class SuffixCache:
             if time.monotonic() >= self._write_again_at:
                 self._write_again()
             self._commit()
+            if time.monotonic() >= self._keep_learned_at:
+                self._keep_learned()
 
     def flush(self) -> None:
         """Seal the whole tail and wait for all merges."""
@@ -265,6 +273,7 @@ class SuffixCache:
                 self._write_again()
             self._closed = True
             self._commit()
+            self._keep_learned()
             if self._directory is not None:
                 self._directory.close()
 
@@ -382,6 +391,27 @@ class SuffixCache:
             self._committed = files, kept
         except OSError as error:
             self.report_failure("the manifest was not written", error)
+
+    def _read_learned(self) -> bytes | None:
+        if self._directory is None or not self._directory.durable:
+            return None
+        try:
+            return self._directory.read_learned()
+        except OSError as error:
+            self.report_failure("what was learned beside the text was not read", error)
+            return None
+
+    def _keep_learned(self) -> None:
+        self._keep_learned_at = time.monotonic() + _KEEP_LEARNED_S
+        if self._directory is None or not self._directory.durable:
+            return
+        try:
+            learned = self.companion.to_bytes()
+            if learned is not None and learned != self._kept_learned:
+                self._directory.write_learned(learned)
+                self._kept_learned = learned
+        except OSError as error:
+            self.report_failure("what was learned beside the text was not written", error)
 
     def _files_of(self, segment: Segment) -> tuple[Segment, ...]:
         """What of ``segment`` is in files, oldest first: itself, or some of what it was merged from."""
