@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
-from ssd.drafting.acceptance import DEFAULT_WEIGHTS
-from ssd.drafting.evidence import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SAMPLES, MAX_SCANNED_SAMPLES
+from ssd.drafting.evidence import MAX_SAMPLES
 from ssd.drafting.frequency import FrequencyDrafter
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import DraftRequest
@@ -41,21 +40,6 @@ def test_frequency_equals_counting_every_continuation(snapshot, context, limit):
 def test_prompt_lookup_equals_a_full_scan(context, limit):
     draft = LOOKUP.propose([ask(context, None, limit)])[0]
     assert tuple(draft.token_ids.tolist()) == reference.prompt_lookup(context, 10, limit)
-
-
-@given(snapshots, contexts, limits, st.integers(1, 3), st.sampled_from([0.02, 0.1, 0.5]))
-@settings(max_examples=200)
-def test_suffix_draft_equals_weighing_every_occurrence(snapshot, context, limit, min_length, threshold):
-    levels = reference.suffix_levels(
-        snapshot, context, 32, min_length, limit, most=MAX_LEVELS, enough=int(ENOUGH_SUPPORT)
-    )
-    # Beyond these the fast one looks at a sample of the occurrences.
-    assume(all(sum(own for _, _, own in found) <= MAX_SCANNED_SAMPLES for _, found in levels))
-    expected = reference.suffix_draft(
-        levels, limit, threshold, lambda *features: reference.acceptance_logit(DEFAULT_WEIGHTS, *features)
-    )
-    drafter = SuffixDrafter(max_match_length=32, min_match_length=min_length, threshold=threshold)
-    assert tuple(drafter.propose([ask(context, snapshot, limit)])[0].token_ids.tolist()) == expected
 
 
 @given(st.lists(st.tuples(snapshots, contexts, limits), max_size=5))
@@ -92,7 +76,7 @@ def test_limit_zero_drafts_nothing(name):
 
 def test_suffix_copies_the_index_and_says_so():
     snapshot = reference.make_snapshot([[*range(50), SEPARATOR]])
-    draft = SuffixDrafter(threshold=1e-4).propose([ask([*range(20)], snapshot, 16)])[0]
+    draft = SuffixDrafter(price=1e-4).propose([ask([*range(20)], snapshot, 16)])[0]
     assert draft.token_ids.tolist() == [*range(20, 36)]
     assert (draft.source, draft.match_length) == ("index", 20)
 
@@ -105,22 +89,8 @@ def test_suffix_takes_own_text_when_the_index_is_empty_and_continues_repetition(
 
 def test_suffix_follows_the_majority_and_drops_those_who_disagree():
     text = [1, 2, 3, 4, 5, SEPARATOR] * 6 + [1, 2, 3, 9, 9, SEPARATOR] * 2
-    draft = SuffixDrafter(threshold=0.01).propose([ask([1, 2, 3], reference.make_snapshot([text]), 2)])[0]
+    draft = SuffixDrafter(price=0.01).propose([ask([1, 2, 3], reference.make_snapshot([text]), 2)])[0]
     assert draft.token_ids.tolist() == [4, 5]
-
-
-def test_a_request_whose_drafts_fail_drafts_less_and_is_forgotten_at_its_end():
-    snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
-    drafter = SuffixDrafter(threshold=0.3)
-    request = ask([*range(4)], snapshot, 16)
-    first = drafter.propose([request])[0]
-    for _ in range(40):
-        drafter.observe("a", drafter.propose([request])[0], 0)
-    discouraged = drafter.propose([request])[0]
-    assert len(discouraged.token_ids) < len(first.token_ids)
-    drafter.finish("a")
-    # Its own bias is forgotten; that all estimates were too high is not.
-    assert len(discouraged.token_ids) < len(drafter.propose([request])[0].token_ids) <= len(first.token_ids)
 
 
 def test_work_is_bounded_when_everything_matches_in_many_segments():
@@ -133,20 +103,18 @@ def test_work_is_bounded_when_everything_matches_in_many_segments():
 
 @given(st.lists(sequences, max_size=3), st.one_of(st.just([]), sequences), st.integers(0, 2**32 - 1))
 @settings(max_examples=150)
-def test_following_from_step_to_step_only_copies_a_place_that_agrees_as_long_as_a_search_looks(parts, tail, seed):
+def test_following_from_step_to_step_drafts_what_stands_somewhere(parts, tail, seed):
     random = np.random.default_rng(seed)
     story = random.integers(0, 3, 60).tolist()
     snapshot = reference.make_snapshot([*parts, [*story, SEPARATOR]], tail)
-    stepwise, longest = SuffixDrafter(max_match_length=8, threshold=1e-6), 8
+    drafter = SuffixDrafter(max_match_length=8)
     text = [*story[:50], *random.integers(0, 3, 5).tolist(), *story[:30]]
     length = 5
     while length < len(text):
         context = text[:length]
-        draft = stepwise.propose([ask(context, snapshot, 4, "a")])[0].token_ids.tolist()
-        fresh = SuffixDrafter(max_match_length=longest, threshold=1e-6).propose([ask(context, snapshot, 4)])[0]
-        if draft != fresh.token_ids.tolist():
-            places = reference.evidence(snapshot, context, longest, 4, True)
-            assert tuple(draft) in [found for found, _, _ in places]
+        draft = drafter.propose([ask(context, snapshot, 4, "a")])[0].token_ids.tolist()
+        places = [found for found, _, _ in reference.evidence(snapshot, context, 1, 4, True)]
+        assert not draft or any(found and draft[: len(found)] == list(found[: len(draft)]) for found in places)
         accepted = 0
         while accepted < len(draft) and length + accepted < len(text) and draft[accepted] == text[length + accepted]:
             accepted += 1
@@ -156,7 +124,7 @@ def test_following_from_step_to_step_only_copies_a_place_that_agrees_as_long_as_
 def test_following_ends_when_the_segments_change_or_the_request_does():
     first = reference.make_snapshot([[*range(100), SEPARATOR]])
     second = reference.make_snapshot([[*range(50), *range(200, 250), SEPARATOR]])
-    drafter = SuffixDrafter(threshold=1e-6, max_match_length=8)
+    drafter = SuffixDrafter(price=1e-6, max_match_length=8)
     assert drafter.propose([ask([*range(20)], first, 4)])[0].token_ids.tolist() == [20, 21, 22, 23]
     assert drafter.propose([ask([*range(24)], first, 4)])[0].token_ids.tolist() == [24, 25, 26, 27]
     assert drafter.propose([ask([*range(50)], second, 4)])[0].token_ids.tolist() == [200, 201, 202, 203]
@@ -166,7 +134,7 @@ def test_following_ends_when_the_segments_change_or_the_request_does():
 
 def test_more_requests_than_are_remembered_draft_as_well():
     snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
-    drafter = SuffixDrafter(threshold=1e-6)
+    drafter = SuffixDrafter(price=1e-6)
     for number in range(10_000):
         draft = drafter.propose([ask([*range(20)], snapshot, 2, str(number))])[0]
         assert draft.token_ids.tolist() == [20, 21]

@@ -9,14 +9,14 @@ hundred tested tokens fill what matters; before that the tables hold a formula's
 from __future__ import annotations
 
 import math
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.retrieval.memory import Int64s, float64_array, inlined, kernel
 
-Floats = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
 
 # The views of a candidate. Lengths, supports and shares are bucketed.
 OWN: Final = 0  # the longest match in the request's own text: length, support, share, newest vote, is that output
@@ -235,15 +235,18 @@ def _expected(length: Floats, support: Floats | float, share: Floats) -> Floats:
 
 def _prior(view: int) -> Floats:
     """Log odds of a view's entries, in a shape that broadcasts to theirs."""
+    length: Floats
+    support: Floats
+    share: Floats
     length, support, share = np.ix_(_TYPICAL_LENGTH, _TYPICAL_SUPPORT, _TYPICAL_SHARE)
     newest = np.array([-0.2, 0.2])
-    if view == OWN:
-        return (_expected(length, support, share)[..., None] + newest)[..., None]
-    if view == INDEX:
-        return (_expected(length, support, share)[..., None] + newest)[..., None]
+    if view in (OWN, INDEX):
+        by_vote: Floats = _expected(length, support, share)[..., None] + newest
+        return by_vote[..., None]
     if view == PREDICTION:
-        agrees = np.log(1 + _TYPICAL_LENGTH)[:, None] * [0.9, 0.5] + [0.3, 2.0]
-        return np.stack([np.full((LENGTHS, 2), -1.5), agrees], axis=-1)
+        agrees: Floats = np.log(1 + _TYPICAL_LENGTH)[:, None] * [0.9, 0.5] + [0.3, 2.0]
+        both: Floats = np.stack([np.full((LENGTHS, 2), -1.5), agrees], axis=-1)
+        return both
     if view == REQUEST:
         return _expected(_TYPICAL_LENGTH[:, None], 3.0, _TYPICAL_SHARE)
     if view in (TOKEN, BEFORE, PAIR):

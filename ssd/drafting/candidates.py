@@ -227,8 +227,8 @@ def find_candidates(
         index_key = length_bucket(levels.lengths[index_top] + at.passed) * SUPPORTS + support_bucket(
             found.support[0, index_top]
         )
-    origin = origin_of(index_newest)
-    in_output = own_newest >= 0 and own_position(own_newest) >= at.prompt_length
+    origin = origin_of(int(index_newest))
+    in_output = own_newest >= 0 and own_position(int(own_newest)) >= at.prompt_length
     for row in range(size):
         token, votes, inputs = found.tokens[row], found.votes[row], found.inputs[row]
         inputs[:] = -1

@@ -257,9 +257,9 @@ def gather(
 ) -> int:
     """Sample the places where the context's last tokens stand, at up to ``max_levels`` match lengths; how many levels.
 
-    ``lanes`` : of the segments of ``table``, searched for ``longest`` tokens of ``texts.context``. ``own`` : with room for the request's own text, or
-    of length 0 to leave that out. The levels are the longest match of own text and index, then shorter ones by halves
-    and the longest of the other, until one has ENOUGH_SUPPORT occurrences.
+    ``lanes`` : of the segments of ``table``, searched for ``longest`` tokens of ``texts.context``. ``own`` : with room
+    for the request's own text, or of length 0 to leave that out. The levels are the longest match of own text and
+    index, then shorter ones by halves and the longest of the other, until one has ENOUGH_SUPPORT occurrences.
 
     Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
     MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.

@@ -137,7 +137,7 @@ def chain(
         alive[i] = i
     follows = begin == 0 or space.nodes[0, _FOLLOWS] == 1
     product = 1.0 if begin == 0 else space.products[0]
-    before = np.int64(texts.context[len(texts.context) - 1])
+    before = int(np.int64(texts.context[-1]))
     mood = mood_of(lessons)
     for depth in range(begin, wish.limit + 1):
         predicted = _predicted(wish, depth) if follows else NOTHING
@@ -225,7 +225,7 @@ def grow_tree(
     for i in range(count):
         alive[i] = i
     first, num_nodes, num_open, num_opened, parent, follows = 0, 0, 0, 0, -1, True
-    product, depth, before = 1.0, 0, np.int64(texts.context[len(texts.context) - 1])
+    product, depth, before = 1.0, 0, int(np.int64(texts.context[-1]))
     mood = mood_of(lessons)
     while True:
         predicted = _predicted(wish, depth) if follows else NOTHING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -99,7 +98,7 @@ def replay(
 
 
 Evidence = list[tuple[tuple[int, ...], tuple[int, int, int], bool]]
-"""Occurrences of a pattern: what followed, how recent it is, whether it is the request's own text."""
+"""Occurrences of a pattern: what followed, where (own text after the index's, which text, position), is it own text."""
 
 
 def evidence(snapshot: Snapshot, context: Sequence[int], length: int, limit: int, in_index: bool) -> Evidence:
@@ -107,13 +106,15 @@ def evidence(snapshot: Snapshot, context: Sequence[int], length: int, limit: int
     pattern = list(context[len(context) - length :])
     found: Evidence = []
     for number, text in enumerate(texts(snapshot) if in_index else []):
-        found += [(continuation(text, i + length, limit), (0, number, i), False) for i in occurrences(text, pattern)]
+        found += [
+            (continuation(text, i + length, limit), (0, number, i + length), False) for i in occurrences(text, pattern)
+        ]
     for i in occurrences(context, pattern):
         if i + length < len(context):
             repeated = list(context[i + length :])
             while len(repeated) < limit:
                 repeated.append(repeated[len(repeated) - (len(context) - i - length)])
-            found.append((continuation(repeated, 0, limit), (1, 0, i), True))
+            found.append((continuation(repeated, 0, limit), (1, 0, i + length), True))
     return found
 
 
@@ -136,48 +137,3 @@ def suffix_levels(
         shorter = min(length - 1, length // 2)
         length = below if shorter < below < length else shorter
     return levels
-
-
-def suffix_draft(
-    levels: list[tuple[int, Evidence]], limit: int, threshold: float, logit: Callable[..., float]
-) -> tuple[int, ...]:
-    """Extend by the favourite of the level with the highest estimate while the product of estimates is enough."""
-    draft: list[int] = []
-    product = 1.0
-    for depth in range(limit):
-        best: tuple[float, int] | None = None
-        for length, found in levels:
-            alive = [item for item in found if list(item[0][:depth]) == draft]
-            votes = Counter(item[0][depth] for item in alive if len(item[0]) > depth)
-            if not votes:
-                continue
-            latest = {
-                item[0][depth]: item[1] for item in sorted(alive, key=lambda item: item[1]) if len(item[0]) > depth
-            }
-            token = max(votes, key=lambda token: (votes[token], latest[token]))
-            own = sum(item[2] for item in alive if len(item[0]) > depth and item[0][depth] == token)
-            estimate = logit(length + depth, float(len(alive)), float(votes[token]), float(own), depth)
-            if best is None or estimate > best[0]:
-                best = (estimate, token)
-        if best is None:
-            break
-        product *= 1.0 / (1.0 + math.exp(-best[0]))
-        if product < threshold:
-            break
-        draft.append(best[1])
-    return tuple(draft)
-
-
-def acceptance_logit(
-    weights: Sequence[float], agreeing: int, support: float, votes: float, own_votes: float, depth: int
-) -> float:
-    """Log odds that a candidate is accepted: the formula as documented."""
-    features = [
-        1.0,
-        math.log(1 + min(agreeing, 64)),
-        math.log(1 + support),
-        math.log((votes + 0.5) / (support - votes + 0.5)),
-        own_votes / votes,
-        math.log(1 + depth),
-    ]
-    return sum(weight * feature for weight, feature in zip(weights, features, strict=True))

@@ -1,0 +1,201 @@
+"""Slow twin of the acceptance model and of drafting by it: dictionaries, every occurrence looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.reference.drafting import Evidence
+
+View = tuple[Any, ...]
+Views = dict[str, View]
+
+_LENGTH_STARTS = [0, 1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49]
+_TYPICAL_LENGTH = [0.5, 1, 2, 3, 4, 5.5, 7.5, 10, 14, 20, 28, 40, 64]
+_TYPICAL_SUPPORT = [1, 2, 3, 5, 10, 40]
+_TYPICAL_SHARE = [0.02, 0.1, 0.25, 0.42, 0.5, 0.6, 0.75, 0.92, 1.0]
+_WEIGHTS = {
+    "own": 0.8,
+    "index": 0.8,
+    "prediction": 8.0,
+    "level 0": 0.8,
+    "level 1": 0.5,
+    "level 2": 0.3,
+    "request": 0.3,
+    "token": 0.3,
+    "before": 0.3,
+    "pair": 0.3,
+}
+
+
+def length_bucket(length: int) -> int:
+    return max(i for i, start in enumerate(_LENGTH_STARTS) if start <= length)
+
+
+def support_bucket(support: float) -> int:
+    return sum(support >= bound for bound in (1.5, 2.5, 3.5, 6.5, 16.0))
+
+
+def share_bucket(votes: float, support: float) -> int:
+    if votes <= 0:
+        return 0
+    share = votes / support
+    return 1 + sum(share >= bound for bound in (0.15, 0.33, 0.49, 0.51, 0.66, 0.85)) + (share > 0.999)
+
+
+def _rule_of_thumb(length: float, support: float, share: float) -> float:
+    votes = max(share * support, 0.05)
+    odds = (votes + 0.5) / (support - votes + 0.5)
+    return -1.3 + 0.85 * math.log(1 + length) + 0.1 * math.log(1 + support) + 0.45 * math.log(odds)
+
+
+def prior(view: str, key: View) -> float:
+    """Log odds of an entry that has seen nothing."""
+    if view in ("own", "index"):
+        length, support, share, newest, _where = key
+        logit = _rule_of_thumb(_TYPICAL_LENGTH[length], _TYPICAL_SUPPORT[support], _TYPICAL_SHARE[share])
+        logit += 0.2 if newest else -0.2
+    elif view == "prediction":
+        length, fresh, says = key
+        slope, start = (0.5, 2.0) if fresh else (0.9, 0.3)
+        logit = start + slope * math.log(1 + _TYPICAL_LENGTH[length]) if says else -1.5
+    elif view.startswith("level"):
+        logit = _rule_of_thumb(_TYPICAL_LENGTH[key[0]], _TYPICAL_SUPPORT[key[1]], _TYPICAL_SHARE[key[2]])
+    elif view == "request":
+        logit = _rule_of_thumb(_TYPICAL_LENGTH[key[1]], 3.0, _TYPICAL_SHARE[key[2]])
+    else:
+        logit = _rule_of_thumb([1.5, 4.0, 8.0, 24.0][key[1]], 3.0, [0.2, 0.6, 1.0][key[2]])
+    return min(max(logit, math.log(1e-4)), -math.log(1e-4))
+
+
+@dataclass
+class SlowModel:
+    """Entries (chance, count) by view and key, weights by weight set and view; what is not there has its prior."""
+
+    entries: dict[tuple[str, View], tuple[float, float]] = field(default_factory=dict)
+    weights: dict[View, dict[str, float]] = field(default_factory=dict)
+
+    def entry(self, view: str, key: View) -> tuple[float, float]:
+        return self.entries.get((view, key), (1 / (1 + math.exp(-prior(view, key))), 2.0))
+
+    def weights_of(self, chosen: View) -> dict[str, float]:
+        if chosen not in self.weights:
+            own, index, prediction, levels, _when = chosen
+            absent = {"own": not own, "index": not index, "prediction": not prediction}
+            absent |= {"level 1": levels < 1, "level 2": levels < 2}
+            say = {view: 0.0 if absent.get(view) else weight for view, weight in _WEIGHTS.items()}
+            self.weights[chosen] = {view: weight / sum(say.values()) for view, weight in say.items()} | {"1": 0.0}
+        return self.weights[chosen]
+
+    def chance(self, views: Views, chosen: View) -> float:
+        weights = self.weights_of(chosen)
+        total = weights["1"]
+        for view, key in views.items():
+            chance, _ = self.entry(view, key)
+            total += weights[view] * math.log(chance / (1 - chance))
+        return 1 / (1 + math.exp(-total))
+
+    def learn(self, views: Views, chosen: View, label: bool) -> float:
+        error = label - self.chance(views, chosen)
+        weights = self.weights_of(chosen)
+        weights["1"] += 0.003 * error
+        for view, key in views.items():
+            chance, count = self.entry(view, key)
+            weights[view] += 0.01 * error * math.log(chance / (1 - chance))
+            count += 1
+            chance += (label - chance) * max(1 / count, 0.01)
+            self.entries[view, key] = min(max(chance, 1e-4), 1 - 1e-4), count
+        return error
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request's situation: ``mood`` is that of its earlier drafts, ``prediction`` what is thought to come."""
+
+    context: Sequence[int]
+    prompt_length: int = 0
+    mood: float = 0.0
+    num_static: int = 0
+    num_texts: int = 1
+    prediction: Sequence[int] = ()
+    agreed: int = 0
+    is_fresh: bool = True
+
+
+def candidates(
+    levels: list[tuple[int, Evidence]], asked: Asked, draft: Sequence[int], model: SlowModel, follows: bool = True
+) -> dict[int, tuple[float, Views, View]]:
+    """Chance, views and weight set of every token that may come after the context and ``draft``."""
+    depth = len(draft)
+    alive: list[tuple[int, Evidence]] = []  # of each level what no longer match has
+    seen: set[tuple[int, int, int]] = set()
+    for length, found in levels:
+        new = [item for item in found if item[1] not in seen]
+        seen |= {item[1] for item in new}
+        alive.append((length + depth, [item for item in new if list(item[0][:depth]) == list(draft)]))
+
+    def says(item: Any) -> int | None:
+        return item[0][depth] if len(item[0]) > depth else None
+
+    def share(items: Evidence, token: int) -> tuple[int, int]:
+        votes = sum(says(item) == token for item in items)
+        return votes, len(items)
+
+    tops: dict[bool, tuple[int, Evidence]] = {}
+    for own in (False, True):
+        for length, items in alive:
+            if of_source := [item for item in items if item[2] == own]:
+                tops.setdefault(own, (length, of_source))
+    predicted = asked.prediction[depth] if follows and depth < len(asked.prediction) else None
+    tokens = {says(item) for _, items in alive for item in items} | {predicted}
+    found_tokens = sorted(token for token in tokens if token is not None)
+    assert len(found_tokens) <= 8, "more than the fast one judges"
+    before = draft[-1] if depth else asked.context[-1]
+    result: dict[int, tuple[float, Views, View]] = {}
+    for token in found_tokens:
+        views: Views = {}
+        for own, name in ((True, "own"), (False, "index")):
+            if own not in tops:
+                continue
+            length, items = tops[own]
+            newest = max(items, key=lambda item: item[1])
+            if own:
+                where = int(newest[1][2] >= asked.prompt_length)
+            else:
+                number = newest[1][1]
+                where = 2 if number == asked.num_texts - 1 else int(number >= asked.num_static)
+            votes, support = share(items, token)
+            views[name] = (
+                length_bucket(length),
+                support_bucket(support),
+                share_bucket(votes, support),
+                says(newest) == token,
+                where,
+            )
+        if predicted is not None:
+            views["prediction"] = length_bucket(asked.agreed + depth), asked.is_fresh, predicted == token
+        so_far: Evidence = []
+        filled, strongest = 0, (0, 0)
+        for length, items in alive:
+            if not items:
+                continue
+            so_far = so_far + items
+            votes, support = share(so_far, token)
+            bucket = share_bucket(votes, support)
+            if filled < 3:
+                views[f"level {filled}"] = length_bucket(length), support_bucket(support), bucket
+            if strongest[1] == 0:
+                strongest = length_bucket(length), bucket
+            filled += 1
+        mood = min(7, max(0, int((asked.mood + 0.4) * 10)))
+        coarse = sum(strongest[0] >= b for b in (3, 5, 8)), sum(strongest[1] >= b for b in (3, 7))
+        views["request"] = mood, *strongest
+        views["token"] = ((token * 40503) >> 4) % 1024, *coarse
+        views["before"] = ((before * 40503) >> 4) % 1024, *coarse
+        views["pair"] = (((token * 40503) ^ (before * 69069 + (before >> 7))) >> 3) % 8192, *coarse
+        when = 0 if depth == 0 else 1 if depth < 4 else 2
+        chosen = True in tops, False in tops, predicted is not None, min(max(filled, 1), 3) - 1, when
+        result[token] = model.chance(views, chosen), views, chosen
+    return result

@@ -1,0 +1,267 @@
+"""The acceptance model against its slow twin, as bytes, and what it learns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.evidence import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
+from ssd.drafting.protocol import DraftRequest
+from ssd.drafting.suffix import SuffixDrafter
+from ssd.retrieval.companion import Companion
+from ssd.retrieval.snapshot import SEPARATOR, Snapshot
+from tests.reference import acceptance as slow
+from tests.reference import drafting as reference
+from tests.test_search import contexts, sequences, snapshots
+
+PRICES = [0.02, 0.1, 0.5]
+
+
+def levels_of(snapshot: Snapshot, context: list[int], limit: int, min_length: int = 1):
+    """Evidence of every occurrence; skips what the fast one samples."""
+    levels = reference.suffix_levels(
+        snapshot, context, 32, min_length, limit, most=MAX_LEVELS, enough=int(ENOUGH_SUPPORT)
+    )
+    assume(all(sum(own for _, _, own in found) <= MAX_SCANNED_SAMPLES for _, found in levels))
+    return levels
+
+
+def asked_of(snapshot: Snapshot, context: list[int], **more) -> slow.Asked:
+    num_static = sum(segment.start is None for segment in snapshot.segments)
+    return slow.Asked(context, num_static=num_static, num_texts=len(snapshot.segments) + 1, **more)
+
+
+@given(snapshots, contexts, st.integers(1, 12), st.integers(1, 3), st.sampled_from(PRICES), st.integers(0, 9))
+@settings(max_examples=150)
+def test_a_chain_takes_the_most_probable_token_while_it_is_worth_its_price(
+    snapshot, context, limit, min_length, price, prompt_length
+):
+    levels = levels_of(snapshot, context, limit + 1, min_length)
+    drafter = SuffixDrafter(min_match_length=min_length)
+    request = DraftRequest("a", np.array(context, np.int32), prompt_length, snapshot, limit, prices=np.array([price]))
+    draft = drafter.propose([request])[0]
+    tokens = draft.token_ids.tolist()
+    asked, model = asked_of(snapshot, context, prompt_length=prompt_length), slow.SlowModel()
+    product = 1.0
+    for depth in range(len(tokens) + 1):
+        found = slow.candidates(levels, asked, tokens[:depth], model) if context else {}
+        best = max((chance for chance, _, _ in found.values()), default=0.0)
+        if depth == len(tokens):
+            ended_early = not found and depth > 0  # carried on elsewhere, and nothing was found there
+            assert ended_early or depth == limit or product * best < price + 1e-9
+            break
+        if not found:
+            return  # carried on past the end of all sources: a search of its own
+        assert draft.probabilities is not None
+        assert draft.probabilities[depth] == pytest.approx(best, rel=1e-9)
+        assert found[tokens[depth]][0] == pytest.approx(best, rel=1e-9)
+        product *= best
+        assert product >= price - 1e-9
+
+
+@given(snapshots, contexts, st.integers(1, 9), st.sampled_from(PRICES))
+@settings(max_examples=100)
+def test_a_tree_holds_the_most_probable_nodes_there_are(snapshot, context, limit, price):
+    assume(context)
+    levels = levels_of(snapshot, context, limit + 1)
+    request = DraftRequest("a", np.array(context, np.int32), 0, snapshot, limit, prices=np.array([price]), tree=True)
+    draft = SuffixDrafter().propose([request])[0]
+    asked, model = asked_of(snapshot, context), slow.SlowModel()
+    products: list[float] = []
+    open_paths: list[tuple[float, list[int]]] = [(1.0, [])]
+    while open_paths:
+        product, path = open_paths.pop()
+        for token, (chance, _, _) in slow.candidates(levels, asked, path, model).items():
+            if product * chance >= price and len(path) < limit:
+                products.append(product * chance)
+                open_paths.append((product * chance, [*path, token]))
+    expected = sorted(products, reverse=True)[:limit]
+    chances = []
+    for i in range(len(draft.token_ids)):
+        assert draft.parents is not None and draft.probabilities is not None
+        parent = int(draft.parents[i])
+        assert -1 <= parent < i
+        chances.append((chances[parent] if parent >= 0 else 1.0) * float(draft.probabilities[i]))
+    assert chances == pytest.approx(expected, rel=1e-9)
+    siblings = [] if draft.parents is None else list(zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True))
+    assert len(set(siblings)) == len(siblings)
+
+
+@given(st.lists(sequences, max_size=3), sequences, st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_learning_step_by_step_equals_the_slow_twin(parts, tail, seed):
+    random = np.random.default_rng(seed)
+    snapshot = reference.make_snapshot(parts, tail)
+    text = random.integers(0, 3, 40).tolist()
+    fast, model, mood, lessons = SuffixDrafter(), slow.SlowModel(), 0.0, []
+    length, start = 3, 0
+    while length < len(text):
+        context = text[:length]
+        for depth, (token, views, chosen) in enumerate(lessons):
+            if start + depth >= length:
+                break
+            came = text[start + depth] == token
+            error = model.learn(views, chosen, came)
+            mood += int(0.1 * (error * (1 << 20) - mood))
+            if not came:
+                break
+        levels = levels_of(snapshot, context, 5)
+        request = DraftRequest("a", np.array(context, np.int32), 3, snapshot, 4)
+        draft = fast.propose([request])[0]
+        asked = asked_of(snapshot, context, prompt_length=3, mood=mood / (1 << 20))
+        lessons, start = [], length
+        for depth in range(len(draft.token_ids) + 1):
+            found = slow.candidates(levels, asked, draft.token_ids[:depth].tolist(), model)
+            if not found:
+                break
+            chances = sorted(chance for chance, _, _ in found.values())
+            assume(len(chances) < 2 or chances[-1] > chances[-2] + 1e-9)
+            token = max(found, key=lambda token: found[token][0])
+            lessons.append((token, *found[token][1:]))
+            if depth < len(draft.token_ids):
+                assert draft.token_ids[depth] == token
+                assert draft.probabilities is not None
+                assert draft.probabilities[depth] == pytest.approx(found[token][0], rel=1e-9)
+        accepted = 0
+        while accepted < len(draft.token_ids) and text[length + accepted : length + accepted + 1] == [
+            draft.token_ids[accepted]
+        ]:
+            accepted += 1
+        length += accepted + 1
+
+
+def learned_model(steps: int = 300) -> tuple[SuffixDrafter, AcceptanceModel]:
+    drafter = SuffixDrafter()
+    random = np.random.default_rng(0)
+    for number in range(steps // 10):
+        text = np.tile(random.integers(0, 50, 7), 9).astype(np.int32)
+        for length in range(7, 47, 4):
+            drafter.propose([DraftRequest(str(number), text[:length], 7, None, 8)])
+        drafter.finish(str(number))
+    return drafter, drafter.model_of(None)
+
+
+def test_what_was_learned_survives_as_bytes():
+    _, model = learned_model()
+    assert model.num_learned > 100
+    restored = AcceptanceModel.from_bytes(model.to_bytes())
+    assert restored.num_learned == model.num_learned
+    assert restored.to_bytes() == model.to_bytes()
+
+
+@given(st.binary(max_size=64), st.integers(0, 2**31), st.integers(0, 255))
+@settings(max_examples=100)
+def test_damaged_bytes_are_refused_or_the_same(start, at, value):
+    stored = bytearray(AcceptanceModel().to_bytes())
+    stored[at % len(stored)] = value
+    for damaged in (start, bytes(stored), bytes(stored[: at % len(stored)])):
+        try:
+            model = AcceptanceModel.from_bytes(damaged)
+        except ValueError:
+            continue
+        assert model.to_bytes() == damaged
+
+
+def test_a_companion_begins_anew_when_what_it_kept_cannot_be_used(caplog):
+    companion = Companion(b"not a model")
+    model = companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
+    assert model.num_learned == 0
+    assert "begins anew" in caplog.text
+    assert companion.get(AcceptanceModel, AcceptanceModel.from_bytes) is model
+    assert companion.to_bytes() == model.to_bytes()
+
+
+def test_estimates_follow_what_is_accepted():
+    """The same evidence, always wrong: less and less is drafted."""
+    snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
+    drafter = SuffixDrafter(price=0.3)
+    lengths = []
+    for number in range(60):
+        context = np.array([*range(4), 777], np.int32)
+        draft = drafter.propose([DraftRequest(str(number), context[:4], 4, snapshot, 16)])[0]
+        lengths.append(len(draft.token_ids))
+        drafter.propose([DraftRequest(str(number), context, 4, snapshot, 16)])
+        drafter.finish(str(number))
+    assert lengths[0] > 3
+    assert lengths[-1] == 0
+
+
+def test_the_last_step_teaches_too():
+    snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
+    drafter = SuffixDrafter(price=0.3)
+    request = DraftRequest("a", np.arange(4, dtype=np.int32), 4, snapshot, 16)
+    draft = drafter.propose([request])[0]
+    drafter.observe("a", draft, 2)
+    drafter.finish("a")
+    assert drafter.model_of(snapshot).num_learned == 3  # two that came and the one that did not
+
+
+def predicting(request_id: str, context: list[int], prediction: list[int], limit: int = 4) -> DraftRequest:
+    given = np.array(prediction, np.int32)
+    return DraftRequest(request_id, np.array(context, np.int32), 2, None, limit, prediction=given)
+
+
+EXPECTED = [*range(100, 160)]
+
+
+@pytest.mark.parametrize(
+    ("output", "goes_on"),
+    [
+        ([], 100),
+        ([100, 101, 102], 103),
+        ([100, 101, 7, 103], 104),
+        ([100, 101, 7, 8, 9, 102, 103], 104),
+        ([100, 101, 110, 111], 112),
+        ([100, 101, 7, 8, 9], None),
+        (EXPECTED, None),
+    ],
+    ids=["start", "as predicted", "replaced", "inserted", "left out", "lost", "all said"],
+)
+def test_a_prediction_is_followed_and_found_again_behind_an_edit(output, goes_on):
+    drafter = SuffixDrafter()
+    for length in range(len(output) + 1):
+        draft = drafter.propose([predicting("a", [1, 2, *output[:length]], EXPECTED)])[0]
+    if goes_on is None:
+        assert output != EXPECTED or len(draft.token_ids) == 0
+    else:
+        assert draft.token_ids[0] == goes_on
+        assert draft.source == "prediction"
+
+
+def test_a_prediction_belongs_to_its_request_alone():
+    drafter = SuffixDrafter()
+    drafter.propose([predicting("a", [1, 2], EXPECTED)])
+    drafter.finish("a")
+    assert len(drafter.propose([predicting("b", [1, 2], [])])[0].token_ids) == 0
+
+
+def test_a_prediction_in_which_all_tokens_are_the_same_is_bounded_work():
+    drafter = SuffixDrafter()
+    same = [5] * 20_000
+    for length in (0, 1, 2, 40):
+        draft = drafter.propose([predicting("a", [1, 2, *same[:length]], same)])[0]
+        assert set(draft.token_ids.tolist()) == {5}
+    assert len(drafter.propose([predicting("a", [1, 2, *same[:40], 6], same)])[0].token_ids) <= 4
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5))
+@settings(max_examples=100)
+def test_a_fresh_prediction_is_judged_as_the_slow_twin_judges_it(prompt, prediction, limit):
+    context = [1, *prompt]
+    levels = levels_of(reference.make_snapshot([]), context, limit + 1)
+    request = DraftRequest(
+        "a", np.array(context, np.int32), len(context), None, limit, prediction=np.array(prediction, np.int32)
+    )
+    draft = SuffixDrafter().propose([request])[0]
+    asked, model, follows = slow.Asked(context, len(context), prediction=prediction), slow.SlowModel(), True
+    for depth, token in enumerate(draft.token_ids.tolist()):
+        found = slow.candidates(levels, asked, draft.token_ids[:depth].tolist(), model, follows)
+        if not found:
+            return
+        assert draft.probabilities is not None
+        assert draft.probabilities[depth] == pytest.approx(max(c for c, _, _ in found.values()), rel=1e-9)
+        assert found[token][0] == pytest.approx(draft.probabilities[depth], rel=1e-9)
+        follows = follows and depth < len(prediction) and prediction[depth] == token
