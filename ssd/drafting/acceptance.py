@@ -165,7 +165,18 @@ def weight_set(has_own: bool, has_index: bool, has_prediction: bool, num_levels:
     """Which weights a candidate is mixed with, 0..SETS - 1."""
     sources = int(has_own) + 2 * int(has_index) + 4 * int(has_prediction)
     levels = min(max(num_levels, 1), LEVEL_VIEWS) - 1
-    return (sources * LEVEL_VIEWS + levels) * WHEN_SETS + (0 if depth == 0 else (1 if depth < 4 else 2))
+    return (sources * LEVEL_VIEWS + levels) * WHEN_SETS + _when(depth)
+
+
+@inlined
+def _when(depth: int) -> int:
+    return 0 if depth == 0 else (1 if depth < 4 else 2)
+
+
+@inlined
+def deeper_set(chosen: int, depth: int) -> int:
+    """The weight set of the same evidence at another depth."""
+    return chosen - chosen % WHEN_SETS + _when(depth)
 
 
 @inlined

@@ -7,14 +7,18 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.acceptance import INPUTS, Model
-from ssd.drafting.candidates import MAX_CANDIDATES, Candidates, Position, find_candidates, votes_by_source
+from ssd.drafting.acceptance import INPUTS, Model, chance_of
+from ssd.drafting.candidates import Candidates, Position, judge, judge_again
 from ssd.drafting.evidence import MAX_SAMPLES, NOTHING, Levels, Pool, Texts, next_token
 from ssd.drafting.lessons import add_lesson, mood_of
+from ssd.drafting.votes import MAX_CANDIDATES, count_votes, same_voice, votes_by_source
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int64_array, kernel
 
 MAX_DRAFT: Final = 128
 """Longest draft; a greater limit is cut to it."""
+
+_CHAIN_CANDIDATES: Final = 4
+"""Tokens judged at a position of a chain: the best of them is hardly ever one with fewer votes."""
 
 _MOST_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
 _DEPTH: Final = 0  # columns of a node: draft tokens before it
@@ -108,9 +112,9 @@ def _predicted(wish: Wish, depth: int) -> int:
 @inlined
 def _name_source(found: Candidates, row: int, levels: Levels, num_levels: int, predicted: int, out: Out) -> None:
     """Note the length of the longest match, and which source gave most of a candidate's votes."""
-    index, own = votes_by_source(found, row)
+    index, own = votes_by_source(found.votes, row)
     out.result[1] = levels.lengths[0] if num_levels > 0 else 0
-    out.result[2] = 2 if found.tokens[row] == predicted else int(own >= index)
+    out.result[2] = 2 if found.votes.tokens[row] == predicted else int(own >= index)
 
 
 @kernel
@@ -138,13 +142,21 @@ def chain(
     follows = begin == 0 or space.nodes[0, _FOLLOWS] == 1
     product = 1.0 if begin == 0 else space.products[0]
     before = int(np.int64(texts.context[-1]))
-    mood = mood_of(lessons)
+    mood, votes, size, is_unanimous = mood_of(lessons), found.votes, 0, False
     for depth in range(begin, wish.limit + 1):
         predicted = _predicted(wish, depth) if follows else NOTHING
         at = Position(
             depth, depth - begin, before, predicted, wish.agreed + depth, wish.is_fresh, mood, wish.prompt_length
         )
-        size = find_candidates(texts, pool, levels, num_levels, alive, count, at, model, found)
+        is_again = is_unanimous and same_voice(texts, pool, alive, count, depth - begin, votes)
+        if is_again:
+            size = 1
+            judge_again(levels, num_levels, at, model, found)
+        else:
+            size = count_votes(
+                texts, pool, levels, num_levels, alive, count, depth - begin, predicted, _CHAIN_CANDIDATES, votes
+            )
+            judge(levels, num_levels, size, at, model, found)
         if size == 0:
             space.products[0], space.nodes[0, _FOLLOWS] = product, int(follows)
             return True
@@ -152,23 +164,26 @@ def chain(
         for row in range(1, size):
             if found.log_odds[row] > found.log_odds[best]:
                 best = row
-        product *= found.chances[best]
+        token, chance = votes.tokens[best], chance_of(found.log_odds[best])
+        product *= chance
         pays = depth < wish.limit and product >= _price(wish, depth)
         # The first one that is left out is a lesson too: it may have been worth its price.
-        add_lesson(lessons, found.tokens[best], depth - 1, depth, found.sets[best], found.inputs[best], pays)
+        add_lesson(lessons, token, depth - 1, depth, found.sets[best], found.inputs[best], pays)
         if not pays:
             return False
-        before = found.tokens[best]
         if depth == 0:
             _name_source(found, best, levels, num_levels, predicted, out)
-        out.tokens[depth], out.probabilities[depth] = before, found.chances[best]
+        before = token
+        out.tokens[depth], out.probabilities[depth] = token, chance
         out.result[0] = depth + 1
-        follows = follows and predicted == before
-        kept = 0
-        for i in range(count):
-            alive[kept] = alive[i]
-            kept += found.nexts[i] == before
-        count = kept
+        follows = follows and predicted == token
+        if not is_again:
+            kept = 0
+            for i in range(count):
+                alive[kept] = alive[i]
+                kept += votes.nexts[i] == token
+            is_unanimous = kept == count and count > 0 and predicted < 0
+            count = kept
     return False
 
 
@@ -226,19 +241,22 @@ def grow_tree(
         alive[i] = i
     first, num_nodes, num_open, num_opened, parent, follows = 0, 0, 0, 0, -1, True
     product, depth, before = 1.0, 0, int(np.int64(texts.context[-1]))
-    mood = mood_of(lessons)
+    mood, votes = mood_of(lessons), found.votes
     while True:
         predicted = _predicted(wish, depth) if follows else NOTHING
         at = Position(depth, depth, before, predicted, wish.agreed + depth, wish.is_fresh, mood, wish.prompt_length)
-        size = find_candidates(texts, pool, levels, num_levels, alive[first:], count, at, model, found)
+        size = count_votes(
+            texts, pool, levels, num_levels, alive[first:], count, depth, predicted, MAX_CANDIDATES, votes
+        )
+        judge(levels, num_levels, size, at, model, found)
         if num_nodes == 0 and size > 0:
             _name_source(found, 0, levels, num_levels, predicted, out)
         for row in range(size):
-            chance = found.chances[row]
+            chance = chance_of(found.log_odds[row])
             if num_opened == _MOST_OPEN or product * chance < 0.5 * _price(wish, num_nodes):
                 continue
             entry = space.open[num_opened]
-            entry[0], entry[1], entry[2] = parent, found.tokens[row], found.sets[row]
+            entry[0], entry[1], entry[2] = parent, votes.tokens[row], found.sets[row]
             for i in range(INPUTS):
                 entry[3 + i] = found.inputs[row, i]
             space.open_products[num_opened], space.open_chances[num_opened] = product * chance, chance

@@ -8,10 +8,10 @@ import numpy as np
 
 from ssd.drafting.frequency_kernel import make_continuations, propose_frequency
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.workspace import Workspace, propose_by_snapshot
+from ssd.drafting.workspace import Wishes, Workspace, propose_by_snapshot
 from ssd.retrieval.snapshot import Snapshot
 
-_NO_PRICE = np.zeros(1)
+_USUAL = Wishes(np.zeros(1))
 
 
 class FrequencyDrafter:
@@ -35,7 +35,7 @@ class FrequencyDrafter:
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace = self._workspace
         workspace.room_for(len(requests), snapshot)
-        held = workspace.fill(requests, _NO_PRICE)
+        held = workspace.fill(requests, _USUAL)
         propose_frequency(
             workspace.address,
             snapshot.address,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix_kernel import end_request, propose_suffix, propose_suffix_one
-from ssd.drafting.workspace import NO_SNAPSHOT, NO_TOKENS, Workspace, brought, contiguous, propose_by_snapshot
-from ssd.retrieval.snapshot import Snapshot, address
+from ssd.drafting.workspace import NO_SNAPSHOT, Wishes, Workspace, contiguous, propose_by_snapshot
+from ssd.retrieval.snapshot import Snapshot
 
 
 class SuffixDrafter:
@@ -32,8 +31,7 @@ class SuffixDrafter:
     def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, price: float = 0.1) -> None:
         """``price`` : of a drafted token in expected accepted tokens, for requests that bring none."""
         self._lengths = max_match_length, max(1, min_match_length)
-        self._price: npt.NDArray[np.float64] = np.array([price])
-        self._price_address = address(self._price)
+        self._usual = Wishes(np.array([price]))
         self._workspace = Workspace()
         self._own_model = AcceptanceModel()
         self._accepted: dict[str, int] = {}
@@ -41,9 +39,10 @@ class SuffixDrafter:
 
     def model_of(self, snapshot: Snapshot | None) -> AcceptanceModel:
         """What was learned about acceptance in a snapshot's namespace; without one, of all requests that have none."""
-        if snapshot is None or snapshot.companion is None:
+        companion = None if snapshot is None else snapshot.companion
+        if companion is None:
             return self._own_model
-        return snapshot.companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
+        return companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
@@ -54,14 +53,10 @@ class SuffixDrafter:
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
-        model, context = self.model_of(request.snapshot), contiguous(request.context)
+        model, context, wishes = self.model_of(request.snapshot), contiguous(request.context), self._usual.of(request)
         state, is_new = workspace.state_of(request.request_id)
-        self._models[request.request_id] = model
-        prices, prediction = self._price, NO_TOKENS
-        price_address, prediction_address = self._price_address, 0
-        if request.prices is not None or request.prediction is not None:
-            prices, prediction = brought(request, self._price)
-            price_address, prediction_address = address(prices), address(prediction)
+        if is_new:
+            self._models[request.request_id] = model
         propose_suffix_one(
             workspace.address,
             snapshot.address,
@@ -71,11 +66,7 @@ class SuffixDrafter:
             state,
             is_new,
             request.prompt_length,
-            prediction_address,
-            len(prediction),
-            price_address,
-            len(prices),
-            request.tree,
+            wishes.address,
             *self._lengths,
         )
         return workspace.draft(0, with_probabilities=True)
@@ -83,7 +74,7 @@ class SuffixDrafter:
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
-        held = workspace.fill(requests, self._price)
+        held = workspace.fill(requests, self._usual)
         model = self.model_of(requests[0].snapshot)
         self._models.update((request.request_id, model) for request in requests)
         propose_suffix(workspace.address, snapshot.address, model.address, count, *self._lengths)

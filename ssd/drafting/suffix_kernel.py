@@ -23,7 +23,7 @@ _LEAST_CONTINUED: Final = 4
 """Shorter matches do not carry on a draft whose sources have ended: they mostly begin something else."""
 
 
-@inlined
+@kernel
 def _search(frame: Frame, table: Int64s, texts: Texts, max_length: int, min_length: int) -> int:
     """Fill the pool with what stands after the context's last tokens elsewhere; how many levels."""
     longest = pattern_length(texts.context, max_length)
@@ -122,29 +122,12 @@ def propose_suffix_one(
     state: int,
     is_new: bool,
     prompt_length: int,
-    prediction: int,
-    prediction_length: int,
-    prices: int,
-    num_prices: int,
-    is_tree: bool,
+    wish: int,
     max_length: int,
     min_length: int,
 ) -> None:
     """Place one request in row 0 and draft for it: one call from Python instead of two."""
-    place(
-        workspace,
-        0,
-        context,
-        limit,
-        state,
-        is_new,
-        prompt_length,
-        prediction,
-        prediction_length,
-        prices,
-        num_prices,
-        is_tree,
-    )
+    place(workspace, 0, context, limit, state, is_new, prompt_length, wish)
     propose_suffix(workspace, snapshot, model, 1, max_length, min_length)
 
 

@@ -24,13 +24,13 @@ from ssd.drafting.evidence import (
 from ssd.drafting.expansion import EXPANSION_WORDS, MAX_DRAFT, SOURCES
 from ssd.drafting.lessons import LESSONS_INT64S, forget_lessons
 from ssd.drafting.prediction import PREDICTION_INT64S, begin_prediction
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
 from ssd.retrieval.search import LANE_COLUMNS, PATTERNS_BYTES, WALKER_COLUMNS
 from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, address, make_snapshot
 
 ROW_COLUMNS: Final = 10
-"""Of a row: address of the context, its length, the draft's limit, the request's state, the prompt's length, address
+"""Of a row: address of the context, its length, the draft's limit, the request's state, the prompt's length; address
 and length of the prediction, address and number of the prices, 1 for a tree."""
 
 RESULT_COLUMNS: Final = 4
@@ -122,31 +122,44 @@ def frame_at(address: int) -> Frame:
 
 @kernel
 def place(
-    address: int,
-    row: int,
-    context: TokenIds,
-    limit: int,
-    state: int,
-    is_new: bool,
-    prompt_length: int,
-    prediction: int,
-    prediction_length: int,
-    prices: int,
-    num_prices: int,
-    is_tree: bool,
+    address: int, row: int, context: TokenIds, limit: int, state: int, is_new: bool, prompt_length: int, wish: int
 ) -> None:
-    """Write row ``row`` of the workspace at an address; ``is_new`` : nothing is kept of the request yet."""
+    """Write row ``row`` of the workspace at an address.
+
+    ``is_new`` : nothing is kept of the request yet. ``wish`` : address of the last five columns, see ROW_COLUMNS.
+    """
     words = int64_array(address, _FRAME_WORDS)
     at = int64_array(words[_ROWS] + 8 * ROW_COLUMNS * row, ROW_COLUMNS)
     at[0], at[1], at[2], at[3] = context.ctypes.data, len(context), max(0, min(limit, MAX_DRAFT)), state
-    at[4], at[5], at[6], at[7], at[8] = prompt_length, prediction, prediction_length, prices, num_prices
-    at[9] = int(is_tree)
+    at[4] = prompt_length
+    at[5:] = int64_array(wish, ROW_COLUMNS - 5)
     if is_new:
         int64_array(words[_STATES] + 8 * STATE_INT64S * state, 1)[0] = NO_TABLE
         forget_lessons(int64_array(words[_LESSONS] + 8 * LESSONS_INT64S * state, LESSONS_INT64S))
         begin_prediction(
             int64_array(words[_PREDICTING] + 8 * PREDICTION_INT64S * state, PREDICTION_INT64S), prompt_length
         )
+
+
+class Wishes:
+    """What a request asks for beyond the usual, as the kernels take it: prediction, prices, a tree.
+
+    ``address`` : of int64[5], the last columns of a row. Keeps alive what these point to.
+    """
+
+    def __init__(self, prices: Prices, prediction: TokenIds | None = None, tree: bool = False) -> None:
+        self._prices = np.ascontiguousarray(prices, np.float64)
+        self._prediction = NO_TOKENS if prediction is None else contiguous(prediction)
+        held, asked = self._prediction, self._prices
+        self._words = np.array([address(held), len(held), address(asked), len(asked), int(tree)], np.int64)
+        self.address = address(self._words)
+
+    def of(self, request: DraftRequest) -> Wishes:
+        """Those of a request; itself, the usual ones, when it has none of its own."""
+        if request.prices is None and request.prediction is None and not request.tree:
+            return self
+        prices = self._prices if request.prices is None or not len(request.prices) else request.prices
+        return Wishes(prices, request.prediction, request.tree)
 
 
 class Workspace:
@@ -225,30 +238,14 @@ class Workspace:
         """Where what is kept of a request lies; None when nothing is."""
         return self._state_of.get(request_id)
 
-    def fill(self, requests: Sequence[DraftRequest], price: npt.NDArray[np.float64]) -> list[npt.NDArray[Any]]:
-        """Write a row for every request; ``price`` is for those that bring none.
-
-        The result keeps what they bring alive: hold it until the kernel returns.
-        """
-        held: list[npt.NDArray[Any]] = [price]
+    def fill(self, requests: Sequence[DraftRequest], usual: Wishes) -> list[tuple[TokenIds, Wishes]]:
+        """Write a row for every request. The result keeps what they bring alive: hold it until the kernel returns."""
+        held = []
         for row, request in enumerate(requests):
             context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
-            prices, prediction = brought(request, price)
-            held += [context, prices, prediction]
-            place(
-                self.address,
-                row,
-                context,
-                request.limit,
-                state,
-                is_new,
-                request.prompt_length,
-                address(prediction),
-                len(prediction),
-                address(prices),
-                len(prices),
-                request.tree,
-            )
+            wishes = usual.of(request)
+            held.append((context, wishes))
+            place(self.address, row, context, request.limit, state, is_new, request.prompt_length, wishes.address)
         return held
 
     def draft(self, row: int, *, with_probabilities: bool = False) -> Draft:
@@ -259,15 +256,6 @@ class Workspace:
         estimates = self._probabilities[row, :size].copy() if with_probabilities else None
         parents = self._parents[row, :size].copy() if is_tree else None
         return Draft(self._tokens[row, :size].copy(), match_length, SOURCES[source], estimates, parents)
-
-
-def brought(request: DraftRequest, price: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], TokenIds]:
-    """Prices and prediction of a request, as the kernels take them."""
-    prices, prediction = request.prices, request.prediction
-    return (
-        price if prices is None or not len(prices) else np.ascontiguousarray(prices, np.float64),
-        NO_TOKENS if prediction is None else contiguous(prediction),
-    )
 
 
 def contiguous(context: TokenIds) -> TokenIds:
