@@ -24,11 +24,21 @@ LAYERS = [
     "ssd.target",
     "ssd.engine",
     "ssd.bundled",
+    "ssd.integrations",
 ]
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
     "cache_builder": {"ssd.errors", "ssd.config", "ssd.text", "ssd.retrieval", "ssd.sharing", "ssd.drafting"},
     "ssd.bundled": {"ssd.errors", "ssd.config", "ssd.text"},
+    "ssd.integrations": {
+        "ssd.errors",
+        "ssd.config",
+        "ssd.text",
+        "ssd.retrieval",
+        "ssd.sharing",
+        "ssd.drafting",
+        "ssd.target",
+    },
 }
 
 
@@ -67,7 +77,9 @@ def test_imports_go_downwards(path: Path) -> None:
             assert other in allowed, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", ["ssd", "cache_builder", "ssd.retrieval.cache", "ssd.drafting", "ssd.sharing"])
+@pytest.mark.parametrize(
+    "module", ["ssd", "cache_builder", "ssd.retrieval.cache", "ssd.drafting", "ssd.sharing", "ssd.integrations.vllm"]
+)
 def test_importing_loads_neither_torch_nor_the_web_framework(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'fastapi'}} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

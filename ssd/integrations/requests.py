@@ -1,0 +1,233 @@
+"""Which request is a row of the batch? By its id where the engine tells it, by its text where it does not."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+
+Tokens = npt.NDArray[np.int32]
+
+_TAIL_TOKENS = 64
+"""Compared at every step, where everything else says that a row still holds the request it held before."""
+_MAX_ENDED = 4096
+"""Ended requests of which a digest is kept: one that was only preempted comes back with the same text."""
+_MIN_BUFFER = 256
+
+
+class Row(NamedTuple):
+    """One row of a batch.
+
+    ``tokens`` : int32[n], its text so far, the last ``num_new`` of this step; 0 while the prompt is still computed.
+    """
+
+    number: int
+    tokens: Tokens
+    num_new: int
+
+
+class Request:
+    """What is known of one request: its text, how much of it is stored, its last draft."""
+
+    __slots__ = (
+        "_buffer",
+        "draft",
+        "last_seen",
+        "length",
+        "num_learned",
+        "num_new",
+        "prompt_length",
+        "request_id",
+        "row",
+    )
+
+    def __init__(self, request_id: str, row: Row, prompt_length: int) -> None:
+        self.request_id = request_id
+        """Never used again."""
+        self.prompt_length = prompt_length
+        self.num_learned = 0
+        self.draft: Draft = EMPTY_DRAFT
+        self.length = 0
+        self.num_new = 0
+        """Tokens that came with the last step."""
+        self.row = row.number
+        self.last_seen = 0
+        self._buffer = np.empty(max(_MIN_BUFFER, 2 * len(row.tokens)), np.int32)
+
+    @property
+    def tokens(self) -> Tokens:
+        """int32[length]: prompt and output so far. A view, valid until the next ``follow``."""
+        return self._buffer[: self.length]
+
+    def follow(self, row: Row) -> Tokens:
+        """Take over what is new in the request's row; returns it, empty when text was taken back. O(new)."""
+        known, length = self.length, len(row.tokens)
+        if length > len(self._buffer):
+            grown = np.empty(2 * length, np.int32)
+            grown[:known] = self._buffer[:known]
+            self._buffer = grown
+        if length > known:
+            self._buffer[known:length] = row.tokens[known:]
+        self.length, self.num_new, self.row = length, row.num_new, row.number
+        return self._buffer[known:length]
+
+    def stands_in(self, row: Row) -> bool:
+        """Whether ``row`` is this request one step later, judged by its length and its last tokens. O(1)."""
+        length = self.length
+        if length + row.num_new != len(row.tokens):
+            return False
+        start = max(0, length - _TAIL_TOKENS)
+        return self._buffer[start:length].tobytes() == row.tokens[start:length].tobytes()
+
+    def begins(self, tokens: Tokens) -> bool:
+        """Whether ``tokens`` goes on where this request is. O(n), at the speed of memory."""
+        return self.length <= len(tokens) and bool(np.array_equal(self.tokens, tokens[: self.length]))
+
+
+Tail = tuple[int, bytes]
+Digest = tuple[int, int]
+
+
+class RequestTable:
+    """The requests of one batch as it changes. Every row gets a request of its own. One owner.
+
+    Two ways to tell requests apart; a table may change from one to the other::
+
+        by_id        the engine names its rows and says when a request has ended
+        by_text      a row continues the request whose text it begins with;
+                     a request that was in no row for ``patience`` calls has ended
+
+    By text: rows are compacted and swapped, and a row may be reused at once. So a row is first compared with the
+    request it held before, by length and last 64 tokens; where that fails, all of its text is compared with the
+    requests that are left. Equal requests are interchangeable and kept apart by count. A row that goes on exactly where
+    an ended request stopped is that request: it had been preempted. O(1) a row while rows stay in place, O(text) where
+    they move.
+    """
+
+    def __init__(self, patience: int = 4) -> None:
+        self._patience = patience
+        self._active: dict[str, Request] = {}
+        self._ended: OrderedDict[Digest, int] = OrderedDict()  # of the whole text; length of the prompt
+        self._by_row: dict[int, str] = {}
+        self._names = itertools.count()
+        self._num_calls = 0
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._active)
+
+    def get(self, name: str) -> Request | None:
+        """The request of a name; None once it has ended."""
+        return self._active.get(name)
+
+    def by_id(self, rows: Sequence[Row], names: Sequence[str], prompt_lengths: Sequence[int]) -> list[Request | None]:
+        """The request of each row, made where its name is new. Rows that are still prefilling may have none.
+
+        ``names`` and ``prompt_lengths`` : of each row.
+        """
+        self._num_calls += 1
+        found: list[Request | None] = []
+        for row, name, prompt_length in zip(rows, names, prompt_lengths, strict=True):
+            request = self._active.get(name)
+            if request is None and row.num_new > 0:
+                request = self._add(name, row, min(prompt_length, len(row.tokens)))
+            found.append(request)
+            if request is not None:
+                self._seen(name, request, row)
+        return found
+
+    def by_text(self, rows: Sequence[Row]) -> tuple[list[Request | None], list[Request]]:
+        """The request of each row, and the requests that are taken to have ended."""
+        self._num_calls += 1
+        left = dict(self._active)
+        names: list[str | None] = [self._in_place(row, left) for row in rows]
+        if None in names:
+            self._find_moved(rows, names, left)
+        found: list[Request | None] = []
+        self._by_row.clear()
+        for row, known in zip(rows, names, strict=True):
+            name = self._added(row) if known is None and row.num_new > 0 else known
+            found.append(None if name is None else self._active[name])
+            if name is not None:
+                self._seen(name, self._active[name], row)
+        late = [late for late, r in self._active.items() if self._num_calls - r.last_seen >= self._patience]
+        ended = self.end(late)
+        for request in ended:
+            self._ended[_digest(request.tokens)] = request.prompt_length
+        while len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+        return found, ended
+
+    def end(self, names: Iterable[str]) -> list[Request]:
+        """Forget the requests of these names and return those that were known."""
+        return [request for name in names if (request := self._active.pop(name, None)) is not None]
+
+    def end_all(self) -> list[Request]:
+        """Forget everything and return what was active."""
+        return self.end(list(self._active))
+
+    def _in_place(self, row: Row, left: dict[str, Request]) -> str | None:
+        name = self._by_row.get(row.number)
+        if name is None or name not in left or not left[name].stands_in(row):
+            return None
+        del left[name]
+        return name
+
+    def _find_moved(self, rows: Sequence[Row], names: list[str | None], left: dict[str, Request]) -> None:
+        """First rows that went on by exactly this step, then those for which steps were left out."""
+        by_tail: dict[Tail, list[str]] = {}
+        for name, request in left.items():
+            by_tail.setdefault(_tail(request.tokens), []).append(name)
+
+        def claim(length: int, row: Row) -> str | None:
+            candidates = by_tail.get(_tail(row.tokens[:length]), [])
+            for place, name in enumerate(candidates):
+                if left[name].begins(row.tokens):
+                    del left[name]
+                    return candidates.pop(place)
+            return None
+
+        # Rows that are still prefilling last: their text may be the beginning of another's that is running.
+        for at in sorted(range(len(rows)), key=lambda at: rows[at].num_new == 0):
+            if names[at] is None:
+                names[at] = claim(len(rows[at].tokens) - rows[at].num_new, rows[at])
+        lengths = sorted({request.length for request in left.values()}, reverse=True)
+        for at, row in enumerate(rows):
+            if names[at] is None and row.num_new > 0:
+                skipped = (length for length in lengths if length < len(row.tokens) - row.num_new)
+                names[at] = next((name for length in skipped if (name := claim(length, row)) is not None), None)
+
+    def _added(self, row: Row) -> str:
+        """A request that is new, or that was taken to have ended when it had only been preempted."""
+        name = f"row {next(self._names)}"
+        known = len(row.tokens) - row.num_new
+        prompt_length = self._ended.pop(_digest(row.tokens[:known]), None) if self._ended else None
+        request = self._add(name, row, known if prompt_length is None else prompt_length)
+        if prompt_length is not None:
+            request.num_learned = known
+        return name
+
+    def _add(self, name: str, row: Row, prompt_length: int) -> Request:
+        request = self._active[name] = Request(f"{name}/{next(self._names)}", row, prompt_length)
+        return request
+
+    def _seen(self, name: str, request: Request, row: Row) -> None:
+        request.last_seen = self._num_calls
+        self._by_row[row.number] = name
+
+
+def _tail(tokens: Tokens) -> Tail:
+    """Length and last tokens: equal for equal texts, rarely for others."""
+    return len(tokens), tokens[-_TAIL_TOKENS:].tobytes()
+
+
+def _digest(tokens: Tokens) -> Digest:
+    """Names a whole text."""
+    return len(tokens), xxhash.xxh3_128_intdigest(tokens.data)

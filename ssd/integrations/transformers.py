@@ -1,0 +1,162 @@
+"""Our drafter in plain ``model.generate``::
+
+    from ssd.integrations.transformers import generate
+
+    with CacheSet(CacheConfig(), TextCodec.load(path).fingerprint) as caches:
+        output = generate(model, input_ids, cache=caches.get(), max_new_tokens=128)
+
+transformers verifies, in its own assisted decoding: greedy output is that of ``model.generate``, up to the rounding of
+passes of another width. A sampled token is drawn from the target's distribution at its own position and the draft is
+kept as far as it agrees, so the law of the output is that of ``model.generate`` too; a seed gives other tokens, because
+the global generator is asked for more numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ssd.config import DraftConfig
+from ssd.drafting import Drafter, DraftRequest, make_drafter
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.errors import RequestError
+from ssd.retrieval.cache import SuffixCache
+
+_NOT_OURS = ("custom_generate", "assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
+_ids = itertools.count()
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    cache: SuffixCache | None = None,
+    drafter: Drafter | None = None,
+    num_speculative_tokens: int = 16,
+    learn: bool = True,
+    **generate_kwargs: Any,
+) -> Any:
+    """What ``model.generate(input_ids, **generate_kwargs)`` returns, with drafts of ours.
+
+    ``input_ids`` : int64[1, n]. ``cache`` : drafted from, and unless ``learn`` is False the finished text is appended
+    to it; None drafts from the prompt and the output alone. ``drafter`` : to keep what it learned between calls; None
+    makes a new one. ``num_speculative_tokens`` : draft limit.
+
+    Raises RequestError for more than one row, beams, several returned sequences or another assistant, and what
+    ``model.generate`` raises; models that cannot take tokens back (Mamba and hybrids) are refused there too.
+    """
+    config = DraftConfig(num_speculative_tokens=num_speculative_tokens)
+    _check(model, input_ids, generate_kwargs)
+    streamer = generate_kwargs.get("streamer")
+    proposer = SuffixCandidateGenerator(
+        drafter or make_drafter("ssd", config), cache, prompt_length=input_ids.shape[1], limit=num_speculative_tokens
+    )
+
+    def decode(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
+        if prepared.get("streamer") is None:  # transformers keeps it from functions like this one
+            prepared["streamer"] = streamer
+        proposer.max_length = prepared["generation_config"].max_length
+        return GenerationMixin._assisted_decoding(cast(Any, _Assisted(model, proposer)), input_ids, **prepared)
+
+    try:
+        output = model.generate(input_ids, custom_generate=decode, **generate_kwargs)
+    finally:
+        proposer.close()
+    if learn and cache is not None:
+        sequence = output if isinstance(output, torch.Tensor) else output.sequences
+        cache.append(sequence[0].cpu().numpy(), prompt_length=input_ids.shape[1])
+    return output
+
+
+class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # transformers is not typed
+    """Drafts for one sequence; made for each call of ``generate``. A drafter that fails proposes nothing."""
+
+    def __init__(self, drafter: Drafter, cache: SuffixCache | None, *, prompt_length: int, limit: int) -> None:
+        """``limit`` : most tokens of a draft; ``prompt_length`` : tokens of the context that are the prompt."""
+        self.num_failures = 0
+        self.max_length: int | None = None
+        """Of prompt and output in tokens; drafts end one before it. None: no bound."""
+        self._drafter = drafter
+        self._cache = cache
+        self._prompt_length = prompt_length
+        self._limit = limit
+        self._request_id = f"generate-{next(_ids)}"
+        self._draft = EMPTY_DRAFT
+        self._start = 0
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        """``input_ids``, int64[1, n], with the draft behind it; no scores, so transformers samples and compares."""
+        context = input_ids[0].to("cpu", torch.int32).numpy()
+        self._start = len(context)
+        try:
+            self._draft = self._propose(context)
+        except Exception:  # a drafter must not fail the request
+            self.num_failures += 1
+            self._draft = EMPTY_DRAFT
+        if len(self._draft.token_ids) == 0:
+            return input_ids, None
+        tokens = torch.from_numpy(self._draft.token_ids.astype(np.int64)).to(input_ids.device)
+        return torch.cat([input_ids, tokens[None]], dim=-1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """``input_ids`` : int64[1, m], with what this step gave. ``num_matches`` : of the draft, accepted."""
+        try:
+            self._drafter.observe(self._request_id, self._draft, int(num_matches))
+        except Exception:
+            self.num_failures += 1
+
+    def close(self) -> None:
+        """The sequence has ended."""
+        self._drafter.finish(self._request_id)
+
+    def _propose(self, context: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Draft:
+        room = self._limit if self.max_length is None else self.max_length - len(context) - 1
+        request = DraftRequest(
+            request_id=self._request_id,
+            context=context,
+            prompt_length=self._prompt_length,
+            snapshot=None if self._cache is None else self._cache.snapshot(),
+            limit=max(0, min(self._limit, room)),
+        )
+        return self._drafter.propose([request])[0]
+
+
+class _Assisted:
+    """A model as assisted decoding sees it: all its own, but for the candidates. The model itself is not changed."""
+
+    def __init__(self, model: PreTrainedModel, candidates: CandidateGenerator) -> None:
+        self._model = model
+        self._candidates = candidates
+
+    def _get_candidate_generator(self, **_: Any) -> CandidateGenerator:
+        return self._candidates
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _check(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
+        raise RequestError(
+            f"input_ids must be one prompt of shape [1, n], got {list(input_ids.shape)}: assisted decoding in "
+            "transformers takes one sequence at a time; ssd.Engine takes batches",
+            param="input_ids",
+        )
+    for name in _NOT_OURS:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise RequestError(f"{name} makes drafts of its own: leave it out, or call model.generate", param=name)
+    config = kwargs.get("generation_config") or model.generation_config
+    for name in ("num_beams", "num_return_sequences"):
+        if (kwargs.get(name) or getattr(config, name, None) or 1) != 1:
+            raise RequestError(f"{name} must be 1: a draft continues one sequence", param=name)
+    if getattr(model, "_is_stateful", False):
+        raise RequestError(f"{type(model).__name__} cannot take tokens back, so it cannot verify drafts")

@@ -1,0 +1,284 @@
+"""Our drafter inside vLLM, as a proposer class of its own::
+
+    vllm serve MODEL --speculative-config \\
+      '{"method": "custom_class", "model": "ssd.integrations.vllm.SuffixProposer", "num_speculative_tokens": 16}'
+
+Settings (``ssd.integrations.settings``) come from ``SSD_CACHE_DIR``, ``SSD_REDIS_URL``, ``SSD_NAMESPACE`` and so on, or
+from ``--additional-config '{"ssd": {"cache_dir": ...}}'``. A directory, warm-up directories and a Redis log are shared
+with ``ssd-serve``: the names and the tokenizer's fingerprint are the same.
+
+vLLM hands over rows of tokens and nothing else. Where it loads our entry point (``ssd.integrations.vllm_plugin``, which
+an installed package brings), requests and their ends are known by id; elsewhere they are told apart by their text
+(``ssd.integrations.requests``). vLLM calls its interface for such classes experimental: see ``TESTED_VERSIONS``.
+
+vLLM verifies: an accepted token is one that the target chose, so drafts change no output. It gives up its asynchronous
+scheduling for classes like this one, and where the longest request of a step leaves no room for a full draft before
+``max_model_len`` it asks for no drafts at all in that step.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.util
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ssd.config import DraftConfig
+from ssd.drafting import DraftRequest, make_drafter
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.integrations import vllm_plugin
+from ssd.integrations.learner import Learner
+from ssd.integrations.namespace import OpenNamespace
+from ssd.integrations.requests import Request, RequestTable, Row
+from ssd.integrations.vllm_config import (
+    TESTED_VERSIONS,
+    is_first_rank,
+    load_codec,
+    num_pipeline_stages,
+    settings_of,
+    warn_if_untested,
+)
+
+__all__ = ["TESTED_VERSIONS", "ProposerStats", "SuffixProposer"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerStats:
+    """Counters since the start."""
+
+    num_proposals: int
+    """Rows that could have had a draft."""
+    num_drafts: int
+    num_draft_tokens: int
+    num_learned: int
+    """Requests that ended and were given to the cache."""
+    num_failures: int
+    """Failed calls; each cost drafts and nothing else."""
+    knows_ids: bool
+    """Whether requests are known by vLLM's ids."""
+
+
+class SuffixProposer:
+    """Drafts for every running request of a vLLM engine from a namespace of the cache, and learns what completes.
+
+    Made and called by vLLM, on one thread. Of the ranks of a tensor-parallel group only the first one drafts: vLLM
+    takes its drafts. Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below
+    ``cache_dir``; they share through Redis.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """``vllm_config`` : vLLM's. Raises ConfigError and CacheError, and ModelError where text is shared and the
+        tokenizer cannot be loaded.
+        """
+        warn_if_untested()
+        model, settings = vllm_config.model_config, settings_of(vllm_config)
+        draft = DraftConfig(
+            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            max_match_length=settings.max_match_length,
+        )
+        self._limit = draft.num_speculative_tokens
+        self._max_model_len = int(model.max_model_len)
+        self._vocab_size = int(model.get_vocab_size())
+        self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
+        self._knows_ids = False
+        self._num_proposals = self._num_drafts = self._num_draft_tokens = self._num_failures = 0
+        self._num_learned = 0
+        self._drafter = make_drafter("ssd", draft)
+        self._learner: Learner | None = None
+        if not is_first_rank():
+            return
+        codec = load_codec(settings.tokenizer or model.tokenizer or model.model, settings)
+        fingerprint = codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode())
+        namespace = OpenNamespace(
+            settings, fingerprint=fingerprint, vocab_size=codec.vocab_size if codec else self._vocab_size
+        )
+        requests = RequestTable(patience=4 * num_pipeline_stages(vllm_config))
+        learner = self._learner = Learner(namespace, requests, frozenset(codec.eos_token_ids if codec else ()))
+        # Closed when vLLM drops its runner, and at the end of the process; a forked worker runs the second kind only.
+        weakref.finalize(self, learner.close)
+        multiprocessing.util.Finalize(None, learner.close, exitpriority=10)
+        getattr(self._drafter, "warm_up", lambda: None)()
+        if vllm_plugin.is_registered():
+            vllm_plugin.watch(_is_ours)
+        log.info("drafting up to %d tokens from namespace=%s", self._limit, settings.namespace)
+
+    def load_model(self, target_model: object) -> None:
+        """There is no model to load."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """One draft for each row of the batch, empty where nothing is known. Never raises.
+
+        ``sampled_token_ids`` : what this step gave each row; empty for a row that is still prefilling.
+        ``num_tokens_no_spec`` : int32[rows or more], tokens of each row, these included. ``token_ids_cpu`` :
+        int32[rows or more, max_model_len], row i has its text in ``[i, :num_tokens_no_spec[i]]``.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        learner = self._learner
+        if learner is None:
+            return drafts
+        try:
+            rows = _rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            requests = self._identify(learner, rows, token_ids_cpu)
+            asked = self._follow(rows, requests)
+            for row, request, draft in zip(*asked, self._propose(learner, asked[1]), strict=True):
+                request.draft = draft
+                drafts[row.number] = draft.token_ids.tolist()
+                self._num_drafts += len(draft.token_ids) > 0
+                self._num_draft_tokens += len(draft.token_ids)
+        except Exception:  # whatever is wrong in here must not be the request's problem
+            self._failed("drafting")
+        return drafts
+
+    def on_step(self, runner: Any, finished: Iterable[str]) -> None:
+        """vLLM's runner begins a step, and the requests ``finished`` have ended. Never raises."""
+        try:
+            if self._runner is None or self._runner() is not runner:
+                self._runner = weakref.ref(runner)
+            names = list(finished)
+            if names and self._knows_ids and self._learner is not None:
+                states = getattr(runner, "requests", {})
+                for name in names:
+                    _catch_up(self._learner.requests.get(name), states.get(name))
+                self._learn(self._learner, self._learner.requests.end(names))
+        except Exception:
+            self._failed("learning")
+
+    def stats(self) -> ProposerStats:
+        """The counters as they are now."""
+        return ProposerStats(
+            num_proposals=self._num_proposals,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_learned=self._num_learned if self._learner is None else self._learner.num_learned,
+            num_failures=self._num_failures,
+            knows_ids=self._knows_ids,
+        )
+
+    def close(self) -> None:
+        """Learn what is in flight and close the cache; nothing is drafted any more. May be called twice."""
+        learner, self._learner = self._learner, None
+        if learner is not None:
+            learner.close()
+            self._num_learned = learner.num_learned
+
+    # -- parts of a step ---------------------------------------------------------------------------------------------
+
+    def _identify(
+        self, learner: Learner, rows: list[Row], token_ids_cpu: npt.NDArray[np.int32]
+    ) -> list[Request | None]:
+        batch = self._batch(token_ids_cpu)
+        if batch is None:
+            self._knows_ids = False
+            requests, ended = learner.requests.by_text(rows)
+            self._learn(learner, ended)
+            return requests
+        if not self._knows_ids:  # what was told apart by text has no ids
+            self._learn(learner, learner.requests.end_all())
+            self._knows_ids = True
+        names = [batch.req_ids[row.number] for row in rows]
+        return learner.requests.by_id(rows, names, [int(batch.num_prompt_tokens[row.number]) for row in rows])
+
+    def _batch(self, token_ids_cpu: npt.NDArray[np.int32]) -> Any:
+        """The runner's batch, where it is the one that these rows are of; else None."""
+        runner = None if self._runner is None else self._runner()
+        batch = getattr(runner, "input_batch", None)
+        if getattr(batch, "token_ids_cpu", None) is not token_ids_cpu:
+            return None
+        return batch if hasattr(batch, "req_ids") and hasattr(batch, "num_prompt_tokens") else None
+
+    def _follow(self, rows: list[Row], requests: list[Request | None]) -> tuple[list[Row], list[Request]]:
+        """Take over what is new, learn from it, and return the rows that can have a draft with their requests."""
+        asked: tuple[list[Row], list[Request]] = [], []
+        for row, request in zip(rows, requests, strict=True):
+            if request is None:
+                continue
+            new = request.follow(row)
+            if len(new) == row.num_new > 0:  # else it is the first step, or steps were left out
+                self._observe(request, new)
+            request.draft = EMPTY_DRAFT
+            if row.num_new > 0:
+                asked[0].append(row)
+                asked[1].append(request)
+        return asked
+
+    def _observe(self, request: Request, new: npt.NDArray[np.int32]) -> None:
+        """What followed tells how much of the last draft was right, also where vLLM verified only a part of it."""
+        draft = request.draft.cut(len(new))
+        differs = np.flatnonzero(draft.token_ids != new[: len(draft.token_ids)])
+        num_accepted = int(differs[0]) if len(differs) else len(draft.token_ids)
+        self._drafter.observe(request.request_id, draft, num_accepted)
+
+    def _propose(self, learner: Learner, requests: list[Request]) -> list[Draft]:
+        self._num_proposals += len(requests)
+        snapshot = learner.namespace.snapshot()
+        asked = [
+            DraftRequest(
+                request_id=request.request_id,
+                context=request.tokens,
+                prompt_length=request.prompt_length,
+                snapshot=snapshot,
+                # One token is always the target's own.
+                limit=max(0, min(self._limit, self._max_model_len - request.length - 1)),
+            )
+            for request in requests
+        ]
+        drafts = self._drafter.propose(asked)
+        return [self._usable(draft.cut(r.limit), learner) for draft, r in zip(drafts, asked, strict=True)]
+
+    def _usable(self, draft: Draft, learner: Learner) -> Draft:
+        """Up to an end of text; nothing where an id is not the target's."""
+        tokens = draft.token_ids.tolist()
+        if not tokens or min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            return EMPTY_DRAFT
+        ends = learner.end_of_text_ids
+        return draft.cut(next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens)))
+
+    def _learn(self, learner: Learner, ended: list[Request]) -> None:
+        for request in ended:
+            self._drafter.finish(request.request_id)
+        learner.learn(ended)
+
+    def _failed(self, what: str) -> None:
+        self._num_failures += 1
+        if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
+            log.exception("%s failed, the step goes on without (%d times so far)", what, self._num_failures)
+
+
+def _is_ours(drafter: object) -> TypeGuard[SuffixProposer]:
+    return isinstance(drafter, SuffixProposer)
+
+
+def _rows(
+    sampled: Sequence[Sequence[int]], num_tokens: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
+) -> list[Row]:
+    """The rows that hold what they should; others get no draft and teach nothing."""
+    num_rows, most = token_ids.shape
+    lengths = num_tokens[: len(sampled)].tolist()
+    return [
+        Row(number, token_ids[number, :length], len(new))
+        for number, (new, length) in enumerate(zip(sampled[:num_rows], lengths, strict=False))
+        if max(1, len(new)) <= length <= most
+    ]
+
+
+def _catch_up(request: Request | None, state: Any) -> None:
+    """Add what a request generated in steps that no draft was asked for, from vLLM's own record of it."""
+    if request is None or state is None:
+        return
+    missing: list[int] = state.output_token_ids[max(0, request.length - request.prompt_length) :]
+    if missing:
+        request.follow(Row(request.row, np.concatenate([request.tokens, np.array(missing, np.int32)]), len(missing)))
