@@ -202,7 +202,7 @@ class RequestTable:
         for at, row in enumerate(rows):
             if names[at] is None and row.num_new > 0:
                 skipped = (length for length in lengths if length < len(row.tokens) - row.num_new)
-                names[at] = next((name for length in skipped if (name := claim(length, row)) is not None), None)
+                names[at] = next((moved for length in skipped if (moved := claim(length, row)) is not None), None)
 
     def _added(self, row: Row) -> str:
         """A request that is new, or that was taken to have ended when it had only been preempted."""

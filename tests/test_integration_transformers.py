@@ -1,0 +1,184 @@
+"""Our drafter in ``model.generate`` of transformers: the same tokens, in fewer passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TextStreamer
+
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, DraftConfig
+from ssd.drafting import Draft, DraftRequest, make_drafter
+from ssd.errors import RequestError
+from ssd.integrations.transformers import generate
+from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.text.codec import TextCodec
+from tests.models import tiny_model
+
+PROMPTS = ("def main(argv):\n    parser = ", "import os\nimport sys\n\ndef walk(", "class Node:\n    def __init__(self")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec.load(str(MODEL_PATH))
+
+
+@pytest.fixture
+def cache(codec: TextCodec) -> Iterator[SuffixCache]:
+    with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches:
+        yield caches.get()
+
+
+class Counting:
+    """Counts the passes of a model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.num_passes = 0
+        model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.num_passes += 1
+
+
+class Failing:
+    """A drafter that cannot draft."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        raise RuntimeError("no drafts today")
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        raise RuntimeError("nor tomorrow")
+
+    def finish(self, request_id: str) -> None:
+        pass
+
+
+def ids(codec: TextCodec, text: str) -> torch.Tensor:
+    return torch.tensor([codec.encode_prompt(text)])
+
+
+def test_greedy_output_is_that_of_generate(model: PreTrainedModel, codec: TextCodec, cache: SuffixCache) -> None:
+    counting = Counting(model)
+    for text in PROMPTS:
+        prompt = ids(codec, text)
+        plain = model.generate(prompt, max_new_tokens=48, do_sample=False)
+        passes = []
+        for _ in range(2):
+            before = counting.num_passes
+            assert torch.equal(generate(model, prompt, cache=cache, max_new_tokens=48, do_sample=False), plain)
+            passes.append(counting.num_passes - before)
+        assert passes[1] < passes[0] <= plain.shape[1] - prompt.shape[1]
+        assert passes[1] <= 8, "the second time everything is known"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mistral", "gpt2"])
+def test_greedy_output_is_that_of_generate_on_other_architectures(architecture: str) -> None:
+    model = tiny_model(architecture)
+    prompt = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(0))
+    wanted = model.generate(prompt, max_new_tokens=40, do_sample=False)
+    assert torch.equal(generate(model, prompt, max_new_tokens=40, do_sample=False), wanted)
+
+
+def test_the_law_of_sampled_tokens_is_that_of_generate(cache: SuffixCache) -> None:
+    """First and second tokens of many runs, with a draft that is often right; both laws by enumeration."""
+    model = tiny_model()
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    drafter = make_drafter("ssd", DraftConfig())
+    config = {"max_new_tokens": 2, "do_sample": True, "top_k": 4, "temperature": 0.7}
+    with torch.no_grad():
+        first = top_law(model, prompt)
+        second = {a: top_law(model, torch.cat([prompt, torch.tensor([[a]])], 1)) for a in first}
+    law = {(a, b): p * q for a, p in first.items() for b, q in second[a].items() if a != 2}
+    likeliest = max(law, key=lambda pair: law[pair])
+    for _ in range(3):
+        cache.append([*prompt[0].tolist(), *likeliest])
+    torch.manual_seed(0)
+    num_runs, counts = 1500, dict.fromkeys(law, 0)
+    for _ in range(num_runs):
+        output = generate(model, prompt, cache=cache, drafter=drafter, learn=False, **config)[0, 5:].tolist()
+        if output[0] != 2:
+            counts[(output[0], output[1])] += 1
+    expected = {pair: num_runs * p for pair, p in law.items()}
+    chi_square = sum((counts[pair] - e) ** 2 / e for pair, e in expected.items())
+    assert chi_square < 2 * len(law) + 20, (counts, expected)
+
+
+def top_law(model: PreTrainedModel, context: torch.Tensor) -> dict[int, float]:
+    values, tokens = torch.topk(model(context).logits[0, -1] / 0.7, 4)
+    return dict(zip(tokens.tolist(), values.double().softmax(-1).tolist(), strict=True))
+
+
+def test_what_is_generated_is_learned_unless_told_otherwise(
+    model: PreTrainedModel, codec: TextCodec, cache: SuffixCache
+) -> None:
+    prompt = ids(codec, PROMPTS[0])
+    generate(model, prompt, cache=cache, learn=False, max_new_tokens=8, do_sample=False)
+    assert cache.snapshot().num_tokens == 0
+    output = generate(model, prompt, cache=cache, max_new_tokens=8, do_sample=False)
+    assert cache.stats().num_appended_tokens == output.shape[1]
+
+
+def test_a_failing_drafter_costs_drafts_and_nothing_else(model: PreTrainedModel, codec: TextCodec) -> None:
+    prompt = ids(codec, PROMPTS[1])
+    plain = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(generate(model, prompt, drafter=Failing(), max_new_tokens=12, do_sample=False), plain)
+
+
+def test_dictionaries_streamers_and_configurations_pass_through(
+    model: PreTrainedModel, codec: TextCodec, cache: SuffixCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    prompt, config = ids(codec, PROMPTS[0]), GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=0)
+    streamer = TextStreamer(AutoTokenizer.from_pretrained(MODEL_PATH), skip_prompt=True)
+    output = generate(
+        model, prompt, cache=cache, generation_config=config, streamer=streamer, return_dict_in_generate=True,
+        output_scores=True,
+    )  # fmt: skip
+    assert len(output.scores) == output.sequences.shape[1] - prompt.shape[1] == 10
+    assert capsys.readouterr().out.strip() == codec.decode(output.sequences[0, prompt.shape[1] :].tolist()).strip()
+
+
+def test_max_length_and_end_of_text_are_kept(model: PreTrainedModel, codec: TextCodec, cache: SuffixCache) -> None:
+    prompt = ids(codec, PROMPTS[2])
+    whole = model.generate(prompt, max_new_tokens=32, do_sample=False)
+    cache.append(whole[0].numpy(), prompt_length=prompt.shape[1])
+    for length in range(1, 12):
+        output = generate(model, prompt, cache=cache, learn=False, max_new_tokens=length, do_sample=False)
+        assert torch.equal(output, whole[:, : prompt.shape[1] + length])
+    end = int(whole[0, prompt.shape[1] + 5])
+    stopped = model.generate(prompt, max_new_tokens=32, do_sample=False, eos_token_id=end)
+    assert torch.equal(
+        generate(model, prompt, cache=cache, max_new_tokens=32, do_sample=False, eos_token_id=end), stopped
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_beams": 4}, "num_beams must be 1"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
+        ({"prompt_lookup_num_tokens": 5}, "prompt_lookup_num_tokens makes drafts of its own"),
+    ],
+)
+def test_what_cannot_be_drafted_for_is_refused(model: PreTrainedModel, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        generate(model, torch.tensor([[5, 6]]), **kwargs)
+
+
+def test_more_than_one_row_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(RequestError, match=r"one prompt of shape \[1, n\], got \[2, 3\]"):
+        generate(model, torch.ones(2, 3, dtype=torch.long))
+
+
+def test_models_that_cannot_take_tokens_back_are_refused() -> None:
+    with pytest.raises(RequestError, match="cannot take tokens back"):
+        generate(tiny_model("mamba"), torch.tensor([[5, 6]]))

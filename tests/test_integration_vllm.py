@@ -1,0 +1,453 @@
+"""The proposer for vLLM: driven as vLLM 0.32 drives one, and once inside vLLM itself where that is installed."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, SamplingParams
+from ssd.errors import CacheLocked, ConfigError, ModelError
+from ssd.integrations import vllm_plugin
+from ssd.integrations.requests import Request, RequestTable, Row
+from ssd.integrations.vllm import SuffixProposer
+from ssd.retrieval.cache import CacheSet
+from ssd.sharing.redis_log import RedisLog
+from ssd.text.codec import TextCodec
+from tests.redis_server import RedisServer, redis_server
+from tests.server_client import wait_until
+from tests.sharing_replica import stored
+from tests.vllm_batch import MAX_MODEL_LEN, Scripted, VllmBatch, vllm_config
+
+__all__ = ["redis_server"]
+
+ROOT = Path(__file__).parent.parent
+VLLM = ROOT / ".venv-vllm"
+
+Text = tuple[int, ...]
+
+
+@pytest.fixture
+def proposer(monkeypatch: pytest.MonkeyPatch) -> Iterator[SuffixProposer]:
+    monkeypatch.setattr(vllm_plugin, "_is_registered", False)
+    made = SuffixProposer(vllm_config())
+    yield made
+    made.close()
+
+
+def learned_by(proposer: SuffixProposer) -> list[Text]:
+    """Fills while the proposer learns: every sequence that its cache stored.
+
+    Prompts of these tests are shorter than a block, so that none is left out as known.
+    """
+    sequences: list[Text] = []
+    assert proposer._learner is not None
+    proposer._learner.namespace.cache.add_listener(
+        lambda pieces: sequences.extend(tuple(piece.tolist()) for piece in pieces)
+    )
+    return sequences
+
+
+def scripted(seed: int, *, num_prompt: int = 20, num_output: int = 60, max_tokens: int = 12) -> Scripted:
+    random = np.random.default_rng(seed)
+    tokens = random.integers(1, 4096, num_prompt + num_output).tolist()
+    return Scripted(tokens[:num_prompt], tokens[num_prompt:], max_tokens)
+
+
+def run_to_the_end(batch: VllmBatch, proposer: SuffixProposer, *, with_ids: bool = False) -> list[Text]:
+    """Steps until all requests are over; returns their texts."""
+    texts = []
+    while batch.req_ids:
+        over = batch.finished()
+        if with_ids:
+            proposer.on_step(batch.runner, over)
+        texts += [tuple(batch.finish(name).text) for name in over]
+        if batch.req_ids:
+            batch.step(proposer)
+    return texts
+
+
+# Drafting and learning
+
+
+def test_a_request_asked_again_is_drafted_from_the_first(proposer: SuffixProposer) -> None:
+    steps = []
+    for _ in range(2):
+        batch = VllmBatch()
+        batch.add("a", scripted(1, max_tokens=40))
+        run_to_the_end(batch, proposer)
+        for _ in range(4):  # others keep the engine busy, until it is clear that the first one is over
+            other = VllmBatch()
+            other.add("b", scripted(2))
+            other.step(proposer)
+        steps.append(batch.num_steps)
+    assert steps[0] == 40
+    assert steps[1] < 12
+    assert proposer.stats().num_failures == 0
+
+
+def test_drafts_end_with_the_end_of_text_and_so_does_what_is_learned(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    request = scripted(3, max_tokens=30)
+    request.output[20] = 0  # the bundled model's end of text; the script goes on behind it
+    for name in "ab":
+        batch = VllmBatch()
+        batch.add(name, Scripted(request.prompt, request.output, 30 if name == "a" else 21))
+        drafts = []
+        while not batch.finished():
+            drafts += batch.step(proposer)
+        assert all(0 not in draft[:-1] for draft in drafts)
+        batch.finish(name)
+        for _ in range(4):
+            proposer.propose([], batch.num_tokens_no_spec, batch.token_ids_cpu)
+    assert learned[0][-1] != 0, "an end of text that more was said after is text"
+    assert learned[1][-1] == 0
+
+
+def test_drafts_leave_room_for_the_targets_own_token(proposer: SuffixProposer) -> None:
+    text = [7, 8, 9] * (MAX_MODEL_LEN // 3)
+    for length in (MAX_MODEL_LEN - 4, MAX_MODEL_LEN - 1, MAX_MODEL_LEN):
+        batch = VllmBatch(limit=max(0, MAX_MODEL_LEN - length - 1))
+        batch.add("long", Scripted(text[: length - 1], [*text[length - 1 :], 7], 1))
+        batch.step(proposer)
+    assert proposer.stats().num_failures == 0
+
+
+def test_a_row_that_is_prefilling_gets_no_draft_and_teaches_nothing(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    batch.add("a", scripted(4))
+    for _ in range(6):
+        assert batch.step(proposer, prefilling={"a"}) == [[]]
+    texts = run_to_the_end(batch, proposer)
+    proposer.close()
+    assert learned == texts
+
+
+def test_what_is_in_flight_is_learned_at_the_end(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    for number in range(3):
+        batch.add(str(number), scripted(number))
+    for _ in range(5):
+        batch.step(proposer)
+    proposer.close()
+    proposer.close()
+    assert Counter(learned) == Counter(tuple(request.text) for request in batch.requests.values())
+    assert batch.step(proposer) == [[], [], []]
+
+
+def test_foreign_lengths_cost_drafts_and_nothing_else(
+    proposer: SuffixProposer, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = VllmBatch()
+    batch.add("a", scripted(5))
+    rows, lengths = batch.token_ids_cpu, batch.num_tokens_no_spec
+    assert proposer.propose([[1, 2]], np.zeros(8, np.int32), rows) == [[]]
+    assert proposer.propose([[1]], np.full(8, MAX_MODEL_LEN + 1, np.int32), rows) == [[]]
+    assert proposer.propose([[1]] * 20, np.full(20, 5, np.int32), rows)[8:] == [[]] * 12
+    assert proposer.propose([], lengths, rows) == []
+    assert proposer.stats().num_failures == 0
+    with caplog.at_level(logging.ERROR):
+        for _ in range(5):
+            assert proposer.propose([[1]], None, rows) == [[]]  # type: ignore[arg-type]
+    assert proposer.stats().num_failures == 5
+    assert len(caplog.records) == 3, "the 1st, 2nd and 4th"
+
+
+# Which request is a row
+
+
+def test_equal_requests_in_one_batch_are_each_learned_once(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    for number, max_tokens in enumerate((9, 9, 14, 20)):
+        batch.add(str(number), scripted(6, max_tokens=max_tokens))
+    texts = run_to_the_end(batch, proposer)
+    proposer.close()
+    assert len(texts) == 4
+    assert Counter(learned) == Counter(texts)
+
+
+def test_a_preempted_request_is_stored_once(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    batch.add("waits", scripted(7, num_prompt=40, max_tokens=20))
+    batch.add("runs", scripted(8, max_tokens=40))
+    for _ in range(10):
+        batch.step(proposer)
+    waiting = batch.requests["waits"]
+    batch.remove("waits")
+    for _ in range(8):  # longer than the proposer's patience
+        batch.step(proposer)
+    before = tuple(waiting.text)
+    assert learned == [before]
+    batch.add("waits", waiting)
+    batch.step(proposer, prefilling={"waits"})
+    run_to_the_end(batch, proposer)
+    proposer.close()
+    assert len(learned) == 3
+    assert tuple(waiting.text)[len(before) - 32 :] in learned, "only what is new, with a lead-in"
+
+
+def test_a_short_absence_ends_nothing(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    batch.add("waits", scripted(9))
+    batch.add("runs", scripted(10))
+    batch.step(proposer)
+    waiting = batch.requests["waits"]
+    batch.remove("waits")
+    batch.step(proposer)
+    batch.add("waits", waiting)
+    texts = run_to_the_end(batch, proposer)
+    proposer.close()
+    assert Counter(learned) == Counter(texts)
+
+
+def test_steps_without_a_call_are_caught_up(proposer: SuffixProposer) -> None:
+    """vLLM asks for no drafts while the longest request of a batch nears the longest context."""
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    for number in range(3):
+        batch.add(str(number), scripted(20 + number, max_tokens=30))
+    batch.step(proposer)
+    for _ in range(5):
+        batch.sample()
+    batch.swap(0, 2)
+    texts = run_to_the_end(batch, proposer)
+    proposer.close()
+    assert Counter(learned) == Counter(texts)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_every_request_is_learned_once_however_rows_move(data: st.DataObject) -> None:
+    """The table alone against the truth: each request's text by name."""
+    table, truth, got = RequestTable(patience=3), Counter[Text](), Counter[Text]()
+    batch, names = VllmBatch(), iter(range(1000))
+
+    def note(ended: list[Request]) -> None:
+        got.update(tuple(request.tokens.tolist()) for request in ended)
+
+    preempted: dict[str, tuple[Scripted, int]] = {}
+    for _ in range(data.draw(st.integers(5, 30), label="steps")):
+        for name in batch.finished():
+            truth[tuple(batch.finish(name).text)] += 1
+        for name in [name for name, (_, left) in preempted.items() if left == 0]:
+            batch.add(name, preempted.pop(name)[0])
+        preempted = {name: (request, left - 1) for name, (request, left) in preempted.items()}
+        room = 8 - len(batch.req_ids) - len(preempted)
+        for seed in data.draw(st.lists(st.integers(0, 2), max_size=min(2, room)), label="new") if room else []:
+            max_tokens = data.draw(st.integers(1, 10))
+            batch.add(f"{seed}-{next(names)}", scripted(seed, num_output=80, max_tokens=max_tokens))
+        if len(batch.req_ids) > 1:
+            if data.draw(st.booleans(), label="swap"):
+                batch.swap(*data.draw(st.permutations(range(len(batch.req_ids))))[:2])
+            if data.draw(st.integers(0, 5), label="preempt") == 0:
+                name = data.draw(st.sampled_from(batch.req_ids))
+                preempted[name] = batch.requests[name], 0
+                batch.remove(name)
+        for name in batch.req_ids:
+            request = batch.requests[name]
+            width = data.draw(st.integers(0, 3), label="draft")
+            batch.drafts[name] = request.output[len(request.said) : len(request.said) + width]
+        waiting = {name for name in batch.req_ids if not batch.requests[name].said and data.draw(st.booleans())}
+        sampled = batch.sample(waiting)
+        rows = [
+            Row(row, batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]], len(new))
+            for row, new in enumerate(sampled)
+        ]
+        found, ended = table.by_text(rows)
+        note(ended)
+        for row, request in zip(rows, found, strict=True):
+            assert (request is not None) or row.num_new == 0
+            if request is not None:
+                assert request.begins(row.tokens)
+                request.follow(row)
+        assert len({id(request) for request in found if request is not None}) == sum(r is not None for r in found)
+    truth.update(tuple(request.text) for request in batch.requests.values() if request.said)
+    note(table.end_all())
+    assert got == truth
+
+
+# By id
+
+
+def test_ids_make_ends_exact(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    for number in range(4):
+        batch.add(str(number), scripted(number % 2, max_tokens=5 + 3 * number))
+    seen = 0
+    while batch.req_ids:
+        over = batch.finished()
+        proposer.on_step(batch.runner, over)
+        texts = [tuple(batch.finish(name).text) for name in over]
+        assert Counter(learned[seen:]) == Counter(texts), "learned before the next step"
+        seen = len(learned)
+        if batch.req_ids:
+            batch.step(proposer)
+    assert proposer.stats().knows_ids
+    assert proposer.stats().num_learned == 4
+
+
+def test_with_ids_a_preempted_request_may_stay_away(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    runner = batch.runner
+    batch.add("waits", scripted(7, max_tokens=20))
+    batch.add("runs", scripted(8, max_tokens=40))
+    proposer.on_step(runner, ())
+    for _ in range(10):
+        batch.step(proposer)
+    waiting = batch.requests["waits"]
+    batch.remove("waits")
+    for _ in range(8):
+        batch.step(proposer)
+    assert learned == []
+    batch.add("waits", waiting)
+    texts = run_to_the_end(batch, proposer, with_ids=True)
+    assert Counter(learned) == Counter(texts)
+
+
+def test_what_was_said_without_a_call_is_taken_from_the_runner(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    batch.add("a", scripted(30, max_tokens=20))
+    proposer.on_step(batch.runner, ())
+    batch.step(proposer)
+    for _ in range(6):
+        batch.sample()
+    proposer.on_step(batch.runner, ["a"])
+    assert learned == [tuple(batch.requests["a"].text)]
+
+
+def test_a_batch_that_is_not_the_runners_is_told_apart_by_text(proposer: SuffixProposer) -> None:
+    batch, other = VllmBatch(), VllmBatch()
+    batch.add("a", scripted(31))
+    proposer.on_step(other.runner, ())
+    batch.step(proposer)
+    assert not proposer.stats().knows_ids
+    assert proposer.stats().num_failures == 0
+
+
+# Settings
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting cache_directory; settings are .*cache_dir"):
+        SuffixProposer(vllm_config(cache_directory="x"))
+    config = vllm_config()
+    config.additional_config = {"ssd": "cache_dir=x"}
+    with pytest.raises(ConfigError, match="must be an object"):
+        SuffixProposer(config)
+
+
+def test_the_engines_configuration_wins_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_CACHE_DIR", str(tmp_path / "environment"))
+    monkeypatch.setenv("SSD_NAMESPACE", "team")
+    monkeypatch.setenv("SSD_CAPACITY_TOKENS", "100000")
+    SuffixProposer(vllm_config(cache_dir=str(tmp_path / "configuration"))).close()
+    assert sorted(path.name for path in (tmp_path / "configuration").iterdir()) == ["default", "team"]
+    assert not (tmp_path / "environment").exists()
+    monkeypatch.setenv("SSD_CAPACITY_TOKENS", "many")
+    with pytest.raises(ConfigError, match="SSD_CAPACITY_TOKENS must be a whole number, got 'many'"):
+        SuffixProposer(vllm_config())
+
+
+def test_engines_of_a_data_parallel_group_have_directories_of_their_own(tmp_path: Path) -> None:
+    proposers = []
+    for rank in range(2):
+        config = vllm_config(cache_dir=str(tmp_path))
+        config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_rank = 2, rank
+        proposers.append(SuffixProposer(config))
+    with pytest.raises(CacheLocked):
+        SuffixProposer(config)
+    for proposer in proposers:
+        proposer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+
+
+def test_sharing_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    config = vllm_config(tokenizer=str(tmp_path / "none"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match="SSD_TOKENIZER"):
+        SuffixProposer(config)
+    SuffixProposer(vllm_config(tokenizer=str(tmp_path / "none"))).close()
+
+
+# One cache, several engines
+
+
+def engine_outputs(cache: CacheSet, prompt: list[int]) -> list[int]:
+    """What our own engine says, learning it."""
+    from ssd import Engine
+
+    engine = Engine.from_pretrained(MODEL_PATH, dtype="float32", device="cpu", caches=cache)
+    sampling = SamplingParams(max_tokens=40, temperature=0.0)
+    return [token for output in engine.generate([prompt], sampling) for token in output.token_ids]
+
+
+def test_a_directory_serves_our_engine_and_vllm_in_turn(tmp_path: Path) -> None:
+    codec = TextCodec.load(str(MODEL_PATH))
+    prompt = codec.encode_prompt("import os\nimport sys\n\ndef walk(")
+    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint) as caches:
+        output = engine_outputs(caches, prompt)
+    assert len(output) == 40
+
+    proposer = SuffixProposer(vllm_config(cache_dir=str(tmp_path)))
+    batch = VllmBatch()
+    batch.add("a", Scripted(prompt, output, len(output)))
+    batch.step(proposer)
+    assert batch.drafts["a"] == output[1:9], "from what the engine wrote"
+    batch.add("b", scripted(40))
+    batch.step(proposer)
+    told = batch.requests["b"].text
+    proposer.close()
+
+    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint) as caches:
+        assert told in stored(caches)
+
+
+def test_a_redis_log_is_shared_with_our_server(redis_server: RedisServer) -> None:
+    codec = TextCodec.load(str(MODEL_PATH))
+    ours, theirs = scripted(50, max_tokens=40), scripted(51, max_tokens=5)
+    with (
+        RedisLog(redis_server.url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size) as log,
+        CacheSet(CacheConfig(), codec.fingerprint, on_open=log.attach) as caches,
+    ):
+        proposer = SuffixProposer(vllm_config(redis_url=redis_server.url))
+        learner = proposer._learner
+        assert learner is not None
+        caches.get().append(ours.prompt + ours.output, prompt_length=len(ours.prompt))
+        wait_until(lambda: learner.namespace.snapshot().num_tokens > 0)
+        batch = VllmBatch()
+        batch.add("a", ours)
+        batch.step(proposer)
+        assert batch.drafts["a"] == ours.output[1:9]
+        batch.add("b", theirs)
+        while not batch.finished():
+            batch.step(proposer)
+        before = caches.get().snapshot().num_tokens
+        proposer.close()
+        wait_until(lambda: caches.get().snapshot().num_tokens > before)
+
+
+# vLLM itself
+
+
+@pytest.mark.skipif(not (VLLM / ".ready").exists(), reason="vLLM is not installed: run `make bench-vllm`")
+def test_inside_vllm_the_outputs_are_those_without() -> None:
+    done = subprocess.run(
+        [VLLM / "bin" / "python", "-m", "benchmarks.vllm.check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "knows ids: True" in done.stdout
