@@ -1,4 +1,4 @@
-# make serve | test | bench | lint: each sets up .venv in the checkout first.
+# make serve | test | bench | bench-vllm | lint: each sets up .venv in the checkout first.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -8,9 +8,12 @@ READY := $(VENV)/.ready
 PEERS := .venv-peers
 PEERS_READY := $(PEERS)/.ready
 PEERS_PINS := benchmarks/peers
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
+VLLM_PINS := benchmarks/vllm
 TRACES := agent_react agent_tools sql code chat
 
-.PHONY: serve test bench bench-peers lint format clean
+.PHONY: serve test bench bench-peers bench-vllm lint format clean
 
 # Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 $(READY): pyproject.toml constraints.txt
@@ -71,5 +74,23 @@ $(PEERS_READY): $(PEERS_PINS)/requirements.txt $(PEERS_PINS)/requirements-no-dep
 	done
 	touch $@
 
+# Our drafter inside vLLM, in an environment of its own: about three minutes and 4 GB, then ten minutes to run. Our package
+# comes last and without its dependencies, so that the versions are vLLM's.
+bench-vllm: $(READY) $(VLLM_READY)
+	$(BIN)/python -m benchmarks.vllm $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/vllm.json
+
+$(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.txt $(VLLM_PINS)/constraints.txt
+	@echo "bench-vllm: installing into $(VLLM)"
+	@$(PYTHON) -m venv --clear $(VLLM) && . $(VLLM)/bin/activate \
+		&& export PIP_CONSTRAINT=$(VLLM_PINS)/constraints.txt \
+		&& pip install --quiet torch==2.13.0 \
+		&& pip install --quiet --requirement $(VLLM_PINS)/requirements.txt \
+		&& pip install --quiet --no-deps --no-build-isolation --requirement $(VLLM_PINS)/requirements-no-deps.txt \
+		&& pip install --quiet --no-deps --no-build-isolation --editable . \
+		|| { echo "bench-vllm: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
+	@$(VLLM)/bin/python -m benchmarks.vllm.check \
+		|| { echo "bench-vllm: vLLM was installed but does not draft with ours, see above" >&2; exit 1; }
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(VLLM) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

