@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -338,6 +340,84 @@ def test_a_batch_that_is_not_the_runners_is_told_apart_by_text(proposer: SuffixP
     batch.step(proposer)
     assert not proposer.stats().knows_ids
     assert proposer.stats().num_failures == 0
+
+
+# What is done to vLLM's runner
+
+
+class FakeRunner:
+    """Has the two methods that are wrapped; stands in for vLLM's where that is not installed."""
+
+    def __init__(self, drafter: object, batch: VllmBatch) -> None:
+        self.drafter = drafter
+        self.input_batch = batch
+        self.requests = batch.requests
+        self.calls: list[str] = []
+
+    def _update_states(self, scheduler_output: SimpleNamespace) -> str:
+        for name in scheduler_output.finished_req_ids:
+            self.requests.pop(name)
+        self.calls.append("update")
+        return "corrections"
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
+    class Runner(FakeRunner):
+        pass
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace(GPUModelRunner=Runner))
+    monkeypatch.setattr(vllm_plugin, "_is_registered", False)
+    vllm_plugin.register()
+    vllm_plugin.register()
+    return Runner
+
+
+def test_the_plugin_tells_of_steps_and_of_the_end(watched: type[FakeRunner]) -> None:
+    proposers = [SuffixProposer(vllm_config()) for _ in range(2)]  # the second finds the runner watched already
+    batch = VllmBatch()
+    runner = watched(proposers[1], batch)
+    learned = learned_by(proposers[1])
+    batch.add("a", scripted(60))
+    assert runner._update_states(SimpleNamespace(finished_req_ids=set())) == "corrections"
+    batch.step(proposers[1])
+    text = tuple(batch.requests["a"].text)
+    runner._update_states(SimpleNamespace(finished_req_ids={"a"}))
+    assert learned == [text]
+    assert runner.calls == ["update", "update"]
+    runner.shutdown()
+    assert runner.calls[-1] == "shutdown"
+    assert proposers[1].propose([[1]], batch.num_tokens_no_spec, batch.token_ids_cpu) == [[]], "closed"
+    assert proposers[1].stats().num_learned == 1
+    proposers[0].close()
+
+
+def test_other_drafters_are_left_alone(watched: type[FakeRunner]) -> None:
+    SuffixProposer(vllm_config()).close()
+    runner = watched(object(), VllmBatch())
+    assert runner._update_states(SimpleNamespace(finished_req_ids=set())) == "corrections"
+    runner.shutdown()
+
+
+def test_a_runner_without_these_methods_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace(GPUModelRunner=object))
+    monkeypatch.setattr(vllm_plugin, "_is_registered", True)
+    SuffixProposer(vllm_config()).close()
+    assert "requests are told apart by their text" in caplog.text
+
+
+@pytest.mark.parametrize(("version", "warns"), [("0.32.4", False), ("0.99.0", True)])
+def test_an_untested_version_is_warned_about(
+    version: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    SuffixProposer(vllm_config()).close()
+    assert ("tested with 0.32.x" in caplog.text) == warns
 
 
 # Settings

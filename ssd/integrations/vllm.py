@@ -13,7 +13,9 @@ an installed package brings), requests and their ends are known by id; elsewhere
 
 vLLM verifies: an accepted token is one that the target chose, so drafts change no output. It gives up its asynchronous
 scheduling for classes like this one, and where the longest request of a step leaves no room for a full draft before
-``max_model_len`` it asks for no drafts at all in that step.
+``max_model_len`` it asks for no drafts at all in that step. A server that is told to stop kills its workers at once
+unless it runs with ``--shutdown-timeout``: then all is kept, otherwise what was not sealed yet is lost, the last
+``rebuild_interval_s``.
 """
 
 from __future__ import annotations
