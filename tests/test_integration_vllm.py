@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -163,6 +164,19 @@ def test_foreign_lengths_cost_drafts_and_nothing_else(
             assert proposer.propose([[1]], None, rows) == [[]]  # type: ignore[arg-type]
     assert proposer.stats().num_failures == 5
     assert len(caplog.records) == 3, "the 1st, 2nd and 4th"
+
+
+def test_a_proposer_that_vllm_drops_keeps_what_it_learned(tmp_path: Path) -> None:
+    proposer = SuffixProposer(vllm_config(cache_dir=str(tmp_path)))
+    batch = VllmBatch()
+    batch.add("a", scripted(11))
+    for _ in range(5):
+        batch.step(proposer)
+    del proposer
+    gc.collect()
+    codec = TextCodec.load(str(MODEL_PATH))
+    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint) as caches:
+        assert batch.requests["a"].text in stored(caches)
 
 
 # Which request is a row

@@ -48,8 +48,9 @@ def generate(
     to it; None drafts from the prompt and the output alone. ``drafter`` : to keep what it learned between calls; None
     makes a new one. ``num_speculative_tokens`` : draft limit.
 
-    Raises RequestError for more than one row, beams, several returned sequences or another assistant, and what
-    ``model.generate`` raises; models that cannot take tokens back (Mamba and hybrids) are refused there too.
+    Raises RequestError for more than one row, beams, several returned sequences or another assistant, for
+    encoder-decoders and for models that cannot take tokens back (Mamba and hybrids); and whatever ``model.generate``
+    raises.
     """
     config = DraftConfig(num_speculative_tokens=num_speculative_tokens)
     _check(model, input_ids, generate_kwargs)
@@ -158,5 +159,7 @@ def _check(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Mapping[str,
     for name in ("num_beams", "num_return_sequences"):
         if (kwargs.get(name) or getattr(config, name, None) or 1) != 1:
             raise RequestError(f"{name} must be 1: a draft continues one sequence", param=name)
+    if model.config.is_encoder_decoder:
+        raise RequestError(f"{type(model).__name__} is an encoder-decoder: drafts continue the prompt, so it needs one")
     if getattr(model, "_is_stateful", False):
         raise RequestError(f"{type(model).__name__} cannot take tokens back, so it cannot verify drafts")

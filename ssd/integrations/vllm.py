@@ -104,9 +104,9 @@ class SuffixProposer:
         )
         requests = RequestTable(patience=4 * num_pipeline_stages(vllm_config))
         learner = self._learner = Learner(namespace, requests, frozenset(codec.eos_token_ids if codec else ()))
-        # Closed when vLLM drops its runner, and at the end of the process; a forked worker runs the second kind only.
-        weakref.finalize(self, learner.close)
-        multiprocessing.util.Finalize(None, learner.close, exitpriority=10)
+        # Closed when vLLM drops its runner, and at the end of the process; a forked worker runs the first kind only.
+        at_exit = multiprocessing.util.Finalize(None, learner.close, exitpriority=10)
+        self._finalizer = weakref.finalize(self, at_exit)
         getattr(self._drafter, "warm_up", lambda: None)()
         if vllm_plugin.is_registered():
             vllm_plugin.watch(_is_ours)
@@ -174,7 +174,7 @@ class SuffixProposer:
         """Learn what is in flight and close the cache; nothing is drafted any more. May be called twice."""
         learner, self._learner = self._learner, None
         if learner is not None:
-            learner.close()
+            self._finalizer()
             self._num_learned = learner.num_learned
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
