@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing.util
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from ssd.integrations import vllm_plugin
 from ssd.integrations.learner import Learner
 from ssd.integrations.namespace import OpenNamespace
 from ssd.integrations.requests import Request, RequestTable, Row
+from ssd.integrations.step_cost import StepCost
 from ssd.integrations.vllm_config import (
     TESTED_VERSIONS,
     is_first_rank,
@@ -91,9 +93,10 @@ class SuffixProposer:
         self._vocab_size = int(model.get_vocab_size())
         self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
         self._knows_ids = False
-        self._num_proposals = self._num_drafts = self._num_draft_tokens = self._num_failures = 0
-        self._num_learned = 0
+        self._num_proposals = self._num_drafts = self._num_draft_tokens = self._num_failures = self._num_learned = 0
         self._drafter = make_drafter("ssd", draft)
+        self._cost = StepCost()
+        self._asked: tuple[list[Request], int, float] = [], 0, 0.0  # of the last call: requests, positions, its end
         self._learner: Learner | None = None
         if not is_first_rank():
             return
@@ -129,18 +132,20 @@ class SuffixProposer:
         int32[rows or more, max_model_len], row i has its text in ``[i, :num_tokens_no_spec[i]]``.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        learner = self._learner
+        learner, started = self._learner, time.perf_counter()
         if learner is None:
             return drafts
         try:
             rows = _rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
             requests = self._identify(learner, rows, token_ids_cpu)
             asked = self._follow(rows, requests)
+            self._time(asked[1], len(sampled_token_ids), started)
             for row, request, draft in zip(*asked, self._propose(learner, asked[1]), strict=True):
                 request.draft = draft
                 drafts[row.number] = draft.token_ids.tolist()
                 self._num_drafts += len(draft.token_ids) > 0
                 self._num_draft_tokens += len(draft.token_ids)
+            self._asked = asked[1], len(drafts) + sum(map(len, drafts)), time.perf_counter()
         except Exception:  # whatever is wrong in here must not be the request's problem
             self._failed("drafting")
         return drafts
@@ -217,6 +222,12 @@ class SuffixProposer:
                 asked[1].append(request)
         return asked
 
+    def _time(self, requests: list[Request], num_rows: int, now: float) -> None:
+        """What the step took since the last call, if it was one of these requests alone: no prompt among them."""
+        before, num_positions, ended = self._asked
+        if len(requests) == num_rows and requests and before == requests:
+            self._cost.observe(num_positions, now - ended)
+
     def _observe(self, request: Request, new: npt.NDArray[np.int32]) -> None:
         """What followed tells how much of the last draft was right, also where vLLM verified only a part of it."""
         draft = request.draft.cut(len(new))
@@ -239,7 +250,9 @@ class SuffixProposer:
             for request in requests
         ]
         drafts = self._drafter.propose(asked)
-        return [self._usable(draft.cut(r.limit), learner) for draft, r in zip(drafts, asked, strict=True)]
+        return self._cost.paying(
+            [self._usable(draft.cut(r.limit), learner) for draft, r in zip(drafts, asked, strict=True)]
+        )
 
     def _usable(self, draft: Draft, learner: Learner) -> Draft:
         """Up to an end of text; nothing where an id is not the target's."""
