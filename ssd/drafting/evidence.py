@@ -6,20 +6,20 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int64_array, kernel, load_uint32, prefetch
-from ssd.retrieval.scan import MAX_SCAN_HITS, scan
-from ssd.retrieval.search import (
-    MAX_MATCH_LENGTH,
+from ssd.retrieval.lanes import (
     ask_to_widen,
     code_address,
     longest_in_lanes,
     new_rank,
     num_new,
-    num_static,
     position_at,
     widen,
     width_of,
 )
+from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int64_array, kernel, load_uint32, prefetch
+from ssd.retrieval.pattern import MAX_MATCH_LENGTH
+from ssd.retrieval.scan import MAX_SCAN_HITS, scan
+from ssd.retrieval.search import num_static
 
 NOTHING: Final = -1
 """What follows the end of a sequence. Equal to SEPARATOR and to no token."""

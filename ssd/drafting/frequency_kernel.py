@@ -8,9 +8,10 @@ import numpy.typing as npt
 from ssd.drafting.evidence import MAX_SAMPLES, NOTHING, Texts, gather, next_token, no_hits
 from ssd.drafting.expansion import MAX_DRAFT
 from ssd.drafting.workspace import frame_at
+from ssd.retrieval.lanes import open_lanes, search_lanes
 from ssd.retrieval.memory import Int64s, TokenIds, int32_array, kernel
 from ssd.retrieval.scan import pattern_length
-from ssd.retrieval.search import open_lanes, search_lanes, table_at, tail_at
+from ssd.retrieval.search import table_at, tail_at
 
 
 @kernel

@@ -12,9 +12,10 @@ from ssd.drafting.expansion import Out, Wish, chain, expansion_at, grow_tree
 from ssd.drafting.lessons import begin_lessons, learn_from_context, learn_from_count
 from ssd.drafting.prediction import follow_prediction, place_of
 from ssd.drafting.workspace import CONTINUED_CONTEXT, Frame, frame_at, place
+from ssd.retrieval.lanes import open_lanes, search_lanes
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, kernel
 from ssd.retrieval.scan import pattern_length
-from ssd.retrieval.search import open_lanes, search_lanes, table_at, table_number, tail_at
+from ssd.retrieval.search import table_at, table_number, tail_at
 
 _MOST_CONTINUED: Final = 4
 """Times that a draft is carried on past the end of all it was drawn from."""

@@ -25,8 +25,9 @@ from ssd.drafting.expansion import EXPANSION_WORDS, MAX_DRAFT, SOURCES
 from ssd.drafting.lessons import LESSONS_INT64S, forget_lessons
 from ssd.drafting.prediction import PREDICTION_INT64S, begin_prediction
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
+from ssd.retrieval.lanes import LANE_COLUMNS, WALKER_COLUMNS
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
-from ssd.retrieval.search import LANE_COLUMNS, PATTERNS_BYTES, WALKER_COLUMNS
+from ssd.retrieval.pattern import PATTERNS_BYTES
 from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, address, make_snapshot
 
 ROW_COLUMNS: Final = 10

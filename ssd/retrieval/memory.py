@@ -6,7 +6,6 @@ Nothing here is checked. Addresses come from arrays that a ``Snapshot`` or a dra
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -15,26 +14,16 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from ssd.retrieval.machine_code import keep_machine_code
+
 TokenIds = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _stamp_of_sources() -> tuple[tuple[str, int, int], ...]:
-    """Name, time and size of every file of the package that may hold a kernel."""
-    package = Path(__file__).resolve().parents[1]
-    files = sorted(path for room in ("retrieval", "drafting", "target") for path in (package / room).glob("*.py"))
-    return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
-
-
-_SOURCES = _stamp_of_sources()
-
-
 def _compiled(function: _F, **options: bool) -> _F:
-    dispatcher = njit(cache=True, nogil=True, **options)(function)
-    # Numba keeps machine code until the function's own file changes; one that calls it would go on with the old code
-    # of another file, and here that means another layout of memory. So it is kept until any of the files changes.
-    dispatcher._cache._cache_file._source_stamp = _SOURCES
+    dispatcher = njit(nogil=True, **options)(function)
+    keep_machine_code(dispatcher)
     return cast(_F, dispatcher)
 
 

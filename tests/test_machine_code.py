@@ -1,0 +1,163 @@
+"""Compiled kernels are kept on disk while that is safe, and always run."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import pytest
+from numba.core import caching
+
+from ssd.retrieval import machine_code
+from ssd.retrieval.memory import kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """A fresh dispatcher of the same small function at every call, as a process that starts has it."""
+    source = tmp_path / "twice.py"
+    source.write_text("def twice(number):\n    return 2 * number\n")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(machine_code, "_complained", set())
+
+    def make() -> Any:
+        spec = importlib.util.spec_from_file_location("twice", source)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return kernel(module.twice)
+
+    return make
+
+
+def num_compiled(dispatcher: Any) -> int:
+    """How often the dispatcher compiled; loading what was kept does not count."""
+    assert dispatcher(21) == 42
+    return sum(dispatcher._cache_misses.values())
+
+
+def test_what_one_process_compiled_another_only_loads(compiled: Callable[[], Any], tmp_path: Path) -> None:
+    assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
+    assert list((tmp_path / "kept").rglob("twice.*.nbc"))
+
+
+def test_a_change_of_any_source_compiles_anew(compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_compiled(compiled()) == 1
+    monkeypatch.setattr(machine_code, "_SOURCES", "another")
+    assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
+
+
+def test_the_stamp_follows_what_files_hold_and_not_when_they_were_written(tmp_path: Path) -> None:
+    for room in ("retrieval", "drafting", "target"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "a.py").write_text("x = 1")
+    stamps = [machine_code._stamp_of(tmp_path)]
+    (tmp_path / "retrieval" / "a.py").write_text("x = 1")
+    assert machine_code._stamp_of(tmp_path) == stamps[0]
+    for room in ("retrieval", "drafting", "target"):
+        (tmp_path / room / "a.py").write_text("x = 2")  # as long as before
+        stamps.append(machine_code._stamp_of(tmp_path))
+    (tmp_path / "target" / "a.py").rename(tmp_path / "target" / "b.py")
+    stamps.append(machine_code._stamp_of(tmp_path))
+    assert len(set(stamps)) == len(stamps) == 5
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("left", [0, 10])
+def test_a_torn_file_is_compiled_over(compiled: Callable[[], Any], tmp_path: Path, suffix: str, left: int) -> None:
+    assert num_compiled(compiled()) == 1
+    for path in (tmp_path / "kept").rglob(f"*{suffix}"):
+        path.write_bytes(path.read_bytes()[:left])
+    assert num_compiled(compiled()) == 1
+
+
+class _OtherStamp(caching.FunctionCache):
+    """As numba's, with another name for the stamp."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file._stamp = self._cache_file.__dict__.pop("_source_stamp")
+
+
+class _OtherFile(caching.FunctionCache):
+    """As numba's, with another name for what reads and writes files."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._file = self.__dict__.pop("_cache_file")
+
+
+def _renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(caching, "FunctionCache")
+
+
+def _gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba.core.caching", None)
+
+
+def _other_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching, "FunctionCache", _OtherStamp)
+
+
+def _other_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching, "FunctionCache", _OtherFile)
+
+
+def _nowhere_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a container without a home whose file system is read-only: numba raises where it is asked to keep code.
+    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+
+
+@pytest.mark.parametrize("change", [_renamed, _gone, _other_stamp, _other_file, _nowhere_to_write])
+def test_a_numba_that_keeps_code_in_another_way_compiles_in_every_process(
+    compiled: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    assert num_compiled(compiled()) == 1
+    change(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        # Never what lies there: nothing says that it was made from these sources.
+        assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 1]
+    assert len(caplog.records) == 1 and "NUMBA_CACHE_DIR" in caplog.text
+
+
+def test_a_directory_that_becomes_unusable_costs_a_warning(
+    compiled: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dispatcher = compiled()
+    for path in (tmp_path / "kept").iterdir():
+        path.rmdir()
+        path.write_text("a file where the directory was")
+    assert num_compiled(dispatcher) == 1
+    assert len(caplog.records) <= 2 and "compiled kernels" in caplog.text
+
+
+def test_lookups_run_under_a_numba_with_other_internals() -> None:
+    code = """
+import numpy as np
+from numba.core import caching
+
+class Other(caching.IndexDataCacheFile):
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self._stamp = self.__dict__.pop("_source_stamp")
+
+caching.IndexDataCacheFile = Other
+from ssd.retrieval.search import longest_match
+from tests.reference.drafting import make_snapshot
+match = longest_match(make_snapshot([[1, 2, 3, -1]], [2, 3, -1]), np.array([9, 2, 3], np.int32), 32)
+print(match.length, match.support)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["2", "2"]
