@@ -77,3 +77,21 @@ def naive_split(tokens: Sequence[int], max_tokens: int, lead_in_tokens: int) -> 
             break
         start += max_tokens - min(lead_in_tokens, max_tokens // 2)
     return pieces
+
+
+def num_agreeing(text: Sequence[int], position: int, context: Sequence[int], max_length: int) -> int:
+    """Tokens before ``position`` of ``text`` that agree with the end of ``context``; none is a separator."""
+    length = 0
+    while length < min(position, len(context), max_length) and text[position - 1 - length] == context[-1 - length] >= 0:
+        length += 1
+    return length
+
+
+def longest_agreement(snapshot: Snapshot, context: Sequence[int], max_length: int) -> tuple[int, int]:
+    """Length and support of the longest match, by looking at every position of every text."""
+    mask = len(snapshot.ring) - 1
+    texts = [segment.tokens.tolist() for segment in snapshot.segments]
+    texts.append([int(snapshot.ring[p & mask]) for p in range(snapshot.tail_start, snapshot.tail_stop)])
+    lengths = [num_agreeing(text, p, context, max_length) for text in texts for p in range(1, len(text) + 1)]
+    longest = max(lengths, default=0)
+    return longest, lengths.count(longest) if longest else 0

@@ -1,0 +1,316 @@
+"""Lookup where it is most easily wrong: texts at the edges of the format, against the slow twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.errors import CacheError
+from ssd.retrieval.lanes import (
+    LANE_COLUMNS,
+    WALKER_COLUMNS,
+    ask_to_widen,
+    new_rank,
+    num_new,
+    num_taken,
+    open_lanes,
+    search_lanes,
+    widen,
+)
+from ssd.retrieval.packed import WIDTHS
+from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
+from ssd.retrieval.search import _longest_match, longest_match
+from ssd.retrieval.snapshot import FENCE_STEP, SEPARATOR, Snapshot, address
+from tests.reference.drafting import make_snapshot
+from tests.reference.retrieval import longest_agreement, num_agreeing
+
+Text = list[int]
+
+LIMITS = [0, 1, 255, 256, 65_533, 65_534, 65_535, 65_536, 2**24 - 2, 2**24 - 1, 2**24, 2**31 - 2, 2**31 - 1]
+"""The last id of a width, the first of the next, those beside them, and ids whose packed bytes are mostly zeros."""
+
+FENCE_SIZES = [posts * FENCE_STEP + beside for posts in (1, 2, 3, 8) for beside in (-1, 0, 1)]
+"""Sizes, separator included, at which a post of the fence comes or goes."""
+
+
+def closed(*parts: Text) -> Text:
+    return [token for part in parts for token in [*part, SEPARATOR]]
+
+
+def fibonacci(size: int, low: int = 0, high: int = 1) -> Text:
+    """Every factor occurs early and often, and none four times in a row."""
+    one, other = [low], [low, high]
+    while len(other) < size:
+        one, other = other, other + one
+    return other[:size]
+
+
+def periodic(size: int, period: int, step: int = 1) -> Text:
+    return [i % period * step for i in range(size)]
+
+
+def check(snapshot: Snapshot, context: Text, *max_lengths: int) -> None:
+    for max_length in max_lengths or (1, 2, 32, MAX_MATCH_LENGTH):
+        match = longest_match(snapshot, np.array(context, np.int64), max_length)
+        expected = longest_agreement(snapshot, context, min(max_length, MAX_MATCH_LENGTH))
+        assert (match.length, match.support) == expected, (max_length, context)
+
+
+def check_inside(snapshot: Snapshot, text: Text, seed: int, count: int = 6) -> None:
+    """With contexts from ``text``: as they are, with another token before them, and with another one after."""
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        stop = int(random.integers(1, len(text) + 1))
+        start = int(random.integers(max(0, stop - 300), stop))
+        context = text[start:stop]
+        other = int(random.choice([token for token in {*text, 3, 4} if token >= 0]))
+        for tried in (context, [other, *context], [*context, other]):
+            check(snapshot, [token for token in tried if token >= 0])
+
+
+@pytest.mark.parametrize("text", [[SEPARATOR], [0, SEPARATOR], [2**31 - 1, SEPARATOR], [SEPARATOR] * 3])
+@pytest.mark.parametrize("copies", [1, 2, 40])
+def test_segments_of_next_to_nothing(text: Text, copies: int) -> None:
+    for snapshot in (make_snapshot([text] * copies), make_snapshot([text] * copies, text), make_snapshot([], text)):
+        for context in ([], [0], [0, 0], [2**31 - 1], [5, 0], [0, 5]):
+            check(snapshot, context, 1, 256)
+
+
+@pytest.mark.parametrize("size", FENCE_SIZES)
+@pytest.mark.parametrize("scale", [1, 70_000, 8_000_000])  # in 2, 3 and 4 bytes
+def test_sizes_beside_a_post_of_the_fence(size: int, scale: int) -> None:
+    texts = [
+        closed([0] * (size - 1)),
+        closed([3 * scale] * (size - 1)),
+        closed(periodic(size - 1, 2, scale)),
+        closed(periodic(size - 1, 7, scale)),
+        closed([token * scale for token in fibonacci(size - 1)]),
+        closed([i * scale for i in range(size - 1)]),
+        closed([(size - i) * scale for i in range(size - 1)]),
+        [SEPARATOR] * size,
+        closed(*[[scale]] * (size // 2), *([[]] if size % 2 else [])),
+    ]
+    assert all(len(text) == size for text in texts)
+    for seed, text in enumerate(texts):
+        check_inside(make_snapshot([text]), text, seed, count=2)
+    check_inside(make_snapshot(texts), texts[3], size, count=2)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 5, 8, 31, 32, 33])
+def test_periodic_text_under_contexts_in_and_out_of_step(period: int) -> None:
+    text = closed(periodic(600, period), periodic(40, period))
+    snapshot = make_snapshot([text], closed(periodic(50, period)))
+    for context in (periodic(300, period), periodic(256 + period - 1, period), periodic(39, period), [1, 0, 1, 0]):
+        check(snapshot, context, 1, 31, 32, 33, 255, 256, 300)
+    check(snapshot, [*periodic(100, period), 1000])
+    check(snapshot, [1000, *periodic(100, period)])
+
+
+@pytest.mark.parametrize("letters", [(0, 1), (1, 0), (65_534, 65_535), (0, 2**31 - 1)])
+def test_fibonacci_words(letters: tuple[int, int]) -> None:
+    word = fibonacci(700, *letters)
+    snapshot = make_snapshot([closed(word), closed(word[100:400])], closed(word[:50]))
+    check_inside(snapshot, word, 1, count=8)
+    check(snapshot, word, 1, 255, 256)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(LIMITS), max_size=40).map(lambda text: [*text, SEPARATOR]), max_size=5),
+    st.lists(st.sampled_from(LIMITS), max_size=30),
+    st.lists(st.sampled_from([*LIMITS, -1]), max_size=30),
+    st.integers(0, 40),
+    st.sampled_from([0, 1, 2, 3, 4, 256]),
+)
+@settings(max_examples=150)
+def test_ids_at_the_limits_of_every_width(
+    parts: list[Text], tail: Text, context: Text, overlap: int, max_length: int
+) -> None:
+    snapshot = make_snapshot(parts, [*tail, SEPARATOR])
+    whole = [token for part in parts for token in part]
+    check(snapshot, context, max_length)
+    check(snapshot, [*context, *tail[-overlap:]], max_length)
+    check(snapshot, [*context, *whole[max(0, len(whole) - 1 - overlap) : -1]], max_length)
+
+
+@pytest.mark.parametrize("largest", [[id_] for id_ in LIMITS] + [[7, 70_000, 2**24, 2**31 - 1]])
+def test_one_alphabet_per_segment_and_contexts_that_fit_no_other(largest: list[int]) -> None:
+    texts = [closed([id_, 5, id_, id_, 5], [5, id_]) for id_ in largest]
+    snapshot = make_snapshot([*texts, closed([5, 5, 5])])
+    assert {segment.width for segment in snapshot.segments} <= set(WIDTHS)
+    for id_ in [*LIMITS, *largest]:
+        for context in ([id_], [5, id_], [id_, 5], [id_, id_, 5], [id_] * 200 + [5], [5, id_, id_]):
+            check(snapshot, context, 1, 256)
+
+
+def test_a_hundred_segments_at_once() -> None:
+    random = np.random.default_rng(3)
+    scales = [1, 70_000, 20_000_000]
+    texts = [
+        closed((random.integers(0, 3, int(random.integers(0, 70))) * scales[number % 3]).tolist())
+        for number in range(100)
+    ]
+    snapshot = make_snapshot(texts, closed([0, 0, 70_000]))
+    for text in texts[::9]:
+        check_inside(snapshot, text, len(text), count=2)
+    check(snapshot, [0] * 100)
+
+
+@pytest.mark.parametrize("ring_size", [1, 2, 64])
+@pytest.mark.parametrize("start", [0, 1, 31, 63, 64, 2**40 + 61])
+def test_a_tail_across_the_end_of_its_ring(ring_size: int, start: int) -> None:
+    for text in (closed([0] * 62), closed(periodic(20, 3), periodic(20, 3)), closed([2**31 - 1]), [SEPARATOR]):
+        tail = text[-ring_size:]
+        check_inside(make_snapshot([], tail, ring_size, start), [0, *tail], start)
+        check_inside(make_snapshot([closed([0, 1, 2])], tail, ring_size, start), [0, *tail], start)
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 500])
+def test_contexts_as_long_as_all_that_is_stored(extra: int) -> None:
+    for text in ([0] * 40, periodic(40, 3), list(range(40)), list(range(300))):
+        context = text[-extra:] if extra < 0 else [text[0]] * extra + text
+        for snapshot in (make_snapshot([closed(text)]), make_snapshot([], closed(text), 512), make_snapshot([])):
+            check(snapshot, context, 1, 39, 40, 41, 255, 256, 1000)
+
+
+def test_ids_that_are_not_stored_end_the_match() -> None:
+    text = [10, 20, 30, 40, 50, 60, 70, 80]
+    snapshot = make_snapshot([closed(text), closed([token + 70_000 for token in text])], closed(text[2:]))
+    for unknown in (0, 11, 65_535, 2**24, 2**31 - 1):
+        for place in range(len(text) + 1):
+            check(snapshot, [*text[:place], unknown, *text[place:]])
+        check(snapshot, [unknown] * 50)
+
+
+@pytest.mark.parametrize("max_length", [-1, 0])
+def test_no_length_is_no_match(max_length: int) -> None:
+    check(make_snapshot([closed([0])], closed([0])), [0], max_length)
+
+
+# What the drafters do: every shorter length from the same search.
+
+
+def ranks_by_length(snapshot: Snapshot, context: Text, lengths: list[int], exact: int) -> list[list[list[int]]]:
+    """The new ranks of each segment at each of ``lengths``, which fall."""
+    table, count = snapshot.segment_table, len(snapshot.segments)
+    ids, patterns = as_context(np.array(context, np.int64)), np.zeros(PATTERNS_BYTES, np.uint8)
+    lanes = np.full((count, LANE_COLUMNS), -7, np.int64)
+    walkers = np.full((2 * count, WALKER_COLUMNS), -7, np.int64)
+    open_lanes(table, ids, min(len(ids), MAX_MATCH_LENGTH), address(patterns), lanes, walkers)
+    search_lanes(lanes, count)
+    found = []
+    for length in lengths:
+        for lane in range(count):
+            ask_to_widen(lanes, lane, length)
+        widen(lanes, walkers, count, exact)
+        found.append([[new_rank(lanes, walkers, n, i) for i in range(num_new(walkers, n))] for n in range(count)])
+    totals = [sum(len(new[lane]) for new in found) for lane in range(count)]
+    assert totals == [num_taken(walkers, lane) for lane in range(count)]
+    return found
+
+
+def agreeing_ranks(snapshot: Snapshot, context: Text) -> list[list[int]]:
+    """How many tokens agree at each rank of each segment."""
+    texts = [segment.tokens.tolist() for segment in snapshot.segments]
+    return [
+        [num_agreeing(text, position, context, MAX_MATCH_LENGTH) for position in segment.order.tolist()]
+        for text, segment in zip(texts, snapshot.segments, strict=True)
+    ]
+
+
+SMALL = st.lists(st.integers(0, 2), max_size=60)
+
+
+@given(
+    st.lists(st.tuples(SMALL, st.sampled_from([1, 30_000, 2_000_000, 2**30 - 1])), min_size=1, max_size=4),
+    SMALL.filter(bool),
+    st.sampled_from([1, 30_000, 2_000_000, 2**30 - 1]),
+    st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True).map(lambda found: sorted(found, reverse=True)),
+)
+@settings(max_examples=150)
+def test_widening_takes_exactly_the_ranks_that_agree(
+    parts: list[tuple[Text, int]], context: Text, scale: int, lengths: list[int]
+) -> None:
+    snapshot = make_snapshot([closed([token * scale for token in text]) for text, scale in parts])
+    context = [token * scale for token in context]
+    agreeing = agreeing_ranks(snapshot, context)
+    taken: list[set[int]] = [set() for _ in parts]
+    for length, found in zip(lengths, ranks_by_length(snapshot, context, lengths, 1 << 62), strict=True):
+        for lane, new in enumerate(found):
+            assert new == sorted(set(new) - taken[lane])
+            taken[lane] |= set(new)
+            assert taken[lane] == {rank for rank, n in enumerate(agreeing[lane]) if n >= length}
+
+
+@given(st.integers(1, 3), st.integers(30, 900), st.integers(1, 30), st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_widening_that_does_not_close_in_takes_more_than_half(alphabet: int, size: int, exact: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    text = random.integers(0, alphabet, size).tolist()
+    snapshot = make_snapshot([closed(text), closed(text[::-1])])
+    stop = int(random.integers(1, size + 1))
+    context, lengths = text[max(0, stop - 40) : stop], [32, 8, 4, 2, 1]
+    agreeing = agreeing_ranks(snapshot, context)
+    taken: list[set[int]] = [set() for _ in agreeing]
+    for length, found in zip(lengths, ranks_by_length(snapshot, context, lengths, exact), strict=True):
+        for lane, new in enumerate(found):
+            assert new == sorted(set(new) - taken[lane])
+            taken[lane] |= set(new)
+            there = {rank for rank, n in enumerate(agreeing[lane]) if n >= length}
+            assert taken[lane] <= there
+            assert 2 * len(taken[lane]) > len(there) or not there
+            assert len(taken[lane]) >= min(exact, len(there))
+
+
+# What callers pass
+
+
+def forms(context: Text) -> list[np.ndarray[Any, Any]]:
+    """The same context as arrays of every kind that holds it."""
+    plain = np.array(context, np.int32)
+    read_only = plain.copy()
+    read_only.flags.writeable = False
+    strided = np.repeat(plain, 3)[::3]
+    backwards = plain[::-1].copy()[::-1]
+    unaligned = np.frombuffer(b"x" + plain.tobytes(), np.int32, len(plain), 1)
+    wide_read_only = plain.astype(np.int64)
+    wide_read_only.flags.writeable = False
+    return [
+        plain, read_only, strided, backwards, unaligned, wide_read_only, plain.astype(">i4"), plain.astype(np.int64),
+        plain.astype(np.uint32), plain.astype(np.uint64), plain.astype(np.int16), plain.astype(np.uint8),
+    ]  # fmt: skip
+
+
+def test_a_context_may_be_any_array_of_integers_and_compiles_nothing_more() -> None:
+    snapshot = make_snapshot([closed(periodic(50, 5))], closed([1, 2, 3]))
+    context = [9, *periodic(23, 5)]
+    expected = longest_agreement(snapshot, context, 256)
+    longest_match(snapshot, np.array(context, np.int32), 256)
+    compiled = list(_longest_match.signatures)
+    assert len(compiled) == 1
+    for form in forms(context):
+        before = form.copy()
+        match = longest_match(snapshot, form, 256)
+        assert (match.length, match.support) == expected
+        assert (form == before).all()
+    assert _longest_match.signatures == compiled
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+def test_ids_that_no_int32_holds_match_nothing(dtype: type) -> None:
+    snapshot = make_snapshot([closed([1, 5, 2**31 - 1, 6, 0])], closed([5, 6]))
+    beyond = [2**31, 2**32 - 1] + ([2**32, 2**32 + 5, 2**33 + 6] if dtype is not np.uint32 else [])
+    for unknown in beyond:
+        assert longest_match(snapshot, np.array([1, 5, unknown], dtype), 32).length == 0
+        assert longest_match(snapshot, np.array([1, unknown, 6], dtype), 32).length == 1
+
+
+@pytest.mark.parametrize(
+    "bad", [np.zeros(3), np.zeros((2, 2), np.int32), np.array(["1"]), np.array(5), np.array([True])]
+)
+def test_what_is_no_sequence_of_integers_is_refused(bad: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(CacheError, match=r"one sequence of integers, got .*pass int32\[n\]"):
+        longest_match(make_snapshot([closed([1])]), bad, 32)
