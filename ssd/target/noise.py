@@ -1,4 +1,4 @@
-"""Sampling noise that is a pure function of (seed, choice, position, token id).
+"""Sampling noise that is a pure function of (seed, choice, position, token id), and of the stream it is drawn for.
 
 Nothing is drawn from a stateful generator, so a token does not depend on how many tokens were drafted before it, on
 the batch it ran in or on the steps it took: speculation on and off give the same tokens for the same seed.
@@ -21,6 +21,10 @@ _MIX_2 = 0x94D049BB133111EB
 
 UInt64 = npt.NDArray[np.uint64]
 
+CHOICE, DRAFT, ACCEPT, RECOVER = range(4)
+"""Independent streams of one request: the target's own choices; and where drafts are verified by rejection, what the
+draft model draws, whether a token is accepted, and what replaces a rejected one."""
+
 
 def _mix(z: UInt64) -> UInt64:
     """SplitMix64's output function, elementwise."""
@@ -29,13 +33,20 @@ def _mix(z: UInt64) -> UInt64:
     return z ^ (z >> np.uint64(31))
 
 
-def position_keys(seed: int, choice_index: int, positions: npt.NDArray[np.int64]) -> UInt64:
+def position_keys(seed: int, choice_index: int, positions: npt.NDArray[np.int64], stream: int = CHOICE) -> UInt64:
     """One generator key per absolute position: uint64, the shape of ``positions``."""
     gamma = np.uint64(_GAMMA)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         key = _mix(np.full(positions.shape, seed & 0xFFFFFFFFFFFFFFFF, np.uint64) + gamma)
-        key = _mix((key ^ np.uint64(choice_index)) + gamma)
+        key = _mix((key ^ np.uint64(choice_index | stream << 32)) + gamma)
         return _mix((key ^ positions.astype(np.uint64)) + gamma)
+
+
+def uniform_noise(keys: UInt64) -> npt.NDArray[np.float64]:
+    """One number in (0, 1) for each key: float64, the shape of ``keys``."""
+    with np.errstate(over="ignore"):
+        bits = _mix(keys + np.uint64(_GAMMA)) >> np.uint64(11)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-53
 
 
 def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
-from ssd.target.noise import argmax_with_noise, position_keys
+from ssd.target.noise import ACCEPT, CHOICE, RECOVER, UInt64, argmax_with_noise, position_keys
+from ssd.target.rejection import rejection_tokens
 
 _FIRST_LOOK = 256
 
@@ -25,6 +26,8 @@ class SamplingRow:
 
     ``seed`` : the request's, or one drawn for it. ``stop_ids`` : tokens that ``min_tokens`` holds back.
     ``prompt`` and ``output`` : int32, tokens so far. ``draft`` : int32[k], the tokens fed after the last one.
+    ``draft_law`` : what the draft was drawn from where it is to be verified by rejection, as ``SampledDraft`` has it;
+    None where each token is to be the target's own choice.
     """
 
     params: SamplingParams
@@ -34,19 +37,17 @@ class SamplingRow:
     prompt: npt.NDArray[np.int32]
     output: npt.NDArray[np.int32]
     draft: npt.NDArray[np.int32]
+    draft_law: torch.Tensor | None = None
 
 
 def target_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
     """The token the target chooses at each position.
 
     logits : [B, T, V], any float type; row b is used at its first ``len(rows[b].draft) + 1`` positions.
-    Returns int64[B, T]; what lies past a row's positions is meaningless.
+    Returns int64[B, T]; what lies past a row's positions is meaningless. Where a draft is verified by rejection, the
+    row holds the draft as far as it was accepted and then the token that follows it.
     """
-    if any(needs_prefix(row.params) for row in rows):
-        logits = logits.clone()
-        for b, row in enumerate(rows):
-            if needs_prefix(row.params):
-                apply_prefix_rules(logits[b], row)
+    logits = with_prefix_rules(logits, rows)
     sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
     if not sampled:
         return logits.argmax(-1).cpu().numpy()
@@ -57,9 +58,28 @@ def target_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDAr
     picks = [(b, t) for b in sampled for t in range(len(rows[b].draft) + 1)]
     at_row, at_position = (list(index) for index in zip(*picks, strict=True))
     scores = truncated_scores(logits[at_row, at_position], [rows[b].params for b, _ in picks])
-    keys = np.concatenate([_keys(rows[b]) for b in sampled])
+    keys = np.concatenate([_keys(rows[b], CHOICE) for b in sampled])
     chosen[at_row, at_position] = argmax_with_noise(scores, keys)
+    first = 0
+    for b in sampled:
+        row, last = rows[b], first + len(rows[b].draft)
+        if row.draft_law is not None and last > first:
+            bonus = int(chosen[b, len(row.draft)])
+            keys_of_draft = _keys(row, ACCEPT)[:-1], _keys(row, RECOVER)[:-1]
+            output = rejection_tokens(scores[first : last + 1], row.draft, row.draft_law, *keys_of_draft, bonus)
+            chosen[b, : len(output)] = output
+        first = last + 1
     return chosen
+
+
+def with_prefix_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """The logits, [B, T, V], after each row's ``apply_prefix_rules``; the same tensor where no row has any."""
+    if any(needs_prefix(row.params) for row in rows):
+        logits = logits.clone()
+        for b, row in enumerate(rows):
+            if needs_prefix(row.params):
+                apply_prefix_rules(logits[b], row)
+    return logits
 
 
 def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -153,6 +173,6 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
             scores[list(row.stop_ids)] = float("-inf")
 
 
-def _keys(row: SamplingRow) -> npt.NDArray[np.uint64]:
+def _keys(row: SamplingRow, stream: int) -> UInt64:
     first = len(row.prompt) + len(row.output)
-    return position_keys(row.seed, row.choice_index, np.arange(first, first + len(row.draft) + 1))
+    return position_keys(row.seed, row.choice_index, np.arange(first, first + len(row.draft) + 1), stream)
