@@ -1,0 +1,225 @@
+"""Several drafters, one draft: whichever promises most accepted tokens for what it costs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, Prices
+from ssd.drafting.rates import AcceptanceRates
+
+log = logging.getLogger(__name__)
+
+Estimates = npt.NDArray[np.float64]
+
+TRIAL_EVERY = 256
+"""A drafter that has not been worth its cost is tried all the same, once in this many steps of requests."""
+_TRIAL_TOKENS = 2
+_MOST_SKIPPED = 1024
+_FORGETTING = 0.95
+
+
+@runtime_checkable
+class CostlyDrafter(Protocol):
+    """A drafter whose time counts; of one without this method it does not."""
+
+    def seconds_per_token(self, num_rows: int) -> float:
+        """Seconds to draft one more token for each of ``num_rows`` requests together; 0 while it is not known."""
+        ...
+
+
+class Pace:
+    """Output tokens per second of a step, from the first proposal to the last observation; the pauses between do not
+    count."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._tokens, self._seconds = 0.0, 0.0
+        self._began, self._last, self._step_tokens = 0.0, 0.0, 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over recent steps; 0 before the first."""
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+    def begin(self) -> None:
+        """A step begins; the one before is over."""
+        if self._step_tokens:
+            self._tokens = _FORGETTING * self._tokens + self._step_tokens
+            self._seconds = _FORGETTING * self._seconds + self._last - self._began
+        self._began, self._step_tokens = self._clock(), 0
+
+    def count(self, num_tokens: int) -> None:
+        """Tokens that the step put out."""
+        self._last = self._clock()
+        self._step_tokens += num_tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    drafter: Drafter
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    num_not_asked: int = 0
+    num_failures: int = 0
+    num_to_skip: int = 0
+
+
+class Arbiter:
+    """Asks drafters from the cheapest to the most costly, and a costly one only where it promises more than it costs.
+
+    A draft is worth its expected accepted tokens less the prices of verifying them, cut where that is greatest. Of a
+    drafter that is yet to be asked, the request's recent rate of acceptance says what to expect; its time is turned
+    into tokens at the pace of the recent steps: where a step emits R tokens a second, s seconds must bring R s tokens
+    (the rule of Dinkelbach 1967 for maximising the ratio of tokens to time). The first drafter is always asked.
+
+    A drafter that fails drafts nothing, is counted in ``num_failures`` and left alone for 1, 2, 4 ... steps. Those not
+    chosen are told nothing; all are told when a request ends. Only speed depends on the choice, never a token. Where
+    drawn drafts are verified by rejection, the choice goes by estimates alone, which such a drafter makes without
+    looking at what it drew. Owned by one thread.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``drafters`` : at least one, the cheapest first. ``clock`` : seconds."""
+        assert drafters
+        self._sources = [_Source(drafter) for drafter in drafters]
+        self._pace = Pace(clock)
+        self._chosen: dict[str, _Source] = {}
+        self.num_failures = 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per request, in order."""
+        self._pace.begin()
+        first, *others = self._sources
+        drafts = self._ask(first, requests)
+        chosen = [first] * len(requests)
+        gains = [_gain_of(first, request, draft) for request, draft in zip(requests, drafts, strict=True)]
+        for source in others:
+            asked = self._worth_asking(source, requests, gains)
+            for i, draft in zip(asked, self._ask(source, list(asked.values())), strict=True):
+                gain = _gain_of(source, requests[i], draft)
+                if gain > gains[i]:
+                    drafts[i], gains[i], chosen[i] = draft, gain, source
+        for request, source in zip(requests, chosen, strict=True):
+            self._chosen[request.request_id] = source
+        return drafts
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Tell the drafter whose draft it was."""
+        self._pace.count(num_accepted + 1)
+        source = self._chosen.get(request_id)
+        if source is not None:
+            if len(draft.token_ids):
+                source.rates.learn(request_id, len(draft.token_ids), num_accepted)
+            source.drafter.observe(request_id, draft, num_accepted)
+
+    def finish(self, request_id: str) -> None:
+        """Tell every drafter that a request has ended, also where one of them fails."""
+        self._chosen.pop(request_id, None)
+        for source in self._sources:
+            source.rates.forget(request_id)
+            try:
+                source.drafter.finish(request_id)
+            except Exception:
+                self._count_failure(source)
+
+    def warm_up(self) -> None:
+        """Warm up every drafter that wants it."""
+        for source in self._sources:
+            getattr(source.drafter, "warm_up", lambda: None)()
+
+    def _worth_asking(
+        self, source: _Source, requests: Sequence[DraftRequest], gains: Sequence[float]
+    ) -> dict[int, DraftRequest]:
+        """The requests, by place, for which ``source`` is expected to gain more; its own cost is in their prices."""
+        asked: dict[int, DraftRequest] = {i: request for i, request in enumerate(requests) if request.limit > 0}
+        for _ in range(2):  # a pass for fewer rows costs each of them more
+            cost = self._tokens_per_drafted_token(source, len(asked))
+            asked = {
+                i: replace(requests[i], prices=prices)
+                for i in asked
+                if promised_gain(
+                    source.rates.rate(requests[i].request_id), prices := _priced(requests[i], cost), requests[i].limit
+                )
+                > gains[i]
+            }
+        for i, request in enumerate(requests):
+            if i not in asked:
+                source.rates.relax(request.request_id)
+        source.num_not_asked = 0 if asked else source.num_not_asked + len(requests)
+        if source.num_not_asked >= TRIAL_EVERY:
+            source.num_not_asked = 0
+            return {0: replace(requests[0], prices=np.zeros(1), limit=min(requests[0].limit, _TRIAL_TOKENS))}
+        return asked
+
+    def _tokens_per_drafted_token(self, source: _Source, num_rows: int) -> float:
+        """What one more drafted token costs each of ``num_rows`` requests, in output tokens."""
+        if num_rows == 0 or not isinstance(source.drafter, CostlyDrafter):
+            return 0.0
+        return self._pace.tokens_per_s * source.drafter.seconds_per_token(num_rows) / num_rows
+
+    def _ask(self, source: _Source, requests: Sequence[DraftRequest]) -> list[Draft]:
+        nothing = [EMPTY_DRAFT] * len(requests)
+        if not requests:
+            return nothing
+        if source.num_to_skip:
+            source.num_to_skip -= 1
+            return nothing
+        try:
+            drafts = source.drafter.propose(requests)
+        except Exception:
+            self._count_failure(source)
+            source.num_to_skip = min(2 ** (source.num_failures - 1), _MOST_SKIPPED)
+            return nothing
+        source.num_failures = 0
+        return drafts
+
+    def _count_failure(self, source: _Source) -> None:
+        self.num_failures += 1
+        source.num_failures += 1
+        if self.num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
+            log.exception("%s failed (%d failures so far)", type(source.drafter).__name__, self.num_failures)
+
+
+def draft_gain(draft: Draft, estimates: Estimates, prices: Prices) -> float:
+    """Expected accepted tokens less prices, of the draft cut where that is greatest; at least 0, of no draft.
+
+    estimates : float64[k], the chance of each token once those before it are accepted.
+    """
+    if not len(estimates):
+        return 0.0
+    chances = np.cumprod(estimates)
+    if draft.parents is not None:
+        chances = estimates.copy()
+        for i, parent in enumerate(draft.parents):
+            if parent >= 0:
+                chances[i] *= chances[parent]
+    return max(0.0, float(np.cumsum(chances - _of_first(prices, len(chances))).max()))
+
+
+def promised_gain(rate: float, prices: Prices, limit: int) -> float:
+    """The same of a chain not yet drafted, each token of which is accepted with chance ``rate``."""
+    chances = rate ** np.arange(1.0, limit + 1)
+    return max(0.0, float(np.cumsum(chances - _of_first(prices, limit)).max(initial=0.0)))
+
+
+def _gain_of(source: _Source, request: DraftRequest, draft: Draft) -> float:
+    estimates = draft.probabilities
+    if estimates is None:
+        estimates = np.full(len(draft.token_ids), source.rates.rate(request.request_id))
+    return draft_gain(draft, estimates, _priced(request, 0.0))
+
+
+def _priced(request: DraftRequest, cost: float) -> Prices:
+    """The request's prices and ``cost`` for each token."""
+    return np.array([cost]) if request.prices is None else request.prices + cost
+
+
+def _of_first(prices: Prices, count: int) -> Prices:
+    """Prices of the first ``count`` tokens; the last one named holds for all beyond."""
+    return prices[np.minimum(np.arange(count), len(prices) - 1)]
