@@ -8,7 +8,7 @@ A first difference counts as a tie only when the plain run's two best scores, no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,6 +24,9 @@ from ssd.target.sampling import truncated_scores
 from ssd.target.target import SlotTarget, Target
 
 TIE_MARGIN = 1e-4
+
+Makers = Mapping[str, Callable[[], Drafter]]
+"""Drafters that a setting may name beside the project's own: each run gets a fresh one."""
 
 
 class RandomDrafter:
@@ -130,6 +133,7 @@ def run(
     *,
     eos_token_ids: Iterable[int],
     answers: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+    makers: Makers | None = None,
 ) -> tuple[list[list[int]], float]:
     """Outputs of a fresh engine over ``target``, ``batch_size`` requests at a time, and the mean acceptance length.
 
@@ -140,6 +144,8 @@ def run(
     drafter: Drafter
     if setting is None:
         drafter = make_drafter("none", draft)
+    elif makers is not None and setting.drafter in makers:
+        drafter = makers[setting.drafter]()
     elif setting.drafter == "random":
         drafter = RandomDrafter(target.vocab_size)
     elif setting.drafter == "oracle":
@@ -175,6 +181,7 @@ def compare(
     *,
     eos_token_ids: Iterable[int],
     report: Report,
+    makers: Makers | None = None,
 ) -> None:
     """Run ``setting`` and add to ``report`` how its outputs differ from ``expected``."""
     answers = {tuple(p): list(e) for p, e in zip(prompts, expected, strict=True)}
@@ -185,7 +192,9 @@ def compare(
         starts = [[*prompts[i], *expected[i][: settled[i]]] for i in todo]
         known = {tuple(start): answers[tuple(prompts[i])][settled[i] :] for i, start in zip(todo, starts, strict=True)}
         left = [replace(sampling[i], max_tokens=(sampling[i].max_tokens or 0) - settled[i]) for i in todo]
-        outputs, acceptance = run(target, starts, left, setting, eos_token_ids=eos_token_ids, answers=known)
+        outputs, acceptance = run(
+            target, starts, left, setting, eos_token_ids=eos_token_ids, answers=known, makers=makers
+        )
         report.acceptance.setdefault(str(setting), acceptance)
         again = []
         for i, output in zip(todo, outputs, strict=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, IndexConfig
+from ssd.config import DRAFT_ACCEPTANCES, CacheConfig, DraftConfig, EngineConfig, IndexConfig
 from ssd.errors import ConfigError
 
 from .settings import VERSION
@@ -33,6 +33,7 @@ class Options:
     host: str
     port: int
     model: str
+    draft_model: str | None
     model_names: tuple[str, ...]
     dtype: str
     device: str
@@ -64,11 +65,14 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
         keys = [*(found.api_key or []), *([environment[API_KEY_VARIABLE]] if environment.get(API_KEY_VARIABLE) else [])]
         if not all(keys):
             raise ConfigError("--api-key must not be empty")
+        if found.draft_acceptance == "rejection" and found.draft_model is None:
+            raise ConfigError("--draft-acceptance rejection needs --draft-model: no other drafts are drawn at random")
         model, name = (found.model, found.model) if found.model is not None else _bundled()
         return Options(
             host=found.host,
             port=found.port,
             model=model,
+            draft_model=None if found.no_speculation else found.draft_model,
             model_names=tuple(found.served_model_name or [name]),
             dtype=found.dtype,
             device=found.device,
@@ -82,7 +86,9 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
                 max_num_seqs=found.max_num_seqs, max_model_len=found.max_model_len, max_waiting=found.max_waiting
             ),
             draft=DraftConfig(
-                num_speculative_tokens=0 if found.no_speculation else limit, max_match_length=found.max_match_length
+                num_speculative_tokens=0 if found.no_speculation else limit,
+                max_match_length=found.max_match_length,
+                draft_acceptance=found.draft_acceptance,
             ),
             cache=CacheConfig(
                 index=IndexConfig(capacity_tokens=found.cache_tokens, rebuild_interval_s=found.rebuild_interval),
@@ -143,6 +149,16 @@ def _build_parser() -> _Parser:
     add(
         "--max-match-length", type=int, default=draft.max_match_length, metavar="N",
         help="longest context tail looked up, in tokens (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--draft-model",
+        metavar="MODEL",
+        help="smaller model with the same tokenizer that drafts where the cache does not",
+    )
+    add(
+        "--draft-acceptance", default=draft.draft_acceptance, choices=DRAFT_ACCEPTANCES,
+        help="how a sampled draft of the draft model is verified; rejection accepts more, but the tokens of a request "
+        "without a seed then depend on the drafts (default: %(default)s)",
     )  # fmt: skip
     add("--no-speculation", action="store_true", help="plain decoding: no drafts")
 

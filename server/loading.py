@@ -62,6 +62,7 @@ class EngineLoader:
             codec=codec,
             config=options.engine,
             draft=options.draft,
+            draft_model=options.draft_model,
         )
 
     def sharing_stats(self) -> Mapping[str, SharingStats]:

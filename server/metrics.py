@@ -96,6 +96,14 @@ class _EngineCollector(Collector):
         for position, accepted in enumerate(list(counts.accepted_per_position)):
             per_position.add_metric([*self._labels, str(position)], accepted)
         yield per_position
+        for name, text in (
+            ("num_draft_tokens", "Drafted tokens, by source."),
+            ("num_accepted_tokens", "Draft tokens emitted, by source."),
+        ):
+            by_source = CounterMetricFamily(f"ssd:source_{name.removeprefix('num_')}", text, labels=[*LABELS, "source"])
+            for source, drafted in dict(counts.by_source).items():
+                by_source.add_metric([*self._labels, source], getattr(drafted, name))
+            yield by_source
         yield counter("ssd:verify_steps", "Rows verified, with a draft or without.", counts.num_verify_steps)
         yield counter("ssd:drafter_failures", "Steps that went on without a failed drafter.", counts.drafter_failures)
         yield counter("vllm:prompt_tokens", "Prompt tokens.", counts.prompt_tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
@@ -74,14 +73,11 @@ class GenerateBody(Body):
         """The field that limits the output and its value; None where the client set no limit."""
         return "max_tokens", self.max_tokens
 
-    def sampling(
-        self, defaults: Mapping[str, float], *, room: int, default_limit: int | None, drawn_seed: int | None = None
-    ) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
         """How to sample each choice.
 
         defaults : values for what the request leaves out. room : tokens left in the context after the prompt.
         default_limit : output tokens where neither request nor defaults say, never more than ``room``.
-        drawn_seed : the seed where the request has none; None draws one.
         Raises RequestError.
         """
         if self.stream_options is not None and not self.stream:
@@ -110,7 +106,7 @@ class GenerateBody(Body):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple((_token_id(token), bias) for token, bias in self.logit_bias.items()),
-            seed=next(seed for seed in (self.seed, drawn_seed, secrets.randbits(63)) if seed is not None),
+            seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output,

@@ -122,13 +122,11 @@ class Service:
 
         generation = Generation(self.worker, self.metrics.latencies, [tuple(prompt) for prompt in prompts])
         requests = []
-        seed: int | None = None
         for number, prompt in enumerate(generation.prompts):
             room = engine.max_model_len - len(prompt)
             sampling: SamplingParams = body.sampling(
-                self.settings.sampling_defaults, room=room, default_limit=default_limit, drawn_seed=seed
+                self.settings.sampling_defaults, room=room, default_limit=default_limit
             )
-            seed = sampling.seed
             requests += [
                 Request(
                     request_id=f"{bodies.id}-{number}-{choice}",

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from ssd.errors import ConfigError, RequestError
+
+DraftAcceptance = Literal["match", "rejection"]
+DRAFT_ACCEPTANCES: tuple[DraftAcceptance, ...] = get_args(DraftAcceptance)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -57,6 +61,12 @@ class DraftConfig:
     min_match_length: int = 1
     """Shorter matches are not drafted from."""
 
+    draft_acceptance: DraftAcceptance = "match"
+    """When a token that a draft model drew at random is accepted. "match": when it is the token the target draws at
+    this place itself, so one seed gives one output whatever is drafted. "rejection": with probability
+    min(1, target / draft), else a token of what the draft left over replaces it. More is accepted and the law is the
+    same, but which tokens come depends on the drafts; so requests with a seed and greedy ones keep to "match"."""
+
     def __post_init__(self) -> None:
         _require(
             0 <= self.num_speculative_tokens <= 128,
@@ -68,6 +78,10 @@ class DraftConfig:
         _require(
             1 <= self.min_match_length <= self.max_match_length,
             f"min_match_length must be within 1..max_match_length, got {self.min_match_length}",
+        )
+        _require(
+            self.draft_acceptance in DRAFT_ACCEPTANCES,
+            f"draft_acceptance must be one of {', '.join(DRAFT_ACCEPTANCES)}, got {self.draft_acceptance!r}",
         )
 
 

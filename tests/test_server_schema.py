@@ -143,12 +143,9 @@ def test_output_limit(
     assert sampling(body, room=room, default_limit=default_limit, **defaults).max_tokens == expected
 
 
-def test_a_seed_is_drawn_once_for_a_request_without_one() -> None:
-    body = CompletionBody.parse({"prompt": "x"})
-    first = sampling(body).seed
-    assert first is not None
-    assert first != sampling(body).seed
-    assert body.sampling({}, room=9, default_limit=None, drawn_seed=5).seed == 5
+def test_only_a_request_that_asks_for_a_seed_has_one() -> None:
+    assert sampling(CompletionBody.parse({"prompt": "x"})).seed is None
+    assert sampling(CompletionBody.parse({"prompt": "x", "seed": 5})).seed == 5
 
 
 @pytest.mark.parametrize(

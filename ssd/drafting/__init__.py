@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ssd.config import DraftConfig
+from ssd.drafting.arbiter import Arbiter
 from ssd.drafting.frequency import FrequencyDrafter
 from ssd.drafting.none import NoDrafter
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, RequestSampling
 from ssd.drafting.suffix import SuffixDrafter
 from ssd.errors import ConfigError
 
@@ -40,4 +41,13 @@ def make_drafter(name: str, config: DraftConfig) -> Drafter:
     return _MAKERS[name](config)
 
 
-__all__ = ["DRAFTER_NAMES", "EMPTY_DRAFT", "Draft", "DraftRequest", "Drafter", "make_drafter"]
+__all__ = [
+    "DRAFTER_NAMES",
+    "EMPTY_DRAFT",
+    "Arbiter",
+    "Draft",
+    "DraftRequest",
+    "Drafter",
+    "RequestSampling",
+    "make_drafter",
+]

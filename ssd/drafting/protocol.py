@@ -9,10 +9,29 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ssd.config import DraftAcceptance, SamplingParams
 from ssd.retrieval.snapshot import Snapshot
 
 TokenIds = npt.NDArray[np.int32]
 Prices = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSampling:
+    """How the target chooses one request's tokens, for drafters that sample too.
+
+    ``seed`` : the request's, or one drawn for it. ``held_back_ids`` : what ``min_tokens`` forbids.
+    ``acceptance`` : how the target will verify drafts that were drawn at random. "match": a drafter should draw as the
+        target does, with the noise of this seed. "rejection": it must draw with noise that nothing else uses, say
+        what law it drew from, and choose length and estimates without looking at what it drew, see
+        ``ssd/target/rejection.py``.
+    """
+
+    params: SamplingParams
+    seed: int
+    choice_index: int = 0
+    held_back_ids: tuple[int, ...] = ()
+    acceptance: DraftAcceptance = "match"
 
 
 @dataclass(slots=True)
@@ -28,6 +47,7 @@ class DraftRequest:
         beyond. None: the drafter's own price.
     ``tree`` : whether the target can verify a tree; its ``limit`` counts nodes.
     ``prediction`` : int32[p], text that the client expects the output to resemble, private to this request.
+    ``sampling`` : how the target chooses this request's tokens; None is not known, as in a replay of recorded text.
     """
 
     request_id: str
@@ -38,6 +58,7 @@ class DraftRequest:
     prices: Prices | None = None
     tree: bool = False
     prediction: TokenIds | None = None
+    sampling: RequestSampling | None = None
 
 
 @dataclass(slots=True)
@@ -46,7 +67,7 @@ class Draft:
 
     ``token_ids`` : int32[k], k <= the request's limit; empty when nothing was found.
     ``match_length`` : tokens of the context's tail that the evidence matched.
-    ``source`` : where it came from: "own", "index" or "none".
+    ``source`` : where it came from: "own", "index", "model" or "none".
     ``probabilities`` : float64[k], estimated chance that each token is accepted once those before it are; None when the
         drafter has no estimate.
     ``parents`` : int32[k], of each token the index of the one before it, smaller than its own; -1 after the context.

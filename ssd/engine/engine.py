@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting import make_drafter
+from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
 from ssd.engine.admission import check_request
 from ssd.engine.metrics import EngineMetrics
@@ -24,6 +25,7 @@ from ssd.engine.verify_cost import VerifyCost, calibrate
 from ssd.errors import EngineStopped, QueueFull
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import Snapshot
+from ssd.target.draft_loading import load_draft_model
 from ssd.target.loading import load_model, open_target
 from ssd.target.sampling import target_tokens
 from ssd.target.target import Target
@@ -41,6 +43,7 @@ class Engine:
 
     ``submit``, ``cancel`` and ``wait_for_work`` may be called from any thread; ``step`` by one thread at a time.
     ``caches`` and ``codec`` may be None: then nothing is learned, or only token ids are handled.
+    ``draw_seed`` gives the seed of a request that brings none.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Engine:
         config: EngineConfig | None = None,
         draft: DraftConfig | None = None,
         eos_token_ids: Iterable[int] | None = None,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
         self.target = target
         self.codec = codec
@@ -60,12 +64,16 @@ class Engine:
         self.metrics = EngineMetrics()
         self.max_model_len = target.max_length
         self._config = config or EngineConfig()
-        self._draft_limit = (draft or DraftConfig()).num_speculative_tokens if target.can_roll_back else 0
+        draft = draft or DraftConfig()
+        self._draft_limit = draft.num_speculative_tokens if target.can_roll_back else 0
+        self._draft_acceptance = draft.draft_acceptance
+        self._draw_seed = draw_seed
         self._drafter = drafter
         self._eos_token_ids = tuple(
             eos_token_ids if eos_token_ids is not None else codec.eos_token_ids if codec else ()
         )
         self._cost = VerifyCost()
+        self._num_source_failures = 0
         self._scheduler = Scheduler(target.num_slots)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
@@ -85,10 +93,12 @@ class Engine:
         config: EngineConfig | None = None,
         draft: DraftConfig | None = None,
         drafter: str = "ssd",
+        draft_model: str | Path | None = None,
     ) -> Engine:
         """Load a Hugging Face model directory or id and everything around it.
 
-        Raises ModelError when the model cannot be loaded or does not fit.
+        draft_model : a smaller model with the same tokenizer, asked where ``drafter`` promises less than it costs.
+        Raises ModelError when a model cannot be loaded, does not fit, or the two do not share a tokenizer.
         """
         config, draft = config or EngineConfig(), draft or DraftConfig()
         codec = codec or TextCodec.load(str(model))
@@ -98,7 +108,10 @@ class Engine:
             max_length=config.max_model_len,
             max_draft_tokens=draft.num_speculative_tokens,
         )
-        return cls(target, drafter=make_drafter(drafter, draft), codec=codec, caches=caches, config=config, draft=draft)
+        chosen = make_drafter(drafter, draft)
+        if draft_model is not None:
+            chosen = Arbiter([chosen, load_draft_model(draft_model, target, codec, dtype=dtype, device=device)])
+        return cls(target, drafter=chosen, codec=codec, caches=caches, config=config, draft=draft)
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -243,6 +256,7 @@ class Engine:
                         prompt_length=sequence.num_prompt_tokens,
                         snapshot=self._snapshot(sequence.request.namespace),
                         limit=min(self._draft_limit, sequence.num_remaining - 1),
+                        sampling=sequence.sampling,
                     )
                     for sequence in batch
                 ]
@@ -276,7 +290,7 @@ class Engine:
         stats.num_drafts += bool(len(draft.token_ids))
         stats.num_draft_tokens += len(draft.token_ids)
         stats.num_accepted_tokens += num_accepted
-        self.metrics.count_draft(len(draft.token_ids), num_accepted)
+        self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
         self.metrics.generation_tokens += emitted
         self._guarded(lambda: self._drafter.observe(sequence.request.request_id, draft, num_accepted))
         if output.finish_reason is not None:
@@ -330,9 +344,20 @@ class Engine:
             stream = TextStream(
                 self.codec, stop=request.sampling.stop, include_stop=request.sampling.include_stop_str_in_output
             )
-        return Sequence(request, max_length=self.max_model_len, eos_token_ids=self._eos_token_ids, stream=stream)
+        return Sequence(
+            request,
+            max_length=self.max_model_len,
+            eos_token_ids=self._eos_token_ids,
+            stream=stream,
+            seed=self._draw_seed(),
+            acceptance=self._draft_acceptance,
+        )
 
     def _observe_load(self) -> None:
+        # A drafter that owns several survives the failure of one, and counts it.
+        failures = getattr(self._drafter, "num_failures", 0)
+        self.metrics.drafter_failures += failures - self._num_source_failures
+        self._num_source_failures = failures
         scheduler = self._scheduler
         self.metrics.num_running = len(scheduler.running)
         self.metrics.num_waiting = len(scheduler.waiting)

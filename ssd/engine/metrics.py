@@ -6,6 +6,14 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
+class SourceCounts:
+    """Drafted and emitted tokens of one source of drafts."""
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(slots=True)
 class EngineMetrics:
     """Written by the thread that steps the engine, read by any; every count only grows, except the last four.
 
@@ -19,6 +27,8 @@ class EngineMetrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    by_source: dict[str, SourceCounts] = field(default_factory=dict)
+    """By ``Draft.source``."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     drafter_failures: int = 0
@@ -31,13 +41,16 @@ class EngineMetrics:
     kv_usage: float = 0.0
     """Share of the KV cache's positions in use, 0..1."""
 
-    def count_draft(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """One verified row: how many tokens were drafted for it and how many of those were emitted."""
+    def count_draft(self, num_draft_tokens: int, num_accepted: int, source: str) -> None:
+        """One verified row: how many tokens were drafted for it, how many of those were emitted, and by whom."""
         self.num_verify_steps += 1
         if num_draft_tokens:
             self.num_drafts += 1
             self.num_draft_tokens += num_draft_tokens
             self.num_accepted_tokens += num_accepted
+            counts = self.by_source.setdefault(source, SourceCounts())
+            counts.num_draft_tokens += num_draft_tokens
+            counts.num_accepted_tokens += num_accepted
             missing = num_accepted - len(self.accepted_per_position)
             self.accepted_per_position.extend([0] * missing)
             for position in range(num_accepted):

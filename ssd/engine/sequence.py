@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence as Tokens
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.protocol import Draft
+from ssd.config import DraftAcceptance
+from ssd.drafting.protocol import Draft, RequestSampling
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
+from ssd.target.rejection import SampledDraft
 from ssd.target.sampling import SamplingRow
 from ssd.text.stream import TextStream
 
@@ -17,12 +18,21 @@ from ssd.text.stream import TextStream
 class Sequence:
     """Prompt, output and everything that decides when the output ends.
 
-    ``tokens[:num_tokens]`` is the context. ``stop_ids`` end the output; ``held_back_ids`` are those that
-    ``min_tokens`` forbids. The slot's KV cache holds all of the context but its last token, which the next pass feeds.
+    ``tokens[:num_tokens]`` is the context. ``stop_token_ids`` and ``eos_token_ids`` end the output. The slot's KV cache
+    holds all of the context but its last token, which the next pass feeds.
+    ``seed`` : for sampling where the request brings none. ``acceptance`` : how drawn drafts are verified; a request
+    that brings a seed, and a greedy one, are promised one output and keep to "match".
     """
 
     def __init__(
-        self, request: Request, *, max_length: int, eos_token_ids: tuple[int, ...], stream: TextStream | None
+        self,
+        request: Request,
+        *,
+        max_length: int,
+        eos_token_ids: tuple[int, ...],
+        stream: TextStream | None,
+        seed: int,
+        acceptance: DraftAcceptance = "match",
     ) -> None:
         sampling = request.sampling
         prompt = np.array(request.prompt_token_ids, np.int32)
@@ -33,10 +43,15 @@ class Sequence:
         self.max_length = min(max_length, asked)
         self.tokens: npt.NDArray[np.int32] = np.empty(self.max_length, np.int32)
         self.tokens[: len(prompt)] = prompt
-        self.seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
-        self.held_back_ids = tuple(sorted({*eos_token_ids, *sampling.stop_token_ids}))
+        self.sampling = RequestSampling(
+            params=sampling,
+            seed=seed if sampling.seed is None else sampling.seed,
+            choice_index=request.choice_index,
+            held_back_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
+            acceptance="match" if sampling.greedy or sampling.seed is not None else acceptance,
+        )
         self.slot = -1
         self.stats = RequestStats(num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
@@ -55,14 +70,17 @@ class Sequence:
 
     def sampling_row(self, draft: Draft) -> SamplingRow:
         """What choosing this sequence's next tokens needs."""
+        sampling = self.sampling
+        by_rejection = sampling.acceptance == "rejection"
         return SamplingRow(
-            params=self.request.sampling,
-            seed=self.seed,
-            choice_index=self.request.choice_index,
-            stop_ids=self.held_back_ids,
+            params=sampling.params,
+            seed=sampling.seed,
+            choice_index=sampling.choice_index,
+            stop_ids=sampling.held_back_ids,
             prompt=self.tokens[: self.num_prompt_tokens],
             output=self.tokens[self.num_prompt_tokens : self.num_tokens],
             draft=draft.token_ids,
+            draft_law=draft.law if by_rejection and isinstance(draft, SampledDraft) else None,
         )
 
     def commit(self, token_ids: Tokens[int]) -> RequestOutput:

@@ -56,7 +56,7 @@ def open_target(
     max_length : tokens a slot holds; None takes the model's limit, or less where memory for ``num_slots`` of them
     lacks. Raises ModelError when an explicit ``max_length`` cannot be had.
     """
-    limit = _model_limit(model)
+    limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
         raise ModelError(f"max_model_len {max_length} exceeds the model's context of {limit} tokens")
     wanted = max_length or limit or DEFAULT_MAX_LENGTH
@@ -149,7 +149,8 @@ def _relative_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> 
     return worst
 
 
-def _model_limit(model: PreTrainedModel) -> int | None:
+def model_limit(model: PreTrainedModel) -> int | None:
+    """Longest text the model takes, in tokens; None where its configuration states none."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)

@@ -1,0 +1,464 @@
+"""A draft model: the output is what it is without one, its slots follow the text, and none is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import count, product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from benchmarks.exactness import Report, Setting, compare, run
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.config import DraftAcceptance, DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import Arbiter
+from ssd.drafting.prompt_lookup import PromptLookupDrafter
+from ssd.drafting.protocol import Draft, Drafter, DraftRequest, RequestSampling
+from ssd.engine import Engine, Request
+from ssd.errors import ModelError
+from ssd.target.draft_loading import load_draft_model
+from ssd.target.draft_model import DraftModelDrafter
+from ssd.target.draft_slots import READ_WIDTH
+from ssd.target.loading import load_model, open_target
+from ssd.target.sampling import SamplingRow, apply_prefix_rules, truncated_scores
+from ssd.target.target import Target
+from ssd.text.codec import TextCodec
+from tests.models import VOCAB, tiny_model
+from tests.reference import rejection as slow
+from tests.statistics import assert_follows
+
+SLOTS = 8
+MAX_TOKENS = 16
+
+
+@cache
+def codec() -> TextCodec:
+    return TextCodec.load(str(MODEL_PATH))
+
+
+@cache
+def target() -> Target:
+    return open_target(bundled(), num_slots=SLOTS, max_length=160)
+
+
+def bundled() -> PreTrainedModel:
+    return load_model(MODEL_PATH, dtype="float32", device="cpu")
+
+
+def noisy(model: PreTrainedModel, share: float) -> PreTrainedModel:
+    """The model with noise on its weights, in proportion to their spread."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(share * parameter.std() * noise)
+    return model
+
+
+def random_tiny(vocab_size: int) -> PreTrainedModel:
+    return tiny_model("llama", vocab_size=vocab_size, hidden_size=32, num_hidden_layers=1, max_position_embeddings=160)
+
+
+@cache
+def draft_target(name: str) -> Target:
+    """A model to draft with; each is driven by one drafter at a time."""
+    models = {
+        "itself": bundled,
+        "noisy": lambda: noisy(bundled(), 0.1),
+        "random": lambda: random_tiny(codec().vocab_size),
+    }
+    return as_draft(models[name]())
+
+
+def as_draft(model: PreTrainedModel, num_slots: int = SLOTS, max_length: int = 160) -> Target:
+    return open_target(model, num_slots=num_slots, max_length=max_length, max_draft_tokens=READ_WIDTH - 1)
+
+
+class WithoutEstimates:
+    """A drafter whose drafts the engine never cuts: how much is verified does not depend on how fast this machine is.
+
+    Counts what the estimates promised of the tested tokens, and what was accepted.
+    """
+
+    def __init__(self, inner: DraftModelDrafter) -> None:
+        self.inner = inner
+        self.promised = self.accepted = 0.0
+        self.finish = inner.finish
+        self._estimates: dict[str, np.ndarray] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = self.inner.propose(requests)
+        for request, draft in zip(requests, drafts, strict=True):
+            self._estimates[request.request_id] = np.empty(0) if draft.probabilities is None else draft.probabilities
+        return [replace(draft, probabilities=None) for draft in drafts]
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        tested = min(len(draft.token_ids), num_accepted + 1)
+        self.promised += self._estimates[request_id][:tested].sum()
+        self.accepted += num_accepted
+        self.inner.observe(request_id, draft, num_accepted)
+
+
+def uncut(name: str) -> WithoutEstimates:
+    return WithoutEstimates(DraftModelDrafter(draft_target(name)))
+
+
+MAKERS: dict[str, Callable[[], Drafter]] = {
+    "itself": lambda: uncut("itself"),
+    "noisy": lambda: DraftModelDrafter(draft_target("noisy")),
+    "random": lambda: uncut("random"),
+    "arbiter": lambda: Arbiter([PromptLookupDrafter(), DraftModelDrafter(draft_target("noisy"))]),
+}
+
+
+def prompts(number: int) -> list[list[int]]:
+    return [codec().encode_prompt(text)[-64:] for text in snippets(3)[:number]]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.timeout(600)
+def test_a_draft_model_changes_no_token(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real weights in float32; requests join as others leave. The model itself as a draft is nearly always right."""
+    asked = prompts(24)
+    sampling = [
+        SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+        if kind == "greedy"
+        else SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8, top_p=0.95, seed=index)
+        for index in range(len(asked))
+    ]
+    expected, _ = run(target(), asked, sampling, None, eos_token_ids=codec().eos_token_ids)
+    report = Report()
+    for setting in (
+        Setting("itself", 4, 1), Setting("itself", 8, 8), Setting("noisy", 4, 4), Setting("random", 3, 8),
+        Setting("arbiter", 8, 4),
+    ):  # fmt: skip
+        compare(
+            target(), asked, sampling, expected, setting,
+            eos_token_ids=codec().eos_token_ids, report=report, makers=MAKERS,
+        )  # fmt: skip
+    with capsys.disabled():
+        print(f"\n{kind}: {report}; acceptance lengths {report.acceptance}")
+    assert report.passed, report.mismatches[:5]
+    assert report.acceptance["itself/k4/b1"] > 3.0 > report.acceptance["random/k3/b8"]
+
+
+PENALISED = [
+    SamplingParams(max_tokens=12, temperature=0.9, seed=5, presence_penalty=0.7, frequency_penalty=0.4),
+    SamplingParams(max_tokens=12, temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(max_tokens=12, temperature=1.1, top_k=20, min_p=0.02, seed=6, logit_bias=((300, 4.0),)),
+    SamplingParams(max_tokens=12, temperature=0.8, seed=7, min_tokens=6, stop=("\n",)),
+]
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_penalties_bias_and_stops_apply_to_drafts_as_to_the_target(acceptance: DraftAcceptance) -> None:
+    """Under either law: these are greedy or carry a seed, so they are promised one output."""
+    asked = [prompt for prompt in prompts(3) for _ in PENALISED]
+    sampling = PENALISED * 3
+    plain = tokens_of(make_engine(None), asked, sampling)
+    engine = make_engine(uncut("noisy"), acceptance=acceptance)
+    assert tokens_of(engine, asked, sampling) == plain
+    assert engine.metrics.by_source["model"].num_accepted_tokens > 0
+
+
+def test_the_model_itself_drafts_the_penalised_tokens() -> None:
+    engine = make_engine(uncut("itself"))
+    tokens_of(engine, prompts(4), PENALISED)
+    counts = engine.metrics.by_source["model"]
+    assert counts.num_accepted_tokens >= 0.9 * counts.num_draft_tokens > 0
+
+
+def make_engine(drafter: Drafter | None, *, acceptance: DraftAcceptance = "match") -> Engine:
+    draft = DraftConfig(num_speculative_tokens=4 if drafter else 0, draft_acceptance=acceptance)
+    numbers = count()
+    return Engine(
+        target(),
+        drafter=drafter or PromptLookupDrafter(),
+        codec=codec(),
+        config=EngineConfig(),
+        draft=draft,
+        draw_seed=lambda: next(numbers),
+    )
+
+
+def tokens_of(
+    engine: Engine, asked: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+) -> dict[str, list[int]]:
+    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(asked))}
+    for index, (prompt, params) in enumerate(zip(asked, sampling, strict=True)):
+        engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=params))
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id].extend(output.token_ids)
+    return outputs
+
+
+# -- the law where drafts are verified by rejection ----------------------------------------------------------------
+
+TINY_VOCAB = 6
+TINY_PROMPT = (1, 3, 4)
+RULED = SamplingParams(
+    max_tokens=3, temperature=0.9, top_p=0.95, repetition_penalty=1.2, logit_bias=((5, 0.7),), ignore_eos=True
+)
+
+
+@cache
+def tiny_pair() -> tuple[Target, Target, PreTrainedModel]:
+    """A target, a draft model, and the target's model once more, driven by nobody."""
+
+    def model() -> PreTrainedModel:
+        return tiny_model("llama", vocab_size=TINY_VOCAB, hidden_size=32, num_hidden_layers=1)
+
+    return (
+        open_target(model(), num_slots=16, max_length=16, max_draft_tokens=4),
+        as_draft(noisy(model(), 0.5), 16, 16),
+        model(),
+    )
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=3, ignore_eos=True), RULED], ids=["plain", "ruled"])
+def test_the_engine_puts_out_the_targets_law(params: SamplingParams, acceptance: DraftAcceptance) -> None:
+    """2,000 requests of three tokens against the exact probabilities of all outputs; no request has a seed."""
+    tiny_target, tiny_draft, model = tiny_pair()
+
+    @cache
+    @torch.inference_mode()
+    def law_after(output: tuple[int, ...]) -> slow.Law:
+        logits = model(input_ids=torch.tensor([[*TINY_PROMPT, *output]]), use_cache=False).logits[0, -1:].clone()
+        arrays = [np.array(ids, np.int32) for ids in (TINY_PROMPT, output, ())]
+        apply_prefix_rules(logits, SamplingRow(params, 0, 0, (), *arrays))
+        probs = torch.softmax(truncated_scores(logits, [params])[0].double(), -1)
+        return {token: float(chance) for token, chance in enumerate(probs) if chance > 0}
+
+    numbers = count()
+    engine = Engine(
+        tiny_target,
+        drafter=WithoutEstimates(DraftModelDrafter(tiny_draft, price=0.0)),
+        draft=DraftConfig(num_speculative_tokens=3, draft_acceptance=acceptance),
+        draw_seed=lambda: next(numbers),
+    )
+    outputs = tokens_of(engine, [TINY_PROMPT] * 1000, [params] * 1000)
+    outputs |= {f"{name}'": tokens for name, tokens in tokens_of(engine, [TINY_PROMPT] * 1000, [params] * 1000).items()}
+    assert_follows(Counter(map(tuple, outputs.values())), slow.plain_law(law_after, 3))
+    counts = engine.metrics.by_source["model"]
+    assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
+
+
+def test_under_rejection_length_and_estimates_do_not_depend_on_the_draw() -> None:
+    """Else the law would change, see ssd/target/rejection.py."""
+    drafter = DraftModelDrafter(draft_target("noisy"), price=0.1)
+    context = np.array(prompts(1)[0], np.int32)
+    drafts = []
+    for seed in range(12):
+        sampling = RequestSampling(params=SamplingParams(temperature=1.3), seed=seed, acceptance="rejection")
+        drafts += drafter.propose([DraftRequest(str(seed), context, len(context), None, 6, sampling=sampling)])
+        drafter.finish(str(seed))
+    assert len({tuple(draft.token_ids.tolist()) for draft in drafts}) > 1
+    assert len({tuple(draft.probabilities.tolist()) for draft in drafts}) == 1
+
+
+# -- slots -------------------------------------------------------------------------------------------------------
+
+TINY = as_draft(tiny_model(), num_slots=3, max_length=48)
+
+
+def ask(name: str, context: Sequence[int], limit: int = 4) -> DraftRequest:
+    return DraftRequest(name, np.array(context, np.int32), 1, None, limit, prices=np.zeros(1))
+
+
+@torch.inference_mode()
+def greedy(context: Sequence[int], num_tokens: int) -> list[int]:
+    text = list(context)
+    slots = open_target(tiny_model(), num_slots=1, max_length=48)
+    for _ in range(num_tokens):
+        slots.rollback(0, 0)
+        text.append(int(slots.forward([0], np.array([text]), [len(text)])[0, -1].argmax()))
+    return text[len(context) :]
+
+
+steps = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 12), st.booleans()), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=25)
+@given(steps)
+def test_a_slot_follows_whatever_becomes_of_its_drafts(script: list[tuple[int, int, int, bool]]) -> None:
+    """Contexts take some of the draft and then go elsewhere, are left out of some steps, and end; the drafts are those
+    of a model that reads each context anew."""
+    drafter = DraftModelDrafter(TINY)
+    random = np.random.default_rng(0)
+    contexts = {str(name): [1 + name] for name in range(3)}
+    last: dict[str, list[int]] = {}
+    for who, taken, added, ends in script:
+        name = str(who % 3)
+        if ends:
+            drafter.finish(name)
+            contexts[name], last[name] = [1 + who], []
+        elif len(contexts[name]) + taken + added < 40:
+            contexts[name] += last.get(name, [])[:taken] + random.integers(3, VOCAB, added).tolist()
+        asked = [other for other in contexts if other == name or added % 2]
+        for other, draft in zip(asked, drafter.propose([ask(other, contexts[other]) for other in asked]), strict=True):
+            last[other] = draft.token_ids.tolist()
+            assert last[other] == greedy(contexts[other], 4)
+    for name in contexts:
+        drafter.finish(name)
+    assert drafter.num_free_slots == 3
+
+
+def test_no_slot_no_room_and_foreign_tokens_mean_no_draft() -> None:
+    drafter = DraftModelDrafter(TINY)
+    drafts = drafter.propose([ask(name, [5, 6]) for name in "abcd"])
+    assert [len(draft.token_ids) for draft in drafts] == [4, 4, 4, 0]
+    for name in "abcd":
+        drafter.finish(name)
+    for context, length in (([5] * 46, 2), ([5] * 48, 0), ([5] * 60, 0), ([5, VOCAB], 0), ([5, -1], 0)):
+        assert len(drafter.propose([ask("a", context)])[0].token_ids) == length
+        drafter.finish("a")
+    assert len(drafter.propose([ask("a", [5], limit=0)])[0].token_ids) == 0
+    drafter.finish("a")
+    drafter.finish("never seen")
+    assert drafter.num_free_slots == 3
+
+
+def test_a_long_context_is_read_over_several_steps() -> None:
+    drafter = DraftModelDrafter(TINY, chunk_tokens=10)
+    context = np.random.default_rng(1).integers(3, VOCAB, 40).tolist()
+    found = [drafter.propose([ask("a", context), ask("b", [7, 8])]) for _ in range(4)]
+    assert [len(draft.token_ids) for draft, _ in found] == [0, 0, 0, 4]
+    assert all(len(draft.token_ids) == 4 for _, draft in found)
+    assert found[-1][0].token_ids.tolist() == greedy(context, 4)
+
+
+class FailingTarget:
+    """The real target, whose passes fail when told so, after they have written."""
+
+    def __init__(self, inner: Target) -> None:
+        self._inner = inner
+        self.failing = False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def forward(self, *arguments: object) -> torch.Tensor:
+        logits = self._inner.forward(*arguments)  # type: ignore[arg-type]
+        if self.failing:
+            raise RuntimeError("injected")
+        return logits
+
+
+def test_a_pass_that_fails_leaves_no_trace() -> None:
+    failing = FailingTarget(TINY)
+    drafter = DraftModelDrafter(failing)  # type: ignore[arg-type]
+    assert drafter.propose([ask("a", [5, 6])])[0].token_ids.tolist() == greedy([5, 6], 4)
+    failing.failing = True
+    with pytest.raises(RuntimeError, match="injected"):
+        drafter.propose([ask("a", [5, 6, 7]), ask("b", [9])])
+    failing.failing = False
+    for name, context in (("a", [5, 6, 7, 8]), ("b", [9, 4])):
+        assert drafter.propose([ask(name, context)])[0].token_ids.tolist() == greedy(context, 4)
+        drafter.finish(name)
+    assert drafter.num_free_slots == 3
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside prompt lookup"])
+def test_a_failing_draft_model_is_a_counter_and_changes_nothing(beside: bool) -> None:
+    failing = FailingTarget(draft_target("noisy"))
+    failing.failing = True
+    drafter: Drafter = DraftModelDrafter(failing)  # type: ignore[arg-type]
+    if beside:
+        drafter = Arbiter([PromptLookupDrafter(), drafter])
+    engine = make_engine(drafter)
+    asked, sampling = prompts(4), PENALISED
+    assert tokens_of(engine, asked, sampling) == tokens_of(make_engine(None), asked, sampling)
+    assert engine.metrics.drafter_failures > 0
+    assert "model" not in engine.metrics.by_source and bool(engine.metrics.by_source) == beside
+
+
+def test_cancelled_requests_give_their_slots_back() -> None:
+    drafter = DraftModelDrafter(draft_target("noisy"))
+    engine = make_engine(drafter)
+    for round_, index in product(range(2), range(10)):
+        engine.submit(
+            Request(request_id=f"{round_}-{index}", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=9))
+        )
+    for step in range(6):
+        engine.step()
+        engine.cancel(f"0-{step}")
+        engine.cancel(f"1-{step}")
+    while engine.has_work():
+        engine.step()
+    assert drafter.num_free_slots == SLOTS
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_estimates_come_to_say_what_is_accepted(temperature: float) -> None:
+    """Their sum over the tested tokens nears the number accepted."""
+    drafter = uncut("noisy")
+    params = [SamplingParams(max_tokens=32, temperature=temperature, seed=seed) for seed in range(16)]
+    tokens_of(make_engine(drafter), prompts(16), params)
+    assert drafter.accepted > 50
+    assert drafter.promised == pytest.approx(drafter.accepted, rel=0.25)
+
+
+# -- loading -----------------------------------------------------------------------------------------------------
+
+
+def save(model: PreTrainedModel, directory: object, *, codec_changes: bool = False) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    if codec_changes:
+        tokenizer.add_tokens(["<another>"])
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def test_an_engine_with_a_draft_model_from_files(tmp_path: object) -> None:
+    engine = Engine.from_pretrained(
+        MODEL_PATH,
+        dtype="float32",
+        device="cpu",
+        config=EngineConfig(max_num_seqs=4, max_model_len=160),
+        draft=DraftConfig(num_speculative_tokens=4),
+        draft_model=MODEL_PATH,
+    )
+    engine.warm_up()
+    assert tokens_of(engine, prompts(4), PENALISED) == tokens_of(make_engine(None), prompts(4), PENALISED)
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: object) -> None:
+    save(random_tiny(codec().vocab_size), tmp_path, codec_changes=True)
+    with pytest.raises(ModelError, match="another tokenizer"):
+        load_draft_model(str(tmp_path), target(), codec())
+
+
+def test_a_draft_model_smaller_than_its_tokenizer_is_refused(tmp_path: object) -> None:
+    save(random_tiny(codec().vocab_size - 1), tmp_path)
+    with pytest.raises(ModelError, match="do not belong together"):
+        load_draft_model(str(tmp_path), target(), codec())
+
+
+def test_a_padded_vocabulary_and_a_shorter_context_are_fine(tmp_path: object) -> None:
+    save(random_tiny(codec().vocab_size + 64), tmp_path)
+    drafter = load_draft_model(str(tmp_path), target(), codec(), dtype="float32", device="cpu")
+    sampling = RequestSampling(params=SamplingParams(logit_bias=((codec().vocab_size - 1, 50.0),)), seed=1)
+    request = DraftRequest("a", np.array([5], np.int32), 1, None, 3, prices=np.zeros(1), sampling=sampling)
+    assert drafter.propose([request])[0].token_ids.max() < target().vocab_size
+
+
+def test_a_recurrent_draft_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="recurrent"):
+        DraftModelDrafter(open_target(tiny_model("mamba"), num_slots=1, max_length=32))
