@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ssd.bundled import MODEL_PATH
 from tests.server_client import get, post, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +71,7 @@ def test_port_in_use_is_found_before_anything_is_loaded() -> None:
         (("--no-such-flag",), "--no-such-flag"),
         (("--port", "http"), "--port"),
         (("--num-speculative-tokens", "500"), "num_speculative_tokens"),
+        (("--draft-acceptance", "rejection"), "--draft-model"),
         (("--cache-tokens", "0"), "capacity_tokens"),
         (("--host", "no such host"), "--host"),
         (("./no-such-directory",), "no-such-directory"),
@@ -89,10 +91,24 @@ def test_unusable_arguments_end_in_one_line(arguments: tuple[str, ...], hint: st
         (("--max-model-len", "1000000"), "max_model_len"),
         (("--warm", str(ROOT / "tests")), "tests"),
         (("--namespace", "../other"), "namespace"),
+        (("--draft-model", "./no-such-directory"), "no-such-directory"),
     ],
 )
 def test_what_only_loading_shows_ends_in_one_line(arguments: tuple[str, ...], hint: str) -> None:
     assert hint in refused("--port", "0", "--device", "cpu", *arguments)
+
+
+def test_a_draft_model_drafts_beside_the_cache() -> None:
+    arguments = ("--draft-model", str(MODEL_PATH), "--draft-acceptance", "rejection")
+    with running(*SMALL, *arguments) as (_, port):
+        wait_until(lambda: answers(port, "/health"), 120)
+        asked = {"prompt": "import os\n", "max_tokens": 24, "temperature": 0.9, "ignore_eos": True}
+        seeded = [post(port, "/v1/completions", {**asked, "seed": 3}).json["choices"][0]["text"] for _ in range(2)]
+        assert seeded[0] == seeded[1]
+        assert post(port, "/v1/completions", asked).json["usage"]["completion_tokens"] == 24
+        metrics = get(port, "/metrics").content.decode()
+        assert "ssd:source_draft_tokens_total" in metrics and 'source="' in metrics
+        assert "ssd:drafter_failures_total" in metrics and get(port, "/health").status == 200
 
 
 def test_start_serve_and_sigterm_with_a_request_in_flight(tmp_path: Path) -> None:

@@ -76,6 +76,21 @@ def test_a_flat_cost_keeps_every_token_and_a_steep_one_none() -> None:
     assert learned(1e-6, 1.0).paying_width([draft(0.6, 0.6), draft()]) == 0
 
 
+@given(st.floats(1e-3, 1.0), st.floats(1e-4, 0.1), st.floats(0, 0.3), st.integers(1, 8), st.integers(1, 5))
+def test_a_price_is_what_a_position_takes_in_tokens_of_that_time(
+    fixed: float, per_position: float, wide: float, rows: int, limit: int
+) -> None:
+    cost = learned(fixed, per_position, wide)
+    assert cost.prices(rows, limit) is None
+    for _ in range(5):
+        cost.observe_output(6, 0.5)
+    prices = cost.prices(rows, limit)
+    assert prices is not None
+    assert prices[1:] == pytest.approx(np.full(limit - 1, 12 * per_position), rel=1e-3, abs=1e-3)
+    assert prices[0] == pytest.approx(12 * (per_position + wide / rows), rel=1e-3, abs=1e-3)
+    assert cost.prices(rows, 0) is None
+
+
 def test_an_interrupted_pass_teaches_nothing() -> None:
     cost = learned(0.01, 0.001)
     before = cost.pass_time

@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 Estimates = npt.NDArray[np.float64]
 
 TRIAL_EVERY = 256
-"""A drafter that has not been worth its cost is tried all the same, once in this many steps of requests."""
+"""A drafter that has not been worth its cost is tried all the same, at most once in this many steps of requests."""
+_TRIAL_SHARE = 0.01
+"""Most that trials may cost, in output tokens for each step of a request."""
 _TRIAL_TOKENS = 2
 _MOST_SKIPPED = 1024
 _FORGETTING = 0.95
@@ -27,10 +29,14 @@ _FORGETTING = 0.95
 
 @runtime_checkable
 class CostlyDrafter(Protocol):
-    """A drafter whose time counts; of one without this method it does not."""
+    """A drafter whose time counts; of one without these methods it does not."""
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Seconds to draft one more token for each of ``num_rows`` requests together; 0 while it is not known."""
+        ...
+
+    def seconds_to_begin(self, request: DraftRequest) -> float:
+        """Seconds before it can draft for ``request`` at all, spent once: to read a context it has not followed."""
         ...
 
 
@@ -65,6 +71,8 @@ class Pace:
 class _Source:
     drafter: Drafter
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    forgone: dict[str, float] = field(default_factory=dict)
+    """Of each request, the gains it would have had if the drafter had read its context; in tokens."""
     num_not_asked: int = 0
     num_failures: int = 0
     num_to_skip: int = 0
@@ -76,7 +84,9 @@ class Arbiter:
     A draft is worth its expected accepted tokens less the prices of verifying them, cut where that is greatest. Of a
     drafter that is yet to be asked, the request's recent rate of acceptance says what to expect; its time is turned
     into tokens at the pace of the recent steps: where a step emits R tokens a second, s seconds must bring R s tokens
-    (the rule of Dinkelbach 1967 for maximising the ratio of tokens to time). The first drafter is always asked.
+    (the rule of Dinkelbach 1967 for maximising the ratio of tokens to time). The first drafter is always asked. What is
+    spent once, reading a context, is spent when the gains forgone without it have come to as much: nobody knows how
+    long the output will be, and so it costs at most twice what was best (the ski rental of Karlin et al. 1988).
 
     A drafter that fails drafts nothing, is counted in ``num_failures`` and left alone for 1, 2, 4 ... steps. Those not
     chosen are told nothing; all are told when a request ends. Only speed depends on the choice, never a token. Where
@@ -123,6 +133,7 @@ class Arbiter:
         self._chosen.pop(request_id, None)
         for source in self._sources:
             source.rates.forget(request_id)
+            source.forgone.pop(request_id, None)
             try:
                 source.drafter.finish(request_id)
             except Exception:
@@ -140,22 +151,43 @@ class Arbiter:
         asked: dict[int, DraftRequest] = {i: request for i, request in enumerate(requests) if request.limit > 0}
         for _ in range(2):  # a pass for fewer rows costs each of them more
             cost = self._tokens_per_drafted_token(source, len(asked))
-            asked = {
-                i: replace(requests[i], prices=prices)
-                for i in asked
-                if promised_gain(
-                    source.rates.rate(requests[i].request_id), prices := _priced(requests[i], cost), requests[i].limit
-                )
-                > gains[i]
-            }
+            asked = {i: replace(requests[i], prices=_priced(requests[i], cost)) for i in asked}
+            more = {i: _promise(source, request) - gains[i] for i, request in asked.items()}
+            asked = {i: request for i, request in asked.items() if more[i] > 0}
+        asked = {i: request for i, request in asked.items() if self._may_begin(source, request, more[i])}
         for i, request in enumerate(requests):
             if i not in asked:
                 source.rates.relax(request.request_id)
         source.num_not_asked = 0 if asked else source.num_not_asked + len(requests)
-        if source.num_not_asked >= TRIAL_EVERY:
-            source.num_not_asked = 0
-            return {0: replace(requests[0], prices=np.zeros(1), limit=min(requests[0].limit, _TRIAL_TOKENS))}
-        return asked
+        return asked if source.num_not_asked < TRIAL_EVERY else self._trial(source, requests)
+
+    def _trial(self, source: _Source, requests: Sequence[DraftRequest]) -> dict[int, DraftRequest]:
+        """A few tokens for the request that is cheapest to begin with, where that costs little enough."""
+        costs = {
+            i: self._tokens_to_begin(source, request) + _TRIAL_TOKENS * self._tokens_per_drafted_token(source, 1)
+            for i, request in enumerate(requests)
+            if request.limit > 0
+        }
+        cheapest = min(costs, key=lambda i: costs[i], default=None)
+        if cheapest is None or costs[cheapest] > _TRIAL_SHARE * source.num_not_asked:
+            return {}
+        source.num_not_asked = 0
+        tried = requests[cheapest]
+        return {cheapest: replace(tried, prices=np.zeros(1), limit=min(tried.limit, _TRIAL_TOKENS))}
+
+    def _may_begin(self, source: _Source, request: DraftRequest, gain: float) -> bool:
+        """Whether beginning costs no more than was forgone so far; ``gain`` is forgone where it costs more."""
+        forgone = source.forgone.get(request.request_id, 0.0)
+        if self._tokens_to_begin(source, request) <= forgone:
+            return True
+        source.forgone[request.request_id] = forgone + gain
+        return False
+
+    def _tokens_to_begin(self, source: _Source, request: DraftRequest) -> float:
+        """What beginning with a request costs, in output tokens."""
+        if not isinstance(source.drafter, CostlyDrafter):
+            return 0.0
+        return self._pace.tokens_per_s * source.drafter.seconds_to_begin(request)
 
     def _tokens_per_drafted_token(self, source: _Source, num_rows: int) -> float:
         """What one more drafted token costs each of ``num_rows`` requests, in output tokens."""
@@ -213,6 +245,11 @@ def _gain_of(source: _Source, request: DraftRequest, draft: Draft) -> float:
     if estimates is None:
         estimates = np.full(len(draft.token_ids), source.rates.rate(request.request_id))
     return draft_gain(draft, estimates, _priced(request, 0.0))
+
+
+def _promise(source: _Source, request: DraftRequest) -> float:
+    assert request.prices is not None
+    return promised_gain(source.rates.rate(request.request_id), request.prices, request.limit)
 
 
 def _priced(request: DraftRequest, cost: float) -> Prices:

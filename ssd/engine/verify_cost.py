@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.protocol import Draft
+from ssd.drafting.protocol import Draft, Prices
 from ssd.target.target import Target
 
 _FORGETTING = 0.98
@@ -50,6 +50,7 @@ class VerifyCost:
         self._recent = np.zeros((3, 4))
         self._num_passes = 0
         self._pass_time: PassTime | None = None
+        self._output_tokens, self._output_seconds = 0.0, 0.0  # the older the less
 
     @property
     def pass_time(self) -> PassTime | None:
@@ -70,6 +71,24 @@ class VerifyCost:
         if self._num_passes % _FIT_EVERY == 0:
             # Real passes also sample, over longer contexts: the warm-up only stands in for sizes not seen lately.
             self._pass_time = _fit(_LASTING_SHARE * self._lasting + self._recent)
+
+    def observe_output(self, num_tokens: int, seconds: float) -> None:
+        """Tokens that a pass put out, and the seconds it took, drafting included."""
+        self._output_tokens = self._output_tokens * _FORGETTING + num_tokens
+        self._output_seconds = self._output_seconds * _FORGETTING + seconds
+
+    def prices(self, num_rows: int, limit: int) -> Prices | None:
+        """What the i-th drafted token of a row costs, float64[limit], in output tokens; None while it is not known.
+
+        The seconds that one more position takes, times the tokens put out per second of late: a token that is accepted
+        less often than that is better left out (Dinkelbach 1967). All rows are taken to draft alike.
+        """
+        pass_time = self._pass_time
+        if pass_time is None or self._output_seconds == 0.0 or limit < 1:
+            return None
+        seconds = np.full(limit, pass_time.per_position)
+        seconds[0] += pass_time.wide / num_rows
+        return seconds * (self._output_tokens / self._output_seconds)
 
     def paying_width(self, drafts: Sequence[Draft]) -> int:
         """Draft tokens per row that give most expected tokens per second; drafts without estimates are kept whole.

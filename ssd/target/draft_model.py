@@ -26,7 +26,8 @@ SOURCE = "model"
 """``Draft.source`` of what a draft model proposes."""
 
 _UNKNOWN_SAMPLING = RequestSampling(params=SamplingParams(temperature=0.0), seed=0)
-_WARM_UP_PASSES = 4
+_WARM_UP_ROWS = 8
+_WARM_UP_TOKENS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +114,10 @@ class DraftModelDrafter:
         """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
         return self._pass_seconds.of(num_rows)
 
+    def seconds_to_begin(self, request: DraftRequest) -> float:
+        """Expected time to read what it has not read of the context; 0 where that is little or not known."""
+        return self._slots.seconds_to_read(request.request_id, len(request.context))
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; empty where the model is still reading."""
         try:
@@ -138,13 +143,12 @@ class DraftModelDrafter:
         self._last.pop(request_id, None)
 
     def warm_up(self) -> None:
-        """Run passes over one and over all slots, so that their time is known before the first request."""
-        for num_rows in sorted({1, min(8, self._target.num_slots)}):
+        """Run passes over one and over several slots, so that their time is known before the first request."""
+        for num_rows in (1, 1, min(_WARM_UP_ROWS, self._target.num_slots)):
             names = [f"warm-up-{row}" for row in range(num_rows)]
-            for attempt in range(_WARM_UP_PASSES):
-                context = np.ones(attempt + 1, np.int32)
-                requests = [DraftRequest(name, context, 1, None, 2, prices=np.zeros(1)) for name in names]
-                self._propose(requests)
+            context = np.ones(min(_WARM_UP_TOKENS, self._target.max_length - 3), np.int32)
+            for limit in (1, 3, 3):
+                self._propose([DraftRequest(name, context, 1, None, limit, prices=np.zeros(1)) for name in names])
             for name in names:
                 self.finish(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from ssd.target.verification import pad_rows
 
 READ_WIDTH = 8
 """Most positions of a pass that reads several rows at once; longer text is read row by row."""
+
+_FORGETTING = 0.9
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +41,7 @@ class DraftSlots:
         self._chunk_tokens = chunk_tokens
         self._free = list(range(target.num_slots))
         self._open: dict[str, DraftSlot] = {}
+        self._tokens_read, self._seconds_reading = 0.0, 0.0  # the older the less
 
     @property
     def num_free(self) -> int:
@@ -82,7 +86,7 @@ class DraftSlots:
             ahead = max(0, state.num_known - held - READ_WIDTH)
             part = state.text[held : held + min(ahead, budget)]
             if len(part):
-                self._target.prefill([state.slot], pad_rows([part]), [len(part)])
+                self._read_part(state, part)
                 budget -= len(part)
             if len(part) == ahead:
                 ready.append(index)
@@ -95,6 +99,21 @@ class DraftSlots:
         logits = self._target.forward([states[index].slot for index in ready], pad_rows(parts), counts)
         last = torch.tensor(counts, device=logits.device) - 1
         return ready, logits[torch.arange(len(ready), device=logits.device), last]
+
+    def seconds_to_read(self, request_id: str, num_tokens: int) -> float:
+        """Expected time to read what is new, beyond what a pass takes anyway, in a context of ``num_tokens``."""
+        state = self._open.get(request_id)
+        held = min(state.num_known, self._target.length(state.slot)) if state is not None else 0
+        unread = max(0, num_tokens - held - READ_WIDTH)
+        return unread * self._seconds_reading / self._tokens_read if self._tokens_read else 0.0
+
+    def _read_part(self, state: DraftSlot, part: npt.NDArray[np.int32]) -> None:
+        began = time.perf_counter()
+        self._target.prefill([state.slot], pad_rows([part]), [len(part)])
+        if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
+        self._tokens_read = _FORGETTING * self._tokens_read + len(part)
+        self._seconds_reading = _FORGETTING * self._seconds_reading + time.perf_counter() - began
 
     def feed(self, states: Sequence[DraftSlot]) -> torch.Tensor:
         """Read one more token of each text, which was put there after what the slot holds: logits [R, V]."""
