@@ -338,6 +338,10 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
     assert accepted <= grown("vllm:spec_decode_num_draft_tokens_total")
     assert accepted > 0
     assert after["vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"] > 0
+    families = text_string_to_metric_families(get(server.port, "/metrics").content.decode())
+    by_source = next(family.samples for family in families if family.name == "ssd:source_accepted_tokens")
+    assert sum(s.value for s in by_source) == after["vllm:spec_decode_num_accepted_tokens_total", ""]
+    assert {s.labels["source"] for s in by_source} <= {"own", "index"}
     assert (after["vllm:num_requests_running", ""], after["vllm:num_requests_waiting", ""]) == (0, 0)
     assert after["ssd:ready", ""] == 1
     assert after["ssd:cache_tokens", ""] > 0
