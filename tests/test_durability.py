@@ -408,7 +408,7 @@ def test_a_full_disk_costs_no_text_that_was_on_it_and_nothing_is_left_half_writt
     assert room["said"] == [*on_disk, *range(120, 200)] and room["left"] == []
     back = result["room_reopened"]
     assert [n for n in back if n < 80 or n >= 130] == [*on_disk, *range(130, 200)] and back == sorted(set(back))
-    warnings = [line for line in log.splitlines() if line.startswith("WARNING")]
+    warnings = [line for line in log.splitlines() if line.startswith(("WARNING", "ERROR"))]
     assert warnings and all("namespace=default" in line for line in warnings)
     assert any("File too large" in line or "No space left" in line for line in warnings)
     assert len(warnings) < 12  # once for each kind and each opening, not for each failure
@@ -443,6 +443,44 @@ def test_a_read_only_directory_costs_only_persistence(tmp_path: Path) -> None:
     assert result["said"] == list(range(20, 40)) and result["failures"] == 1 and result["unchanged"]
     assert result["writable_again"] == list(range(20))
     assert "its directory cannot be used, it stays in memory" in log and "Read-only file system" in log
+
+
+_READ_ONLY_WHILE_OPEN = (
+    _CHILD_SETUP
+    + """
+caches = opened()
+learn(caches, 0, 20)
+caches.flush()
+result = {"before": failures(caches), "on_disk": numbers(caches)}
+# A mount on top: what the process has open stays, every path leads to a file system that takes nothing.
+subprocess.run(["mount", "--bind", str(home), str(home)], check=True)
+subprocess.run(["mount", "-o", "remount,ro,bind", str(home)], check=True)
+learn(caches, 20, 40)
+caches.flush()
+result["said"], result["failures"] = numbers(caches), failures(caches)
+subprocess.run(["umount", "-l", str(home)], check=True)
+learn(caches, 40, 50)
+caches.flush()
+result["failures_after"] = failures(caches)
+die(caches)
+caches = opened()
+result["reopened"] = numbers(caches)
+caches.close()
+print(json.dumps(result))
+"""
+)
+
+
+def test_a_directory_that_turns_read_only_while_open_costs_nothing_once_it_is_writable_again(tmp_path: Path) -> None:
+    need_mounts()
+    result, log = run_child(_READ_ONLY_WHILE_OPEN, str(tmp_path), namespace="true")
+    assert result["before"] == 0 and result["on_disk"] == list(range(20))
+    assert result["said"] == list(range(40)) and result["failures"] > 0
+    assert result["reopened"] == list(range(50)) and result["failures_after"] == result["failures"]
+    errors = [line for line in log.splitlines() if line.startswith("ERROR")]
+    assert len(errors) == 1 and "Read-only file system" in errors[0] and "namespace=default" in errors[0]
+    assert [line for line in log.splitlines() if "can be written again" in line and line.startswith("WARNING")]
+    assert len(log.splitlines()) == 2
 
 
 _TOO_FEW_FILES = (

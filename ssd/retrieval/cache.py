@@ -130,6 +130,8 @@ class CacheSet:
         with self._lock:
             self._stopping = True
         self._wake.set()
+        for cache in self._open_caches():
+            cache.begin_close()
         if self._thread is not None:
             self._thread.join()
         if self._worker is not None:

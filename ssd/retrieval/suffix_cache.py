@@ -21,6 +21,7 @@ from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.marks import KeptMark, Mark, PendingMarks
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import new_segment_id
+from ssd.retrieval.outage import Outage
 from ssd.retrieval.prefixes import PrefixFilter
 from ssd.retrieval.snapshot import Segment, Snapshot, concatenate
 from ssd.retrieval.static import load_static_directory
@@ -48,7 +49,6 @@ Listener = Callable[[Pieces], None]
 
 _MERGED_IN_PROCESS = 1 << 14  # tokens; sorting so few costs less than asking the worker
 _ROOM_WAIT_S = 1.0
-_WRITE_AGAIN_S = 30.0
 _KEEP_LEARNED_S = 60.0
 
 
@@ -118,8 +118,9 @@ class SuffixCache:
         self._merge: _RunningMerge | None = None
         self._num_appended = self._num_skipped = self._num_sealed = self._num_merged = self._num_failures = 0
         self._complained: set[str] = set()
+        self._outage = Outage(name)
+        self._closing = False
         self._closed = False
-        self._write_again_at = 0.0
 
         self.kept_mark: KeptMark | None = None
         """What the directory said when it was opened: the last mark whose text had all reached files, and the ring
@@ -178,13 +179,13 @@ class SuffixCache:
         ``mark`` : as for ``set_mark``, with this piece as the last one given.
 
         Waits, at most a second, while the ring is half full of unsealed tokens: a replica that reads a long log must
-        not outrun the sealing. Not for the request path.
+        not outrun the sealing. Once the cache is being closed there is none, and no wait. Not for the request path.
         """
         try:
             tokens = _checked(token_ids)
             with self._room:
                 if self._wake is not None:
-                    self._room.wait_for(self._index.has_room, _ROOM_WAIT_S)
+                    self._room.wait_for(lambda: self._closing or self._index.has_room(), _ROOM_WAIT_S)
                 self._store([tokens])
                 self._num_appended += len(tokens)
                 if mark is not None:
@@ -253,18 +254,29 @@ class SuffixCache:
                 return
             self._seal(1 if seal_all else self._seal_tokens)
             self._run_merges(wait)
-            if time.monotonic() >= self._write_again_at:
+            if self._outage.is_retry_due() or (seal_all and wait):
                 self._write_again()
             self._commit()
             if time.monotonic() >= self._keep_learned_at:
                 self._keep_learned()
 
     def flush(self) -> None:
-        """Seal the whole tail and wait for all merges."""
+        """Seal the whole tail, wait for all merges, try again with what could not be written."""
         self.maintain(seal_all=True)
 
+    def begin_close(self) -> None:
+        """Have maintenance that runs on another thread end with the segment it is at. ``close`` must follow."""
+        with self._room:
+            self._closing = True
+            self._room.notify_all()
+
     def close(self) -> None:
-        """Seal the tail and let go of the directory. Appends still work afterwards, in memory only."""
+        """Seal the tail and let go of the directory. Appends still work afterwards, in memory only.
+
+        Bounded while others append: what they store after the call is not waited for. Sorts a tail at most, and writes
+        it and what could not be written before.
+        """
+        self.begin_close()
         with self._maintenance_lock:
             if self._closed:
                 return
@@ -278,9 +290,12 @@ class SuffixCache:
                 self._directory.close()
 
     def _seal(self, min_tokens: int) -> None:
+        """Seal what the tail holds now, while that is at least ``min_tokens``; what comes meanwhile waits."""
+        stop = self._index.next_position
         while True:
             with self._lock:
-                due = self._index.tail_to_seal() if self._index.num_tail_tokens >= min_tokens else None
+                is_due = self._tail_start < stop and self._index.num_tail_tokens >= min_tokens
+                due = self._index.tail_to_seal() if is_due else None
             if due is None:
                 return
             start, tokens = due
@@ -291,12 +306,15 @@ class SuffixCache:
                 self._room.notify_all()
 
     def _run_merges(self, wait: bool) -> None:
-        while True:
+        while not self._closing:
             if self._merge is not None:
                 if not wait and not self._merge.future.done():
                     return
                 merge, self._merge = self._merge, None
-                self._install(merge.inputs, self._take_over(merge))
+                merged = self._take_over(merge)
+                if merged is None:
+                    return
+                self._install(merge.inputs, merged)
             with self._lock:
                 inputs = self._index.merge_plan()
             if inputs is None:
@@ -330,14 +348,21 @@ class SuffixCache:
             future.add_done_callback(lambda _: wake())
         return _RunningMerge(inputs, segment_id, future)
 
-    def _take_over(self, merge: _RunningMerge) -> Segment:
+    def _take_over(self, merge: _RunningMerge) -> Segment | None:
+        """What the worker merged, or else what is merged here; None when the cache is being closed."""
         assert self._directory is not None
         try:
             merge.future.result()
             return self._directory.adopt(merge.segment_id)
         except (CacheError, OSError) as error:
-            self.report_failure("a merge by the rebuild process failed", error)
-            return self._merge_here(merge.inputs)
+            if self._closing:
+                return None
+            merged = self._merge_here(merge.inputs)
+            if self._outage.is_on:
+                self._num_failures += 1  # the directory takes nothing, from the worker as little as from here
+            else:
+                self.report_failure("a merge by the rebuild process failed", error)
+            return merged
 
     def _merge_here(self, inputs: Sequence[Segment]) -> Segment:
         start = inputs[0].start
@@ -358,7 +383,7 @@ class SuffixCache:
         try:
             return self._directory.write(segment)
         except (OSError, CacheError) as error:
-            self.report_failure("a segment stays in memory", error)
+            self._report_outage("a segment stays in memory", error)
             return segment
 
     def _write_again(self) -> None:
@@ -370,7 +395,7 @@ class SuffixCache:
                 continue
             written = self._to_file(segment)
             if written is segment:
-                self._write_again_at = time.monotonic() + _WRITE_AGAIN_S
+                self._outage.put_off()
                 return
             with self._lock:
                 self._index.install_merged((segment,), written)
@@ -383,14 +408,16 @@ class SuffixCache:
             kept = self._marks.kept_at(self._first_not_in_files(segments))
         files = tuple(file for segment in segments for file in self._files_of(segment))
         self._parts = {s.segment_id: self._parts[s.segment_id] for s in segments if s.segment_id in self._parts}
-        if (files, kept) == self._committed:
-            return
-        try:
-            shared = None if kept is None else kept.to_json()
-            self._directory.commit(files, next_position=next_position, shared=shared)
-            self._committed = files, kept
-        except OSError as error:
-            self.report_failure("the manifest was not written", error)
+        if (files, kept) != self._committed:
+            try:
+                shared = None if kept is None else kept.to_json()
+                self._directory.commit(files, next_position=next_position, shared=shared)
+                self._committed = files, kept
+            except OSError as error:
+                self._report_outage("the manifest was not written", error)
+                return
+        if files == segments:
+            self._outage.over()
 
     def _read_learned(self) -> bytes | None:
         if self._directory is None or not self._directory.durable:
@@ -431,6 +458,10 @@ class SuffixCache:
     @property
     def _tail_start(self) -> int:
         return self._index.next_position - self._index.num_tail_tokens
+
+    def _report_outage(self, what: str, error: Exception) -> None:
+        self._num_failures += 1
+        self._outage.failed(what, error)
 
     def report_failure(self, what: str, error: BaseException) -> None:
         """Count a failure and log the first of its kind: what fails once often fails always."""
