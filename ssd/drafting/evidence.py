@@ -167,6 +167,12 @@ def own_position(recency: int) -> int:
 
 
 @inlined
+def is_lost(pool: Pool, sample: int, texts: Texts) -> bool:
+    """Whether a place of the tail is no longer in it."""
+    return bool(pool.kind[sample] == _IN_TAIL and pool.at[sample] < texts.tail_start)
+
+
+@inlined
 def is_own(pool: Pool, sample: int) -> bool:
     """Whether a sample comes from the request's own text."""
     return bool(pool.kind[sample] == _OWN)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ssd.drafting.frequency_kernel import make_continuations, propose_frequency
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.workspace import Wishes, Workspace, propose_by_snapshot
+from ssd.drafting.workspace import Wishes, Workspace, checked_lengths, propose_by_snapshot
 from ssd.retrieval.snapshot import Snapshot
 
 _USUAL = Wishes(np.zeros(1))
@@ -23,8 +23,7 @@ class FrequencyDrafter:
     """
 
     def __init__(self, *, max_match_length: int = 10, min_match_length: int = 1) -> None:
-        self._max_length = max_match_length
-        self._min_length = min_match_length
+        self._max_length, self._min_length = checked_lengths(max_match_length, min_match_length)
         self._workspace = Workspace()
         self._continuations = make_continuations()
 

@@ -9,7 +9,7 @@ import numpy as np
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix_kernel import end_request, propose_suffix, propose_suffix_one
-from ssd.drafting.workspace import NO_SNAPSHOT, Wishes, Workspace, contiguous, propose_by_snapshot
+from ssd.drafting.workspace import NO_SNAPSHOT, Wishes, Workspace, checked_lengths, contiguous, propose_by_snapshot
 from ssd.retrieval.snapshot import Snapshot
 
 
@@ -29,8 +29,11 @@ class SuffixDrafter:
     """
 
     def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, price: float = 0.1) -> None:
-        """``price`` : of a drafted token in expected accepted tokens, for requests that bring none."""
-        self._lengths = max_match_length, max(1, min_match_length)
+        """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
+
+        Raises ConfigError when ``max_match_length`` is not within 1..256.
+        """
+        self._lengths = checked_lengths(max_match_length, min_match_length)
         self._usual = Wishes(np.array([price]))
         self._workspace = Workspace()
         self._own_model = AcceptanceModel()

@@ -25,9 +25,10 @@ from ssd.drafting.expansion import EXPANSION_WORDS, MAX_DRAFT, SOURCES
 from ssd.drafting.lessons import LESSONS_INT64S, forget_lessons
 from ssd.drafting.prediction import PREDICTION_INT64S, begin_prediction
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
+from ssd.errors import ConfigError
 from ssd.retrieval.lanes import LANE_COLUMNS, WALKER_COLUMNS
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
-from ssd.retrieval.pattern import PATTERNS_BYTES
+from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
 from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, address, make_snapshot
 
 ROW_COLUMNS: Final = 10
@@ -260,10 +261,22 @@ class Workspace:
 
 
 def contiguous(context: TokenIds) -> TokenIds:
-    """``context`` as the kernels take it."""
-    if context.dtype is _INT32 and context.flags.c_contiguous:
+    """``context`` as the kernels take it: itself, or a copy. Ids that int32 cannot hold become -1, which is no token.
+
+    A copy also of what is read-only: the kernels are compiled for one kind of array.
+    """
+    flags = context.flags
+    if context.dtype is _INT32 and flags.c_contiguous and flags.writeable:
         return context
-    return np.ascontiguousarray(context, np.int32)
+    context = as_context(context)
+    return context if context.flags.writeable else context.copy()
+
+
+def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
+    """These, the second at least 1. Raises ConfigError where the kernels have no room for the first."""
+    if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
+        raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
+    return max_match_length, max(1, min_match_length)
 
 
 def propose_by_snapshot(
