@@ -7,6 +7,8 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ssd.errors import ConfigError
 
 TokenIds = npt.NDArray[np.int32]
 
+_SUFFIX = ".jsonl.gz"
 _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
 
 
@@ -35,7 +38,21 @@ class Row:
 
 def find_trace(name: str) -> Path:
     """The file of a trace: a path, or a name in the folder $SSD_TRACES. Raises ConfigError when there is none."""
-    return _find(name, "SSD_TRACES", f"{name}.jsonl.gz", "trace")
+    return _find(name, "SSD_TRACES", f"{name}{_SUFFIX}", "trace")
+
+
+def all_traces() -> list[str]:
+    """Names of the traces in $SSD_TRACES, sorted. Raises ConfigError when it is not set or holds none."""
+    folder = os.environ.get("SSD_TRACES")
+    names = sorted(path.name.removesuffix(_SUFFIX) for path in Path(folder).glob(f"*{_SUFFIX}")) if folder else []
+    if not names:
+        raise ConfigError(f"no trace was named and SSD_TRACES is {folder!r}; name some, or set it to a folder of them")
+    return names
+
+
+def trace_name(path: Path) -> str:
+    """What a trace is called in results; no path."""
+    return path.name.removesuffix(_SUFFIX)
 
 
 def find_tokenizer(name: str) -> Path:
@@ -81,13 +98,30 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
+def read_sessions(records: Iterable[dict[str, Any]], tokenizer: TraceTokenizer) -> Iterator[list[Row]]:
+    """Tokenize records lazily, a session at a time; prompt and output separately, as they are met while serving.
+
+    The rows of a conversation are views of one text, so a session takes the memory of its tokens once.
+    """
+    for _, group in groupby(records, key=itemgetter("session")):
+        session: list[Row] = []
+        history, bounds = list[int](), list[tuple[int, int]]()
+        for record in group:
+            if not record["prompt_is_delta"]:
+                session += _views(history, bounds)
+                history, bounds = [], []
+            history += tokenizer.encode(record["prompt"])
+            begin = len(history)
+            history += [*tokenizer.encode(record["output"]), tokenizer.end_of_text]
+            bounds.append((begin, len(history)))
+        yield session + _views(history, bounds)
+
+
 def read_rows(records: Iterable[dict[str, Any]], tokenizer: TraceTokenizer) -> Iterator[Row]:
-    """Tokenize records lazily, in order; prompt and output separately, as they are met while serving."""
-    session, history = None, list[int]()
-    for record in records:
-        if not record["prompt_is_delta"] or record["session"] != session:
-            session, history = record["session"], []
-        history += tokenizer.encode(record["prompt"])
-        output = [*tokenizer.encode(record["output"]), tokenizer.end_of_text]
-        yield Row(np.array(history, np.int32), np.array(output, np.int32))
-        history += output
+    """The rows of all sessions, in order."""
+    return chain.from_iterable(read_sessions(records, tokenizer))
+
+
+def _views(history: list[int], bounds: list[tuple[int, int]]) -> list[Row]:
+    text = np.array(history, np.int32)
+    return [Row(text[:begin], text[begin:end]) for begin, end in bounds]

@@ -12,7 +12,7 @@ from benchmarks.index.contexts import DRAFT_TOKENS, Context, sample_contexts
 from benchmarks.index.data import Tokens
 from benchmarks.index.ingest import Filled
 from benchmarks.index.lookups import Prober, percentile
-from benchmarks.peers.client import Peer, PeerError
+from benchmarks.peers import Peer, PeerError
 
 _ROUNDS = 3
 _CONTEXTS = 1000

@@ -17,65 +17,20 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
+from benchmarks.peers.answers import Draft, Insertion, PeerError, PeerUnavailable, Proposals
 from benchmarks.peers.frames import FrameError, TokenIds, read_frame, write_frame
 from benchmarks.peers.names import PEER_NAMES
+from benchmarks.walk import Steps
 
 _ROOT = Path(__file__).parents[2]
 _CHUNK_TOKENS = 1 << 20
 _STDERR_LINES = 8
-
-
-class PeerError(Exception):
-    """The peer refused a call, or its library raised; it can be asked again."""
-
-
-class PeerUnavailable(PeerError):
-    """The peer is not installed, did not start or has died. The message says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Insertion:
-    """What it took a peer to learn sequences; all zero for a peer without a store."""
-
-    seconds: float
-    """The peer's own calls, added up."""
-    num_tokens: int
-    """Tokens it can now draft from for other requests; less than it was given where it does not store prompts."""
-    resident_growth_bytes: int
-    """Growth of its resident memory, once freed memory was given back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Proposals:
-    """Answers to a list of contexts, in order."""
-
-    us: npt.NDArray[np.float64]
-    """float64[n], microseconds."""
-    drafts: list[TokenIds]
-    """n of int32[<= max_tokens]; empty where the peer had nothing to say."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """One draft of a running request."""
-
-    us: float
-    token_ids: TokenIds
-    """int32[n]."""
-    parents: TokenIds
-    """int32[n], index of each token's parent in ``token_ids``; -1 follows the context. A chain is -1, 0, 1, ..."""
-    probs: npt.NDArray[np.float64] | None
-    """float64[n], the peer's estimates, where it gives any."""
-    match_length: int | None
-    """Length of the match behind the draft, where the peer tells."""
 
 
 class Peer:
@@ -193,6 +148,21 @@ class Peer:
     def stop(self, request_id: str, keep: bool) -> None:
         """End a request. With ``keep`` a peer that has a store drafts for later requests from its output."""
         self._call("stop", {"request_id": request_id, "keep": keep})
+
+    def replay(
+        self, request_id: str, text: TokenIds, prompt_length: int, settings: Sequence[tuple[int, dict[str, float]]]
+    ) -> list[Steps]:
+        """Decode a recorded request in the peer's process, once under each setting, and let the peer keep the output.
+
+        ``text`` : int32[n], prompt and output. ``settings`` : most tokens of a draft, and what `speculate` would be
+        given. No setting's drafts depend on the others. Without settings the request is only learned.
+        """
+        asked = [{"max_tokens": max_tokens, "setting": setting} for max_tokens, setting in settings]
+        _, arrays = self._call(
+            "replay", {"request_id": request_id, "prompt_length": prompt_length, "settings": asked}, [text]
+        )
+        size = len(arrays) // max(1, len(asked))
+        return [Steps.from_arrays(arrays[first : first + size]) for first in range(0, len(arrays), max(1, size))]
 
     def close(self) -> None:
         """End the process; may be called twice."""

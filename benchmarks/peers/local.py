@@ -21,7 +21,7 @@ class Speculation:
     parents: list[int]
     """Index of each token's parent in ``token_ids``; -1 follows the context. A chain is -1, 0, 1, ..."""
     probs: list[float] | None = None
-    """The peer's estimate of each token's chance, where it gives one."""
+    """The peer's estimate that a token and all before it in its branch are accepted, where it gives one."""
     match_length: int | None = None
     """Length of the match the draft follows, where the peer tells."""
 

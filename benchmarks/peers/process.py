@@ -20,6 +20,7 @@ from benchmarks.peers.arctic import Arctic
 from benchmarks.peers.frames import TokenIds, read_frame, write_frame
 from benchmarks.peers.local import LocalPeer, Speculation
 from benchmarks.peers.prompt_lookup import PromptLookup
+from benchmarks.peers.replaying import replay
 from benchmarks.peers.resident import resident_bytes
 from benchmarks.peers.vllm_ngram import VllmNgram
 
@@ -35,6 +36,16 @@ _MAKERS: dict[str, Callable[..., LocalPeer]] = {
 def without_collection() -> Iterator[None]:
     """Keep Python's cyclic collector from running inside a timed call."""
     gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def collection_put_off() -> Iterator[None]:
+    """The same without collecting first, which before each single request would cost more than the drafting."""
     gc.disable()
     try:
         yield
@@ -72,6 +83,7 @@ class Server:
             "speculate": self._speculate,
             "add": self._add,
             "stop": self._stop,
+            "replay": self._replay,
         }
         return operations[header["op"]](header, arrays)
 
@@ -104,14 +116,10 @@ class Server:
         return {}, []
 
     def _speculate(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
-        # Collecting before each single call would cost the replay more than the drafting.
-        gc.disable()
-        try:
+        with collection_put_off():
             draft: Speculation = self._peer.speculate(
                 header["request_id"], arrays[0], header["max_tokens"], header["setting"]
             )
-        finally:
-            gc.enable()
         answer = {"ns": draft.ns, "probs": draft.probs, "match_length": draft.match_length}
         return answer, [np.array(draft.token_ids, np.int32), np.array(draft.parents, np.int32)]
 
@@ -122,6 +130,11 @@ class Server:
     def _stop(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
         self._peer.stop(header["request_id"], header["keep"])
         return {}, []
+
+    def _replay(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
+        with collection_put_off():
+            steps = replay(self._peer, header["request_id"], arrays[0], header["prompt_length"], header["settings"])
+        return {}, [array for each in steps for array in each.to_arrays()]
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], server: Server) -> None:

@@ -1,0 +1,153 @@
+"""One trace under one tokenizer: the unit of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.replay.calibration import calibrate
+from benchmarks.replay.contenders import Contender, OurDrafters, PeerDrafter
+from benchmarks.replay.cost import CostCurve, speed_up
+from benchmarks.replay.counts import Counts
+from benchmarks.replay.replaying import replay_stream
+from benchmarks.replay.settings import PEERS, Setting, settings_of
+from benchmarks.replay.stream import Turn, adversarial, limited, shuffled, stream
+from benchmarks.traces import Row, TraceTokenizer, read_records, read_sessions, trace_name
+from ssd.config import DraftConfig, IndexConfig
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to replay and how; the same for every trace and tokenizer."""
+
+    drafters: Sequence[str]
+    draft: DraftConfig
+    index: IndexConfig
+    costs: Sequence[CostCurve]
+    priced_by: Sequence[CostCurve] = ()
+    curve: bool = False
+    tree: bool = False
+    arctic_depth: int = 64
+    max_output_tokens: int | None = None
+    shuffle: int | None = None
+    warm: float = 0.0
+    shift: Path | None = None
+    adversarial: bool = False
+    seed: int = 0
+
+
+def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
+    """All drafters under all settings on one trace, which is tokenized once."""
+    turns = turns_of(plan, trace, TraceTokenizer(tokenizer))
+    results: dict[str, list[Result]] = {}
+    for contender in _contenders(plan, turns):
+        with contender:
+            for setting, counts in zip(contender.settings, replay_stream(turns, contender), strict=True):
+                results.setdefault(setting.drafter, []).append(
+                    {
+                        "trace": trace_name(trace),
+                        "tokenizer": tokenizer.parent.name,
+                        "drafter": setting.drafter,
+                        "setting": setting.name,
+                        "tree": plan.tree,
+                        "max_draft": plan.draft.num_speculative_tokens,
+                        **summary(counts, plan.costs),
+                        "configuration": {
+                            "draft": asdict(plan.draft),
+                            "index": asdict(plan.index),
+                            "max_output_tokens": plan.max_output_tokens,
+                            **contender.describe(),
+                        },
+                    }
+                )
+    return [result for drafter in plan.drafters for result in results[drafter]]
+
+
+def run_all(plan: Plan, traces: Sequence[Path], tokenizers: Sequence[Path], num_jobs: int) -> Iterator[list[Result]]:
+    """`run` for every tokenizer and trace, in order, in ``num_jobs`` processes; the results do not depend on it."""
+    pairs = [(plan, trace, tokenizer) for tokenizer, trace in product(tokenizers, traces)]
+    if num_jobs == 1:
+        yield from map(_run_one, pairs)
+        return
+    # Kernels and a pool of threads do not survive a fork.
+    with ProcessPoolExecutor(num_jobs, get_context("spawn")) as pool:
+        yield from pool.map(_run_one, pairs)
+
+
+def _run_one(arguments: tuple[Plan, Path, Path]) -> list[Result]:
+    return run(*arguments)
+
+
+def turns_of(plan: Plan, trace: Path, tokenizer: TraceTokenizer) -> list[Turn]:
+    """The stream of requests that the plan asks for."""
+
+    def sessions(path: Path) -> Iterable[list[Row]]:
+        found: Iterable[list[Row]] = read_sessions(read_records(path), tokenizer)
+        if plan.shuffle is not None:
+            found = shuffled(found, plan.shuffle)
+        return limited(found, plan.max_output_tokens)
+
+    turns = stream(sessions(trace), warm=plan.warm, learned=() if plan.shift is None else sessions(plan.shift))
+    return adversarial(turns, plan.seed) if plan.adversarial else turns
+
+
+def _contenders(plan: Plan, turns: Sequence[Turn]) -> Iterator[Contender]:
+    """One after another, so that no two hold their memories at once."""
+    limit = plan.draft.num_speculative_tokens
+
+    def settings(drafter: str) -> list[Setting]:
+        return settings_of(drafter, limit, curve=plan.curve, tree=plan.tree, priced_by=plan.priced_by)
+
+    ours = [setting for drafter in plan.drafters if drafter not in PEERS for setting in settings(drafter)]
+    if ours:
+        yield OurDrafters(ours, draft=plan.draft, index=plan.index, tree=plan.tree)
+    makers: dict[str, Callable[[], dict[str, int]]] = {
+        "arctic": lambda: {"depth": plan.arctic_depth},
+        "vllm-ngram": lambda: {"max_draft": limit, "max_context_tokens": _longest(turns)},
+        "prompt-lookup-hf": dict,
+    }
+    for drafter in plan.drafters:
+        if drafter in PEERS:
+            yield PeerDrafter(settings(drafter), **makers[drafter]())
+
+
+def _longest(turns: Sequence[Turn]) -> int:
+    return max((len(turn.row.context) + len(turn.row.output) for turn in turns), default=1)
+
+
+def summary(counts: Counts, costs: Sequence[CostCurve]) -> Result:
+    """The figures of one setting, as they stand in the JSON; steps counts as 1 where there is none."""
+    steps = max(1, counts.num_verify_steps)
+    times_us = counts.propose_us if counts.num_verify_steps else np.zeros(1)
+    calibration = calibrate(counts.estimates, counts.hits)
+    return {
+        "output_tokens": counts.num_output_tokens,
+        "verify_steps": counts.num_verify_steps,
+        "drafted_tokens": counts.num_drafted_tokens,
+        "accepted_tokens": counts.num_accepted_tokens,
+        "mean_acceptance_length": counts.num_output_tokens / steps,
+        "drafted_per_step": counts.num_drafted_tokens / steps,
+        "accepted_per_step": counts.num_accepted_tokens / steps,
+        "acceptance_rate": counts.num_accepted_tokens / max(1, counts.num_drafted_tokens),
+        "speed_up": {cost.name: speed_up(counts.num_output_tokens, counts.steps_by_drafted, cost) for cost in costs},
+        "propose_us_p50": round(float(np.percentile(times_us, 50)), 1),
+        "propose_us_p99": round(float(np.percentile(times_us, 99)), 1),
+        "cached_tokens": counts.num_cached_tokens,
+        "calibration": None
+        if calibration is None
+        else {
+            "error": calibration.error,
+            "estimated": calibration.estimated.tolist(),
+            "accepted": calibration.accepted.tolist(),
+            "num_tokens": calibration.num_tokens.tolist(),
+        },
+    }

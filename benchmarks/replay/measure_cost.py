@@ -1,0 +1,138 @@
+"""What does a verify pass of T tokens cost, in passes of one? Measured through our engine's own target.
+
+``python -m benchmarks.replay.measure_cost [MODEL] [--rounds N] [--out FILE] [--json]``
+
+One row, batch 1: the model's own greedy continuation of a prompt is verified T tokens at a time, as a step does it (one
+forward pass, the target's token at every position). A round times every width once, in random order; a width's cost is
+the median over rounds of its time over that of one token in the same round. Every pass must choose the tokens that
+single steps chose. Prints a table, writes the file that `benchmarks.replay` reads, ends stdout with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.environment import describe
+from benchmarks.exactness import TIE_MARGIN
+from benchmarks.growth import model_name
+from benchmarks.replay.cost import MEASURED_PATH
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.target.loading import load_model, open_target
+from ssd.target.target import Target
+from ssd.text.codec import TextCodec
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17, 25, 33, 49, 65, 97, 129)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    options = _parse(arguments)
+    target = open_target(
+        load_model(options.model, dtype=options.dtype, device=options.device),
+        num_slots=1,
+        max_length=options.context + max(WIDTHS) + 1,
+        max_draft_tokens=max(WIDTHS),
+    )
+    codec = TextCodec.load(str(options.model))
+    text = [token_id for snippet in snippets(0) for token_id in codec.encode_prompt(snippet)]
+    chosen = decode(target, text[: options.context], max(WIDTHS) + 1)
+    seconds, num_ties = time_rounds(target, chosen, options.rounds)
+    ratios = seconds / seconds[:, :1]
+    result: dict[str, Any] = {
+        "benchmark": "verify-cost",
+        "date": datetime.date.today().isoformat(),
+        "environment": describe(),
+        "model": model_name(options.model),
+        "device": str(target.device),
+        "dtype": str(target.dtype),
+        "threads": torch.get_num_threads(),
+        "parameters": {"context": options.context, "rounds": options.rounds},
+        "near_ties": num_ties,
+        "widths": list(WIDTHS),
+        "ms_p50": np.round(np.median(seconds, axis=0) * 1e3, 3).tolist(),
+        "costs": np.round(np.median(ratios, axis=0), 4).tolist(),
+        "costs_p10": np.round(np.percentile(ratios, 10, axis=0), 4).tolist(),
+        "costs_p90": np.round(np.percentile(ratios, 90, axis=0), 4).tolist(),
+    }
+    if not options.json:
+        print(table(result))
+    line = json.dumps(result)
+    options.out.write_text(line + "\n")
+    print(line)
+    return 0
+
+
+def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArray[np.int64]:
+    """int64[num_tokens], the last token of the prompt and what follows it greedily, end of text or not."""
+    target.prefill([0], np.array([prompt[:-1]], np.int64), [len(prompt) - 1])
+    tokens = [prompt[-1]]
+    while len(tokens) < num_tokens:
+        logits = target.forward([0], np.array([tokens[-1:]], np.int64), [1])
+        tokens.append(int(logits[0, 0].argmax()))
+    target.rollback(0, len(prompt) - 1)
+    return np.array(tokens, np.int64)
+
+
+def time_rounds(target: Target, text: npt.NDArray[np.int64], rounds: int) -> tuple[npt.NDArray[np.float64], int]:
+    """float64[rounds, widths], seconds; and how many choices differed by a near-tie. Any other raises SystemExit."""
+    begin = target.length(0)
+    random = np.random.default_rng(0)
+    seconds = np.zeros((rounds + 1, len(WIDTHS)))
+    num_ties = 0
+    for number in range(rounds + 1):
+        for column in random.permutation(len(WIDTHS)):
+            width = WIDTHS[column]
+            began = time.perf_counter()
+            logits = target.forward([0], text[None, :width], [width])
+            chosen = logits[0].argmax(-1).cpu().numpy()
+            seconds[number, column] = time.perf_counter() - began
+            target.rollback(0, begin)
+            for position in np.flatnonzero(chosen != text[1 : width + 1]):
+                scores = logits[0, position].float()
+                if float(scores.max() - scores[int(text[position + 1])]) >= TIE_MARGIN:
+                    raise SystemExit(f"a pass of {width} tokens chose another token at position {position}")
+                num_ties += 1
+    return seconds[1:], num_ties  # the first round allocates
+
+
+def table(result: dict[str, Any]) -> str:
+    """One line a width."""
+    lines = [
+        f"verify-cost: {result['model']}, {result['device']}, {result['dtype']}, {result['threads']} threads, "
+        f"{json.dumps(result['parameters'])}",
+        f"{'tokens':>7} {'ms p50':>9} {'cost':>8} {'p10':>8} {'p90':>8}",
+    ]
+    columns = zip(*(result[key] for key in ("widths", "ms_p50", "costs", "costs_p10", "costs_p90")), strict=True)
+    lines += [f"{width:>7} {ms:>9.2f} {cost:>8.2f} {low:>8.2f} {high:>8.2f}" for width, ms, cost, low, high in columns]
+    return "\n".join(lines)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay.measure_cost", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("model", nargs="?", default=MODEL_PATH, help="Hugging Face directory or id (default: bundled)")
+    add("--rounds", type=int, default=100)
+    add("--context", type=int, default=256, help="tokens before the verified ones")
+    add("--dtype", default="auto")
+    add("--device", default="auto")
+    add("--out", type=Path, default=MEASURED_PATH, help="file to write (default: the one that the replay reads)")
+    add("--json", action="store_true", help="print the JSON line alone, no table")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
