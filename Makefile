@@ -40,14 +40,20 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Reproduces the README's figures: about half an hour on two cores, 2 GB of disk for the largest index. The replay needs
+# Reproduces the README's figures: about an hour on two cores, 2 GB of disk for the largest index. The replay needs
 # recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results --json
+	$(BIN)/python -m benchmarks.replay.measure_cost --json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
 		$(BIN)/python -m benchmarks.replay $(TRACES) --tokenizer llama2-32k --drafter ssd --drafter frequency \
 			--drafter prompt-lookup --max-draft 16 --max-output-tokens 120000 --json \
 			| tee /dev/stderr | tail -n 1 >benchmarks/results/replay.json; \
+		if [ -e $(PEERS_READY) ]; then \
+			$(BIN)/python -m benchmarks.replay --tokenizer llama2-32k --drafter ssd --drafter arctic --curve \
+				--max-draft 16 --max-output-tokens 120000 --jobs 2 --json --plot benchmarks/results/replay-curve.png \
+				| tail -n 1 >benchmarks/results/replay-curve.json; \
+		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
 	$(BIN)/python -m benchmarks.index --tokens 1000000 --json | tail -n 1 >benchmarks/results/index-1m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --worst-cases --peers --json \

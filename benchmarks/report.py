@@ -1,7 +1,8 @@
 """Splice measured figures into the README: ``python -m benchmarks.report``.
 
-Reads ``growth.json``, ``replay.json`` and ``index-*.json`` in ``benchmarks/results`` and rewrites what stands between
-the markers ``<!-- growth:begin -->`` ... ``<!-- growth:end -->`` (and so on). No figure in the README is typed by hand.
+Reads ``growth.json``, ``replay.json``, ``replay-curve.json`` and ``index-*.json`` in ``benchmarks/results`` and
+rewrites what stands between the markers ``<!-- growth:begin -->`` ... ``<!-- growth:end -->`` (and so on). No figure in
+the README is typed by hand.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ def main() -> None:
     """Rewrite the README's figures."""
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for name, render in (("growth", growth_section), ("replay", replay_section)):
-        path = RESULTS / f"{name}.json"
-        if path.exists():
-            text = spliced(text, name, render(json.loads(path.read_text())))
+    growth, replay, curves = (_result(name) for name in ("growth", "replay", "replay-curve"))
+    if growth is not None:
+        text = spliced(text, "growth", growth_section(growth))
+    if replay is not None:
+        lines = [replay_section(replay), "", curve_section(curves) if curves is not None else ""]
+        text = spliced(text, "replay", "\n".join(lines))
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]
     if runs:
         text = spliced(text, "index", index_section(sorted(runs, key=stored_tokens)))
     readme.write_text(text)
+
+
+def _result(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def spliced(text: str, name: str, section: str) -> str:
@@ -89,6 +97,20 @@ def replay_section(result: dict[str, Any]) -> str:
             cells.append(f"{row['mean_acceptance_length']:.2f} @ {drafted:.1f}")
         lines.append(f"| {trace} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def curve_section(result: dict[str, Any]) -> str:
+    """Accepted tokens a step against other drafters that may draft as much; one line each."""
+    lines = []
+    for drafter, found in result["comparison"].items():
+        places = ", ".join(f"{place:.0%}" for place in found["places"])
+        means = ", ".join(f"{mean:.3f}" for mean in found["geometric_means"])
+        compared = sum(row["ratios"] is not None for row in found["rows"])
+        lines.append(
+            f"Accepted tokens per step over {drafter}'s at as many drafted ones, {places} along what both curves "
+            f"cover: {means} (geometric means over {compared} traces and tokenizers)."
+        )
+    return "\n".join(["![accepted over drafted tokens per step](benchmarks/results/replay-curve.png)", "", *lines])
 
 
 def stored_tokens(run: dict[str, Any]) -> int:

@@ -74,7 +74,7 @@ class TraceTokenizer:
     """Text to ids without special tokens, and the end-of-text id. Needs the ``tokenizers`` package."""
 
     def __init__(self, path: Path) -> None:
-        """Load a tokenizer.json. Raises ConfigError when it is missing or has no end-of-text token."""
+        """Load a tokenizer.json; without an end-of-text token it gets an id past its vocabulary. Raises ConfigError."""
         from tokenizers import Tokenizer
 
         if not path.is_file():
@@ -82,9 +82,7 @@ class TraceTokenizer:
         self._tokenizer: Any = Tokenizer.from_file(str(path))
         ids = [self._tokenizer.token_to_id(token) for token in _END_OF_TEXT]
         known = [token_id for token_id in ids if token_id is not None]
-        if not known:
-            raise ConfigError(f"{path} has none of the end-of-text tokens {', '.join(_END_OF_TEXT)}")
-        self.end_of_text: int = known[0]
+        self.end_of_text: int = known[0] if known else max(self._tokenizer.get_vocab().values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text`` alone."""

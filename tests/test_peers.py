@@ -18,6 +18,7 @@ from benchmarks.peers.client import environment
 from benchmarks.peers.frames import FrameError, read_frame, write_frame
 from benchmarks.peers.local import Speculation, chain
 from benchmarks.peers.process import Server, serve
+from benchmarks.walk import Steps
 
 needs_peers = pytest.mark.skipif(
     not (environment() / ".ready").exists(), reason="the peers are not installed: run `make bench-peers`"
@@ -171,6 +172,27 @@ def test_a_request_is_decoded_step_by_step() -> None:
     )
     assert started == added == stopped == ({}, [])
     assert drafted == ({"ns": 2000, "probs": [0.5, 0.5], "match_length": None}, [[8, 9], [-1, 0]])
+
+
+def test_a_recorded_request_is_decoded_under_several_settings_at_once() -> None:
+    echo = Echo()
+    settings = [{"max_tokens": most, "setting": {"knob": 0.5}} for most in (1, 2)]
+    ask = {"op": "replay", "request_id": "r", "prompt_length": 2, "settings": settings}
+    _, (_, arrays), (_, nothing) = answers_to(
+        frame_of(ask, (ids(1, 1, 1, 1, 2, 1),)),
+        frame_of({**ask, "settings": []}, (ids(1, 1, 1, 1, 2, 1),)),
+        peer=echo,
+    )
+    one, two = (Steps.from_arrays([np.array(a, np.int32) for a in some]) for some in (arrays[:6], arrays[6:]))
+    # It drafts what it just saw: right after 1 1 and 1 1 1, wrong before the 2 and after it.
+    assert (one.drafted.tolist(), one.accepted.tolist()) == ([1, 1, 1], [1, 0, 0])
+    assert (two.drafted.tolist(), two.accepted.tolist()) == ([2, 2], [2, 0])
+    assert two.ns.tolist() == [2000, 2000]
+    # 0.5 each for whole branches, so the second token of a draft is certain once the first was accepted.
+    assert two.estimates.tolist() == [0.5, 1.0, 0.5]
+    assert two.hits.tolist() == [1, 1, 1]
+    assert nothing == []
+    assert echo.running == []
 
 
 def test_a_failed_operation_is_an_answer_and_the_next_one_works() -> None:

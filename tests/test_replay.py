@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks.replay import main, replay
-from benchmarks.traces import Row, TraceTokenizer, read_records, read_rows
+from benchmarks.replay.contenders import OurDrafters, PeerDrafter
+from benchmarks.replay.replaying import replay_stream
+from benchmarks.replay.settings import settings_of
+from benchmarks.replay.stream import stream
+from benchmarks.traces import Row, TraceTokenizer, all_traces, read_records, read_rows
+from benchmarks.walk import Steps
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
+from ssd.errors import ConfigError
 from ssd.retrieval.snapshot import SEPARATOR
 from tests.reference import drafting as reference
+from tests.reference import walk as slow
+from tests.test_peers import needs_peers
 
 
 def made_rows(num_rows: int = 12) -> list[tuple[list[int], list[int]]]:
@@ -49,6 +58,72 @@ def test_prompt_lookup_replay_equals_the_slow_one():
     assert (counts.num_verify_steps, counts.num_drafted_tokens, counts.num_accepted_tokens) == steps
 
 
+def figures(counts) -> tuple:
+    return counts.steps_by_drafted.tolist(), counts.num_accepted_tokens, counts.estimates.tolist(), counts.hits.tolist()
+
+
+def test_settings_side_by_side_count_what_each_counts_alone():
+    turns = stream([as_rows(made_rows())], warm=0.0)
+    options = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(seal_tokens=64)}
+    settings = [setting for name in DRAFTER_NAMES for setting in settings_of(name, 8, curve=True, tree=False)]
+    with OurDrafters(settings, **options) as contender:
+        together = [figures(counts) for counts in replay_stream(turns, contender)]
+    for setting, counts in zip(settings, together, strict=True):
+        with OurDrafters([setting], **options) as contender:
+            assert figures(replay_stream(turns, contender)[0]) == counts
+
+
+def test_a_drafter_that_drafts_too_much_is_an_error():
+    class Greedy:
+        def propose(self, requests):
+            return make_drafter("prompt-lookup", DraftConfig()).propose([replace(each, limit=9) for each in requests])
+
+    rows = as_rows([([1, 2, 3, 4, 5] * 3, [1, 2, 3])])
+    with pytest.raises(AssertionError, match="drafted 5"):
+        replay(rows, Greedy(), max_draft=4)
+
+
+def test_learned_rows_are_drafted_from_and_not_counted():
+    one, other = as_rows([([1], [2, 3, 4, 5, 6, 0]), ([1], [2, 3, 4, 5, 6, 0])])
+    settings = settings_of("frequency", 8, curve=False, tree=False)
+    with OurDrafters(settings, draft=DraftConfig(), index=IndexConfig()) as contender:
+        (counts,) = replay_stream(stream([[other]], learned=[[one]]), contender)
+    assert (counts.num_output_tokens, counts.num_verify_steps) == (6, 1)
+
+
+@needs_peers
+@pytest.mark.parametrize(
+    ("drafter", "tree"), [("arctic", False), ("arctic", True), ("vllm-ngram", False), ("prompt-lookup-hf", False)]
+)
+def test_a_peer_side_by_side_counts_what_it_counts_alone_step_by_step(drafter, tree):
+    turns = stream([[row] for row in as_rows(made_rows())], warm=0.2)
+    settings = settings_of(drafter, 8, curve=True, tree=tree)
+    with PeerDrafter(settings) as contender:
+        together = [figures(counts) for counts in replay_stream(turns, contender)]
+    with StepByStep(settings[-1:]) as alone:
+        assert figures(replay_stream(turns, alone)[0])[:2] == together[-1][:2]
+
+
+class StepByStep(PeerDrafter):
+    """The same through single calls: what a server would do."""
+
+    def replay(self, request_id, row):
+        (setting,) = self.settings
+        text, position, steps = np.concatenate([row.context, row.output]), len(row.context), []
+        self._peer.start(request_id, row.context)
+        while position < len(text):
+            draft = self._peer.speculate(request_id, text[:position], setting.limit, **setting.knobs)
+            accepted = slow.longest_agreeing(
+                draft.token_ids.tolist(), draft.parents.tolist(), text[position:-1].tolist()
+            )
+            steps.append((len(draft.token_ids), accepted, 0, 0))
+            self._peer.add(request_id, text[position : position + accepted + 1])
+            position += accepted + 1
+        self._peer.stop(request_id, keep=True)
+        columns = np.array(steps, np.int32).T.copy()
+        return [Steps(*columns, np.empty(0, np.float32), np.empty(0, np.int32))]
+
+
 @pytest.fixture
 def trace(tmp_path):
     from tokenizers import Tokenizer
@@ -76,11 +151,14 @@ def test_rows_of_a_session_see_its_history(trace):
     assert rows[1].output.tolist() == [3, 4, 5, 6, 7, 0]
 
 
-def run(trace, capsys, *more: str) -> list[dict]:
+def run_whole(trace, capsys, *more: str) -> dict:
     drafters = [argument for name in DRAFTER_NAMES for argument in ("--drafter", name)]
     assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--max-draft", "4", *drafters, *more]) == 0
-    line = capsys.readouterr().out.strip().split("\n")[-1]
-    results = json.loads(line)["results"]
+    return json.loads(capsys.readouterr().out.strip().split("\n")[-1])
+
+
+def run(trace, capsys, *more: str) -> list[dict]:
+    results = run_whole(trace, capsys, *more)["results"]
     return [{key: value for key, value in r.items() if not key.startswith("propose_us")} for r in results]
 
 
@@ -100,3 +178,63 @@ def test_the_row_that_would_exceed_the_limit_is_left_out(trace, capsys):
 def test_a_missing_trace_is_a_clear_error(trace, capsys):
     assert main([str(trace / "absent"), "--tokenizer", str(trace)]) == 2
     assert "SSD_TRACES" in capsys.readouterr().err
+
+
+def test_a_curve_has_a_result_for_each_setting_and_is_compared(trace, capsys):
+    result = run_whole(trace, capsys, "--curve", "--price-by", "measured")
+    named = [(each["drafter"], each["setting"]) for each in result["results"]]
+    assert len(set(named)) == len(named)
+    assert ("ssd", "price 0.05") in named
+    assert ("ssd", "priced by measured") in named
+    assert ("prompt-lookup", "draft 2") in named
+    assert [name for name, _ in named] == sorted((name for name, _ in named), key=DRAFTER_NAMES.index)
+    assert set(result["comparison"]) == {"frequency", "prompt-lookup"}
+    for each in result["results"]:
+        assert each["accepted_per_step"] == pytest.approx(each["mean_acceptance_length"] - 1)
+        assert set(each["speed_up"]) == {"flat 32", "measured"}
+        assert each["speed_up"]["flat 32"] == pytest.approx(each["mean_acceptance_length"])
+
+
+def test_every_kind_of_stream_gives_the_same_counts_twice(trace, capsys):
+    shift = ("--shift", str(trace / "tiny.jsonl.gz"))
+    plain = run(trace, capsys)
+    for more in (("--shuffle", "1"), ("--warm", "0.5"), shift, ("--adversarial",), ("--tree",)):
+        first = run(trace, capsys, *more)
+        assert first == run(trace, capsys, *more)
+        # Three short sessions may well count the same in another order.
+        assert first != plain or more[0] == "--shuffle"
+    assert {result["output_tokens"] for result in run(trace, capsys, "--warm", "0.5")} == {12}
+
+
+def test_processes_change_nothing(trace, capsys):
+    twice = ("--tokenizer", str(trace))
+    assert run(trace, capsys, *twice, "--jobs", "2") == run(trace, capsys, *twice)
+
+
+def test_curves_and_reliability_are_drawn(trace, tmp_path, capsys):
+    run(trace, capsys, "--curve", "--plot", str(tmp_path / "replay.png"))
+    for name in ("replay.png", "replay-reliability.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_name_all_traces_are_replayed(trace, monkeypatch):
+    monkeypatch.setenv("SSD_TRACES", str(trace))
+    assert all_traces() == ["tiny"]
+    monkeypatch.delenv("SSD_TRACES")
+    with pytest.raises(ConfigError, match="SSD_TRACES"):
+        all_traces()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [("--max-draft", "0"), ("--warm", "1.5"), ("--jobs", "0"), ("--plot", "no/such/place.png"), ("--shift", "absent")],
+)
+def test_a_wrong_option_is_a_clear_error(trace, capsys, more):
+    assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), *more]) == 2
+    assert more[1].split("/")[0] in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_a_clear_error(trace, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SSD_PEERS", str(tmp_path / "nowhere"))
+    assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--drafter", "arctic"]) == 2
+    assert "make bench-peers" in capsys.readouterr().err

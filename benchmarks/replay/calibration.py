@@ -32,14 +32,13 @@ class Calibration:
 def calibrate(estimates: Floats, hits: Floats, num_bins: int = NUM_BINS) -> Calibration | None:
     """Bin ``estimates``, float64[t], and ``hits``, float64[t]; None without any. O(t log t).
 
-    Equal-mass bins as in Nguyen & O'Connor (2015, section 3); equal estimates may fall into two bins.
+    Equal-mass bins as in Nguyen & O'Connor (2015, section 3), but equal estimates share a bin, so there can be fewer.
     """
     if not len(estimates):
         return None
-    order = np.argsort(estimates, kind="stable")
-    parts = [part for part in np.array_split(order, num_bins) if len(part)]
-    return Calibration(
-        np.array([estimates[part].mean() for part in parts]),
-        np.array([hits[part].mean() for part in parts]),
-        np.array([len(part) for part in parts], np.int64),
-    )
+    num_smaller = np.searchsorted(np.sort(estimates), estimates)
+    bins = num_smaller * num_bins // len(estimates)
+    num_tokens = np.bincount(bins)
+    used = num_tokens > 0
+    estimated, accepted = (np.bincount(bins, weights=values)[used] / num_tokens[used] for values in (estimates, hits))
+    return Calibration(estimated, accepted, num_tokens[used])

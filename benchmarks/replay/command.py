@@ -1,6 +1,6 @@
 """How many tokens does a verify step emit? Drafters replayed on recorded outputs, no model needed.
 
-``python -m benchmarks.replay [TRACE...] --tokenizer DIR [--drafter NAME]... [--curve] [--tree] [--json]``
+``python -m benchmarks.replay [TRACE...] --tokenizer DIR [--drafter NAME]... [--curve] [--tree] [--plot PNG]``
 
 The recorded output is what the target says. Drafting starts at the end of the prompt; a step emits the accepted part
 of the draft and one token more. After a row its tokens enter the index, which does its upkeep at once, so nothing is
@@ -24,6 +24,7 @@ from benchmarks.replay import table
 from benchmarks.replay.comparison import compare_results
 from benchmarks.replay.cost import CostCurve, flat, measured
 from benchmarks.replay.job import Plan, run_all
+from benchmarks.replay.plots import plot_curves, plot_reliability
 from benchmarks.replay.settings import CONTENDER_NAMES, OURS
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
 from ssd.config import DraftConfig, IndexConfig
@@ -53,6 +54,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--adversarial", action="store_true", help="learn the trace; score earlier outputs that come back changed")
     add("--seed", type=int, default=0, help="of --adversarial")
     add("--jobs", type=int, default=1, metavar="N", help="processes, each with one trace and tokenizer at a time")
+    add("--plot", type=Path, metavar="PNG", help="draw the curves, and the reliability of estimates beside them as "
+        "PNG's name with -reliability")  # fmt: skip
     add("--json", action="store_true", help="print the JSON line alone, no table")
     return parser.parse_args(arguments)
 
@@ -114,7 +117,12 @@ def main(arguments: list[str] | None = None) -> int:
         plan = _plan(options)
         traces = [find_trace(name) for name in options.traces or all_traces()]
         tokenizers = [find_tokenizer(name) for name in options.tokenizer]
+        if options.plot is not None and not options.plot.parent.is_dir():
+            raise ConfigError(f"--plot {options.plot}: there is no such directory; make it first")
         result = _run(plan, traces, tokenizers, options.jobs, quiet=options.json)
+        if options.plot is not None:
+            plot_curves(result["results"], options.plot)
+            plot_reliability(result["results"], options.plot.with_stem(f"{options.plot.stem}-reliability"))
     except (ConfigError, PeerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.replay.settings import is_priced_by_curve
+
 Point = tuple[float, float]
 """Drafted tokens a step, accepted tokens a step."""
 
@@ -67,7 +69,7 @@ def compare_results(results: Sequence[dict[str, Any]], ours: str) -> dict[str, A
     """
     points: dict[str, dict[tuple[str, str], list[Point]]] = {}
     for result in results:
-        if not result["setting"].startswith("priced by"):
+        if not is_priced_by_curve(result):
             key = result["trace"], result["tokenizer"]
             point = result["drafted_per_step"], result["accepted_per_step"]
             points.setdefault(result["drafter"], {}).setdefault(key, []).append(point)

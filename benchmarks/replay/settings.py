@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.replay.cost import CostCurve
 from ssd.drafting import DRAFTER_NAMES
@@ -13,6 +14,8 @@ PEERS = {"arctic": "arctic", "vllm-ngram": "vllm-ngram", "prompt-lookup-hf": "pr
 """What other people's drafters are called here, and in `benchmarks.peers`."""
 
 CONTENDER_NAMES = (*DRAFTER_NAMES, *PEERS)
+
+_PRICED_BY = "priced by "
 
 _PRICES = (0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01)
 _LENGTHS = (2, 4, 8, 16)
@@ -46,7 +49,7 @@ def settings_of(
             if curve
             else [Setting(drafter, "default", max_draft)]
         )
-        return plain + [Setting(drafter, f"priced by {each.name}", max_draft, curve=each) for each in priced_by]
+        return plain + [Setting(drafter, _PRICED_BY + each.name, max_draft, curve=each) for each in priced_by]
     if drafter == "arctic":
         pairs = [(factor, least) for least in _LEAST_PROBABILITIES for factor in _FACTORS] if curve else [(1.0, 0.1)]
         return [
@@ -62,3 +65,8 @@ def settings_of(
         return [Setting(drafter, "default", 0)]
     lengths = sorted({length for length in _LENGTHS if length < max_draft} | {max_draft}) if curve else [max_draft]
     return [Setting(drafter, f"draft {length}", length) for length in lengths]
+
+
+def is_priced_by_curve(result: dict[str, Any]) -> bool:
+    """Whether a cost curve set the prices: such a result is no point of a drafter's own curve."""
+    return str(result["setting"]).startswith(_PRICED_BY)

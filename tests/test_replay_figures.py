@@ -1,0 +1,199 @@
+"""Figures of a replay: counts, costs, prices, calibration, comparison of curves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.replay.calibration import calibrate
+from benchmarks.replay.comparison import compare, compare_results, envelope, geometric_means
+from benchmarks.replay.cost import CostCurve, flat, measured, speed_up
+from benchmarks.replay.counts import Counts
+from benchmarks.replay.pricing import CurvePrice, FixedPrice
+from benchmarks.replay.settings import CONTENDER_NAMES, settings_of
+from benchmarks.walk import Steps
+from ssd.errors import ConfigError
+from tests.reference import walk as reference
+
+
+def steps_of(drafted: list[int], accepted: list[int], tested: list[int] | None = None) -> Steps:
+    tested = tested or [0] * len(drafted)
+    ints = (np.array(values, np.int32) for values in (drafted, accepted, tested, [1000] * len(drafted)))
+    total = sum(tested)
+    return Steps(*ints, np.linspace(0.1, 0.9, total).astype(np.float32), np.arange(total, dtype=np.int32) % 2)
+
+
+# Counts
+
+
+def test_counts_add_up_over_outputs() -> None:
+    counts = Counts()
+    counts.add(steps_of([2, 0], [1, 0]), 3)
+    counts.add(steps_of([5], [4]), 5)
+    assert (counts.num_output_tokens, counts.num_verify_steps) == (8, 3)
+    assert (counts.num_drafted_tokens, counts.num_accepted_tokens) == (7, 5)
+    assert counts.steps_by_drafted.tolist() == [1, 0, 1, 0, 0, 1]
+    assert counts.propose_us.tolist() == [1.0] * 3
+
+
+def test_steps_that_lose_a_token_are_an_error() -> None:
+    with pytest.raises(AssertionError, match="5 tokens"):
+        Counts().add(steps_of([2, 0], [1, 0]), 5)
+
+
+def test_estimates_of_the_first_tokens_are_not_judged() -> None:
+    counts = Counts(judge_after=2)
+    counts.add(steps_of([2, 2, 1], [1, 0, 0], [2, 1, 1]), 4)  # they begin at tokens 0, 2 and 3
+    assert len(counts.estimates) == len(counts.hits) == 2
+    counts.add(steps_of([3], [2], [3]), 3)
+    assert len(counts.estimates) == 5
+
+
+# Costs and prices
+
+
+def test_a_flat_curve_is_free_up_to_its_width_and_proportional_beyond() -> None:
+    costs = flat(4).upto(12)
+    assert costs[:5].tolist() == [0, 1, 1, 1, 1]
+    assert costs[[6, 8, 12]].tolist() == [1.5, 2.0, 3.0]
+
+
+def test_speed_up_is_plain_cost_over_the_cost_of_the_steps() -> None:
+    line = CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5]))
+    # Ten tokens in two steps without a draft (cost 1 each) and one that drafted four (cost 1 + 4 / 2).
+    assert speed_up(10, np.array([2, 0, 0, 0, 1]), line) == pytest.approx(10 / 5)
+    assert speed_up(0, np.zeros(1, np.int64), line) == 1.0
+
+
+def test_the_committed_curve_is_one() -> None:
+    costs = measured().upto(64)
+    assert costs[1] == 1.0
+    assert (costs[2:] > 0.5).all()
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[", '{"widths": [1, 1], "costs": [1, 2]}', '{"widths": [1, 2], "costs": [2, 3]}'],
+    ids=["empty", "torn", "not rising", "not relative"],
+)  # fmt: skip
+def test_a_curve_that_cannot_be_used_says_how_to_measure_one(text: str, tmp_path: Path) -> None:
+    (tmp_path / "verify-cost.json").write_text(text)
+    with pytest.raises(ConfigError, match="measure_cost"):
+        measured(tmp_path / "verify-cost.json")
+
+
+def test_prices_of_a_curve_follow_its_slope_and_the_rate_so_far() -> None:
+    pricing = CurvePrice(CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5])), 3)
+    assert np.asarray(pricing.prices()).tolist() == [0.5, 0.5, 0.5]
+    for _ in range(2000):
+        pricing.learn(num_drafted=2, num_output=3)  # 3 tokens for a cost of 2
+    assert np.asarray(pricing.prices()) == pytest.approx(0.75)
+
+
+def test_a_fixed_price_stays() -> None:
+    pricing = FixedPrice(0.2)
+    pricing.learn(3, 1)
+    assert np.asarray(pricing.prices()).tolist() == [0.2]
+    assert FixedPrice(None).prices() is None
+
+
+# Settings
+
+
+@pytest.mark.parametrize("drafter", CONTENDER_NAMES)
+def test_settings_have_names_of_their_own_and_stay_within_the_limit(drafter: str) -> None:
+    for curve in (False, True):
+        settings = settings_of(drafter, 12, curve=curve, tree=True, priced_by=[flat(32)])
+        assert len({setting.name for setting in settings}) == len(settings)
+        assert max(setting.limit for setting in settings) == (0 if drafter == "none" else 12)
+
+
+def test_arctic_settings_are_named_by_factor_and_least_probability() -> None:
+    names = [setting.name for setting in settings_of("arctic", 16, curve=True, tree=False)]
+    assert len(names) == 12
+    assert {"factor 0.5, p 0.1", "factor 2, p 0.1", "factor 4, p 0.01"} < set(names)
+
+
+# Calibration
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.125, 0.25, 0.5, 1.0]), st.integers(0, 1)), min_size=1), st.integers(1, 8))
+def test_calibration_equals_the_slow_one(pairs: list[tuple[float, int]], num_bins: int) -> None:
+    estimates, hits = zip(*pairs, strict=True)
+    found = calibrate(np.array(estimates), np.array(hits, np.float64), num_bins)
+    assert found is not None
+    assert found.error == pytest.approx(reference.calibration_error(estimates, hits, num_bins))
+    assert int(found.num_tokens.sum()) == len(pairs)
+    assert len(found.num_tokens) <= num_bins
+
+
+def test_true_estimates_have_no_error() -> None:
+    random = np.random.default_rng(0)
+    estimates = random.random(200_000)
+    found = calibrate(estimates, (random.random(200_000) < estimates).astype(np.float64))
+    assert found is not None
+    assert len(found.num_tokens) == 15
+    assert found.error < 0.01
+    assert calibrate(np.empty(0), np.empty(0)) is None
+
+
+# Comparison
+
+
+def test_the_envelope_leaves_out_what_more_drafting_does_not_improve() -> None:
+    points = [(0.0, 0.5), (2.0, 1.0), (1.0, 0.8), (2.0, 0.9), (3.0, 1.0), (4.0, 1.1)]
+    assert envelope(points).tolist() == [[1.0, 0.8], [2.0, 1.0], [4.0, 1.1]]
+    assert envelope([]).shape == (0, 2)
+
+
+def test_curves_are_compared_on_their_overlap_alone() -> None:
+    found = compare([(1.0, 1.0), (4.0, 2.0)], [(2.0, 1.0), (16.0, 4.0)], places=(0.0, 0.5, 1.0))
+    assert found is not None
+    assert found.drafted == pytest.approx([2.0, 8**0.5, 4.0])
+    assert found.ratios == pytest.approx([1.5 / 1.0, 1.75 / 1.5, 2.0 / 2.0])
+
+
+@pytest.mark.parametrize("theirs", [[], [(0.0, 1.0)], [(5.0, 1.0), (9.0, 2.0)], [(2.0, 1.0)]])
+def test_curves_without_an_overlap_are_not_compared(theirs: list[tuple[float, float]]) -> None:
+    assert compare([(1.0, 1.0), (4.0, 2.0)], theirs) is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 20), st.floats(0.1, 5)), min_size=2, max_size=8),
+    st.lists(st.tuples(st.floats(0.1, 20), st.floats(0.1, 5)), min_size=2, max_size=8),
+)
+def test_comparison_is_between_its_ends_and_inverts(
+    ours: list[tuple[float, float]], theirs: list[tuple[float, float]]
+) -> None:
+    one, other = compare(ours, theirs), compare(theirs, ours)
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        assert np.array(one.ratios) * np.array(other.ratios) == pytest.approx(1.0)
+        low, high = max(envelope(ours)[0, 0], envelope(theirs)[0, 0]), envelope(ours)[-1, 0]
+        assert all(low * 0.999 <= drafted <= high * 1.001 for drafted in one.drafted)
+
+
+def test_results_are_compared_by_trace_and_averaged() -> None:
+    def result(trace: str, drafter: str, setting: str, drafted: float, accepted: float) -> dict[str, object]:
+        return {
+            "trace": trace, "tokenizer": "t", "drafter": drafter, "setting": setting,
+            "drafted_per_step": drafted, "accepted_per_step": accepted,
+        }  # fmt: skip
+
+    results = []
+    for trace, factor in (("a", 2.0), ("b", 0.5)):
+        for drafted in (1.0, 2.0, 4.0):
+            results.append(result(trace, "ssd", f"price {drafted}", drafted, factor * drafted))
+            results.append(result(trace, "arctic", f"factor {drafted}", drafted, drafted))
+        results.append(result(trace, "ssd", "priced by measured", 3.0, 99.0))
+    found = compare_results(results, "ssd")
+    assert [row["trace"] for row in found["arctic"]["rows"]] == ["a", "b"]
+    assert found["arctic"]["rows"][0]["ratios"] == pytest.approx([2.0] * 3)
+    assert found["arctic"]["geometric_means"] == pytest.approx([1.0] * 3)
+    assert json.loads(json.dumps(found)) == found
+    assert compare_results(results[:1], "ssd") == {}
+    assert geometric_means([]) == []
