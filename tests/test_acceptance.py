@@ -7,10 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.evidence import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix import SuffixDrafter
+from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import SEPARATOR, Snapshot
 from tests.reference import acceptance as slow
@@ -265,3 +267,30 @@ def test_a_fresh_prediction_is_judged_as_the_slow_twin_judges_it(prompt, predict
         assert draft.probabilities[depth] == pytest.approx(max(c for c, _, _ in found.values()), rel=1e-9)
         assert found[token][0] == pytest.approx(draft.probabilities[depth], rel=1e-9)
         follows = follows and depth < len(prediction) and prediction[depth] == token
+
+
+def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path, caplog):
+    config = CacheConfig(directory=tmp_path)
+    text = np.tile(np.arange(7, dtype=np.int32), 9)
+    for expected in (0, 20):  # at least
+        with CacheSet(config, "0" * 32, inline=True) as caches:
+            drafter, other = SuffixDrafter(), caches.get("other").snapshot()
+            snapshot = caches.get().snapshot()
+            assert drafter.model_of(snapshot).num_learned >= expected
+            assert drafter.model_of(other).num_learned == 0
+            for length in range(7, 47, 4):
+                drafter.propose([DraftRequest("a", text[:length], 7, snapshot, 8)])
+    learned = tmp_path / "default" / "learned.bin"
+    assert AcceptanceModel.from_bytes(learned.read_bytes()).num_learned >= 40
+    learned.write_bytes(learned.read_bytes()[:-1])
+    with CacheSet(config, "0" * 32, inline=True) as caches:
+        assert SuffixDrafter().model_of(caches.get().snapshot()).num_learned == 0
+    assert "begins anew" in caplog.text
+
+
+def test_a_draft_is_carried_on_past_the_end_of_all_it_was_drawn_from():
+    """A long text is stored in pieces that overlap, as the shared log cuts it."""
+    first, second = [*range(60)], [*range(40, 100)]
+    snapshot = reference.make_snapshot([[*first, SEPARATOR], [*second, SEPARATOR]])
+    request = DraftRequest("a", np.arange(30, dtype=np.int32), 0, snapshot, 60, prices=np.array([1e-6]))
+    assert SuffixDrafter().propose([request])[0].token_ids.tolist() == [*range(30, 90)]
