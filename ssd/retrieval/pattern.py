@@ -20,6 +20,7 @@ PATTERN_BYTES: Final = (MAX_MATCH_LENGTH + 4) * WIDTHS[-1]
 PATTERNS_BYTES: Final = len(WIDTHS) * PATTERN_BYTES
 """Room for it in every width."""
 
+_INT32: Final = np.dtype(np.int32)
 _LARGEST_ID: Final = np.iinfo(np.int32).max
 
 
@@ -29,6 +30,8 @@ def as_context(context: npt.NDArray[Any]) -> TokenIds:
     An id that int32 cannot hold is stored nowhere: it becomes -1, and only what comes after it is looked up. Raises
     CacheError for what is no sequence of integers. O(1), or O(n) when it must be copied.
     """
+    if context.dtype is _INT32 and context.ndim == 1 and context.flags.carray:
+        return context
     if context.ndim != 1 or context.dtype.kind not in "iu":
         raise CacheError(
             f"a context is one sequence of integers, got {context.dtype}{list(context.shape)}: pass int32[n]"
