@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.replay import measure_cost
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.comparison import compare, compare_results, envelope, geometric_means
 from benchmarks.replay.cost import CostCurve, flat, measured, speed_up
@@ -84,6 +85,14 @@ def test_a_curve_that_cannot_be_used_says_how_to_measure_one(text: str, tmp_path
     (tmp_path / "verify-cost.json").write_text(text)
     with pytest.raises(ConfigError, match="measure_cost"):
         measured(tmp_path / "verify-cost.json")
+
+
+def test_a_measured_curve_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure_cost.main(["--rounds", "2", "--context", "32", "--out", str(tmp_path / "cost.json")]) == 0
+    result = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
+    assert measured(tmp_path / "cost.json").costs.tolist() == result["costs"]
+    assert result["widths"] == list(measure_cost.WIDTHS)
+    assert min(result["ms_p50"]) > 0
 
 
 def test_prices_of_a_curve_follow_its_slope_and_the_rate_so_far() -> None:

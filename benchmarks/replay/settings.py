@@ -17,7 +17,7 @@ CONTENDER_NAMES = (*DRAFTER_NAMES, *PEERS)
 
 _PRICED_BY = "priced by "
 
-_PRICES = (0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01)
+_PRICES = (0.85, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01)
 _LENGTHS = (2, 4, 8, 16)
 _FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 _LEAST_PROBABILITIES = (0.1, 0.01)
