@@ -100,7 +100,7 @@ class Position(NamedTuple):
     prompt_length: int
 
 
-@kernel
+@inlined
 def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model, found: Candidates) -> None:
     """Say of the first ``size`` tokens of a count what every view sees of them, and how probable they are."""
     votes = found.votes
@@ -155,7 +155,7 @@ def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model
         found.sets[row], found.log_odds[row] = chosen, mixed(model, inputs, chosen)
 
 
-@kernel
+@inlined
 def judge_again(levels: Levels, num_levels: int, at: Position, model: Model, found: Candidates) -> None:
     """``judge`` where the same places, one token further, again have one voice: few views see a difference."""
     for level in range(num_levels):

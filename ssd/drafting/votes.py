@@ -132,7 +132,7 @@ def _keep_greatest(votes: Votes, size: int, most: int, num_levels: int, predicte
     return most
 
 
-@kernel
+@inlined
 def count_votes(
     texts: Texts,
     pool: Pool,
@@ -191,7 +191,7 @@ def count_votes(
     return int(summary[_SIZE])
 
 
-@kernel
+@inlined
 def same_voice(texts: Texts, pool: Pool, alive: Int64s, num_alive: int, passed: int, votes: Votes) -> bool:
     """Where the last count was of the same samples and found one token: whether they again all say one, and count it.
 
