@@ -52,8 +52,10 @@ class IndexConfig:
 class DraftConfig:
     """How drafts are made."""
 
-    num_speculative_tokens: int = 16
-    """Draft limit: most tokens per draft. The target scores one position more per step. 0 switches drafting off."""
+    num_speculative_tokens: int = 64
+    """Draft limit: most tokens per draft. The target scores one position more per step. 0 switches drafting off.
+
+    Drafts are as long as pays; the limit only bounds the KV cache's slack and the widest pass."""
 
     max_match_length: int = 32
     """Longest tail of the context that is looked up, in tokens."""

@@ -72,6 +72,31 @@ def test_greedy_output_is_plain_decoding() -> None:
         assert outputs[-1].finish_reason == (FinishReason.STOP if expected[-1] == EOS else FinishReason.LENGTH)
 
 
+def test_a_prediction_saves_steps_and_changes_nothing() -> None:
+    expected, _ = greedy_decode(PLAIN_MODEL, prompt(1), 40)
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    edited = [*expected[:15], 3, *expected[16:25], *expected[28:]]  # what was expected differs in two places
+    steps = {}
+    for name, prediction in (("none", []), ("right", expected), ("edited", edited), ("wrong", expected[::-1])):
+        engine = make_engine(k=8)
+        asked = tuple(prediction)
+        engine.submit(
+            Request(
+                request_id=name,
+                prompt_token_ids=prompt(1),
+                sampling=sampling,
+                namespace=None,
+                prediction_token_ids=asked,
+            )
+        )
+        outputs = finish_all(engine)[name]
+        assert tokens_of(outputs) == expected
+        steps[name] = outputs[-1].stats.num_verify_steps
+    assert steps["right"] < steps["edited"] < steps["none"]
+    with pytest.raises(RequestError, match="prediction"):
+        make_engine().submit(Request(request_id="x", prompt_token_ids=(3,), prediction_token_ids=(VOCAB,)))
+
+
 def test_a_long_prompt_is_computed_in_chunks_beside_running_requests() -> None:
     engine = make_engine(prefill_chunk_tokens=8)
     engine.submit(Request(request_id="short", prompt_token_ids=prompt(1), sampling=GREEDY))

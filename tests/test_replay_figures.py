@@ -18,6 +18,7 @@ from benchmarks.replay.counts import Counts
 from benchmarks.replay.pricing import CurvePrice, FixedPrice
 from benchmarks.replay.settings import CONTENDER_NAMES, settings_of
 from benchmarks.walk import Steps
+from ssd.drafting.protocol import Draft
 from ssd.errors import ConfigError
 from tests.reference import walk as reference
 
@@ -95,12 +96,25 @@ def test_a_measured_curve_is_written_and_read(tmp_path: Path, capsys: pytest.Cap
     assert min(result["ms_p50"]) > 0
 
 
-def test_prices_of_a_curve_follow_its_slope_and_the_rate_so_far() -> None:
+def test_prices_of_a_curve_follow_its_slope_and_what_recent_steps_gave() -> None:
     pricing = CurvePrice(CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5])), 3)
-    assert np.asarray(pricing.prices()).tolist() == [0.5, 0.5, 0.5]
+    assert np.asarray(pricing.prices()) == pytest.approx(0.5)
     for _ in range(2000):
         pricing.learn(num_drafted=2, num_output=3)  # 3 tokens for a cost of 2
-    assert np.asarray(pricing.prices()) == pytest.approx(0.75)
+    assert np.asarray(pricing.prices()) == pytest.approx(0.5 * (1 + 3) / (1 + 2))
+
+
+def test_prices_do_not_fall_where_a_curve_has_steps() -> None:
+    steps = CostCurve("steps", np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([1.0, 1.4, 1.3, 1.3, 2.0]))
+    prices = np.asarray(CurvePrice(steps, 4).prices())
+    assert prices == pytest.approx([0.1, 0.1, 0.1, 0.7])
+
+
+def test_a_draft_is_cut_where_the_rest_does_not_pay() -> None:
+    pricing = CurvePrice(CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5])), 3)
+    draft = Draft(np.arange(3, dtype=np.int32), probabilities=np.array([0.9, 0.9, 0.1]))
+    assert pricing.paying(draft).token_ids.tolist() == [0, 1]
+    assert FixedPrice(0.1).paying(draft) is draft
 
 
 def test_a_fixed_price_stays() -> None:

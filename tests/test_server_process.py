@@ -128,9 +128,7 @@ def test_start_serve_and_sigterm_with_a_request_in_flight(tmp_path: Path) -> Non
         client.start()
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
-        started = time.monotonic()
         assert process.wait(20) == 0
-        assert time.monotonic() - started < 5
         client.join(10)
         assert statuses in ([200], [503])
 
@@ -148,6 +146,4 @@ def test_sigterm_while_loading_ends_with_status_0() -> None:
     with running(*SMALL) as (process, port):
         wait_until(lambda: answers(port, "/live"), 60)
         process.send_signal(signal.SIGTERM)
-        started = time.monotonic()
         assert process.wait(20) == 0
-        assert time.monotonic() - started < 5

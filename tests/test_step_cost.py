@@ -20,7 +20,7 @@ def draft(*probabilities: float) -> Draft:
 def learned(fixed: float, per_position: float) -> StepCost:
     cost, random = StepCost(), np.random.default_rng(0)
     for positions in random.integers(1, 20, 100):
-        cost.observe(int(positions), fixed + per_position * positions)
+        cost.observe(int(positions), 1, fixed + per_position * positions)
     return cost
 
 
@@ -32,14 +32,14 @@ def test_the_cost_of_a_position_is_found(fixed: float, per_position: float) -> N
 
 def test_an_interrupted_step_and_steps_of_one_size_teach_nothing() -> None:
     cost = learned(0.01, 0.001)
-    cost.observe(4, 3.0)
+    cost.observe(4, 1, 3.0)
     assert cost.per_position_s == pytest.approx(0.001)
     for _ in range(500):
-        cost.observe(4, 0.014)
+        cost.observe(4, 1, 0.014)
     assert cost.per_position_s == pytest.approx(0.001, rel=1e-3)
     alike = StepCost()
     for _ in range(100):
-        alike.observe(4, 0.02)
+        alike.observe(4, 1, 0.02)
     assert alike.paying([draft(0.01)])[0].token_ids.tolist() == [0], "nothing is known: nothing is cut"
 
 
@@ -51,6 +51,13 @@ def test_drafts_without_estimates_stay_whole() -> None:
 
 
 chances = st.lists(st.floats(0.0, 1.0), max_size=4)
+
+
+def test_a_position_has_a_price_once_its_cost_is_known() -> None:
+    assert StepCost().prices(1) is None
+    cost = learned(0.01, 0.001)  # steps of one token each: nothing that was drafted paid
+    prices = cost.prices(1)
+    assert prices is not None and 0 < prices[0] < 0.1
 
 
 @given(st.lists(chances, min_size=1, max_size=3), st.floats(1e-4, 0.1), st.floats(1e-4, 0.1))

@@ -35,7 +35,7 @@ def test_the_time_of_a_pass_is_learned(
 ) -> None:
     cost = learned(fixed, per_position, wide)
     for rows, width in passes:
-        cost.observe(rows, width, fixed + per_position * rows * width + wide * (width > 1))
+        cost.observe(rows, width, rows, fixed + per_position * rows * width + wide * (width > 1))
     assert cost.pass_time == pytest.approx((fixed, per_position, wide), rel=1e-3, abs=1e-4)
 
 
@@ -76,25 +76,45 @@ def test_a_flat_cost_keeps_every_token_and_a_steep_one_none() -> None:
     assert learned(1e-6, 1.0).paying_width([draft(0.6, 0.6), draft()]) == 0
 
 
-@given(st.floats(1e-3, 1.0), st.floats(1e-4, 0.1), st.floats(0, 0.3), st.integers(1, 8), st.integers(1, 5))
-def test_a_price_is_what_a_position_takes_in_tokens_of_that_time(
-    fixed: float, per_position: float, wide: float, rows: int, limit: int
+@given(
+    st.lists(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=8), min_size=1, max_size=4),
+    st.floats(1e-2, 1.0),
+    st.floats(1e-4, 0.1),
+    st.floats(0, 0.3),
+    st.lists(st.integers(1, 9), max_size=5),
+)
+def test_what_is_not_worth_its_price_would_be_cut(
+    rows: list[list[float]], fixed: float, per_position: float, wide: float, passes: list[int]
 ) -> None:
     cost = learned(fixed, per_position, wide)
-    assert cost.prices(rows, limit) is None
-    for _ in range(5):
-        cost.observe_output(6, 0.5)
-    prices = cost.prices(rows, limit)
+    cost.begin()
+    for num_tokens in passes:
+        cost.observe(1, num_tokens, num_tokens, fixed + per_position * num_tokens + wide * (num_tokens > 1))
+    prices = cost.prices(len(rows))
     assert prices is not None
-    assert prices[1:] == pytest.approx(np.full(limit - 1, 12 * per_position), rel=1e-3, abs=1e-3)
-    assert prices[0] == pytest.approx(12 * (per_position + wide / rows), rel=1e-3, abs=1e-3)
-    assert cost.prices(rows, 0) is None
+    # Rows that draft alike, as the price takes them to.
+    kept = cost.paying_width([draft(*rows[0])] * len(rows))
+    assert np.all(np.cumprod(rows[0])[:kept] >= prices[0] * (1 - 1e-6))
+
+
+def test_that_a_second_position_is_dear_does_not_keep_a_long_draft_from_being_made() -> None:
+    cost = learned(0.005, 0.0002, wide=0.001)
+    for _ in range(50):
+        cost.observe(1, 17, 17, 0.0094)  # a token takes half a millisecond, and the first of a draft 1.2
+    prices = cost.prices(1)
+    assert prices is not None and prices[0] < 0.5
+    assert cost.paying_width([draft(*[0.99] * 16)]) == 16
+    assert cost.paying_width([draft(0.9)]) == 0
+
+
+def test_nothing_is_priced_before_a_pass_was_timed() -> None:
+    assert VerifyCost().prices(1) is None
 
 
 def test_an_interrupted_pass_teaches_nothing() -> None:
     cost = learned(0.01, 0.001)
     before = cost.pass_time
-    cost.observe(1, 1, 5.0)
+    cost.observe(1, 1, 1, 5.0)
     assert cost.pass_time == before
 
 

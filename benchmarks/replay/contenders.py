@@ -145,6 +145,7 @@ class _OurAsker:
         took = time.perf_counter_ns() - began
         if len(draft.token_ids) > self._setting.limit:
             raise AssertionError(f"{self._setting.name} drafted {len(draft.token_ids)} tokens")
+        draft = self._pricing.paying(draft)
         self._draft, self._num_left = draft, len(self._text) - position
         parents = None if draft.parents is None else draft.parents.tolist()
         estimates = None if draft.probabilities is None else draft.probabilities.tolist()

@@ -6,10 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.replay.cost import CostCurve
-from ssd.drafting.protocol import Prices
-
-_FORGETTING = 0.99
+from benchmarks.replay.cost import CostCurve, Floats
+from ssd.drafting.protocol import Draft, Prices
+from ssd.drafting.worth import Worth
 
 
 class Pricing(Protocol):
@@ -17,6 +16,10 @@ class Pricing(Protocol):
 
     def prices(self) -> Prices | None:
         """`DraftRequest.prices` of the next draft."""
+        ...
+
+    def paying(self, draft: Draft) -> Draft:
+        """What of the draft is verified."""
         ...
 
     def learn(self, num_drafted: int, num_output: int) -> None:
@@ -33,26 +36,47 @@ class FixedPrice:
     def prices(self) -> Prices | None:
         return self._prices
 
+    def paying(self, draft: Draft) -> Draft:
+        return draft
+
     def learn(self, num_drafted: int, num_output: int) -> None:
         """It stays what it is."""
 
 
 class CurvePrice:
-    """What the wider pass costs more, times the tokens that such time gives elsewhere.
-
-    The i-th token costs rate * (cost(i + 1) - cost(i)); rate is tokens per unit of cost so far, over all requests,
-    older steps forgotten exponentially. It begins with plain decoding's, 1.
-    """
+    """Draft as `Worth` says, where passes take what a curve says."""
 
     def __init__(self, curve: CostCurve, max_draft: int) -> None:
-        self._costs = curve.upto(max_draft + 1)
-        self._more = np.diff(self._costs)[1:] if max_draft else np.zeros(1)
-        self._num_tokens = self._cost = 1.0
+        self._costs = curve.upto(max_draft + 1)[1:]
+        self._more = _rising(self._costs)
+        self._worth = Worth()
 
     def prices(self) -> Prices | None:
-        prices: Prices = np.maximum(0.0, self._num_tokens / self._cost * self._more)  # noise may make a curve fall
-        return prices
+        return np.array([self._worth.price(1, self._costs[0], more) for more in self._more])
+
+    def paying(self, draft: Draft) -> Draft:
+        if draft.probabilities is None:
+            return draft
+        expected = np.append(1.0, 1.0 + np.cumsum(draft.chances()))
+        return draft.cut(self._worth.best(expected, self._costs[: len(expected)]))
 
     def learn(self, num_drafted: int, num_output: int) -> None:
-        self._num_tokens = _FORGETTING * self._num_tokens + num_output
-        self._cost = _FORGETTING * self._cost + float(self._costs[1 + num_drafted])
+        self._worth.observe(num_output, float(self._costs[num_drafted]))
+
+
+def _rising(costs: Floats) -> Floats:
+    """What each token more costs on the greatest convex curve below ``costs``: prices never fall along a draft.
+
+    float64[max(1, n - 1)] of float64[n]. A measured curve has steps and noise; a draft may pay beyond a steep part.
+    """
+    corners = [0]
+    for width in range(1, len(costs)):
+        while len(corners) > 1 and _slope(costs, *corners[-2:]) >= _slope(costs, corners[-1], width):
+            corners.pop()
+        corners.append(width)
+    below = np.interp(np.arange(len(costs)), corners, costs[corners])
+    return np.maximum(0.0, np.diff(below)) if len(costs) > 1 else np.zeros(1)
+
+
+def _slope(costs: Floats, begin: int, end: int) -> float:
+    return float(costs[end] - costs[begin]) / (end - begin)

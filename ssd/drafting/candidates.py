@@ -50,7 +50,7 @@ from ssd.drafting.votes import (
     tops,
     votes_at,
 )
-from ssd.retrieval.memory import Int64s, float64_array, inlined, int64_array, kernel
+from ssd.retrieval.memory import Int64s, float64_array, inlined, int64_array
 
 CANDIDATES_WORDS: Final = VOTES_WORDS + MAX_CANDIDATES * (INPUTS + 2)
 

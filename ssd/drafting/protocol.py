@@ -80,6 +80,20 @@ class Draft:
     probabilities: npt.NDArray[np.float64] | None = None
     parents: npt.NDArray[np.int32] | None = None
 
+    def chances(self) -> npt.NDArray[np.float64]:
+        """float64[k], of each token the estimated chance that it and all before it are accepted; with estimates only.
+
+        O(k).
+        """
+        assert self.probabilities is not None
+        chances = self.probabilities.copy()
+        if self.parents is None:
+            return np.cumprod(chances, out=chances)
+        for node, parent in enumerate(self.parents.tolist()):
+            if parent >= 0:
+                chances[node] *= chances[parent]
+        return chances
+
     def cut(self, length: int) -> Draft:
         """The first ``length`` tokens; itself when it has no more."""
         if length >= len(self.token_ids):

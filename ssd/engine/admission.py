@@ -14,6 +14,7 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int, has_
         raise RequestError("the prompt is empty: give at least one token", param="prompt")
     for name, ids in (
         ("prompt", request.prompt_token_ids),
+        ("prediction", request.prediction_token_ids),
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("stop_token_ids", sampling.stop_token_ids),
     ):

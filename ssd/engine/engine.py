@@ -162,16 +162,15 @@ class Engine:
         self._prefill()
         batch = [sequence for sequence in self._scheduler.running if self._is_prefilled(sequence)]
         if batch:
-            began = time.perf_counter()
             drafts = self._propose(batch)
             fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
             started = time.perf_counter()
             logits = self.target.forward([s.slot for s in batch], fed, [len(draft.token_ids) + 1 for draft in drafts])
             chosen = target_tokens(logits, [s.sampling_row(draft) for s, draft in zip(batch, drafts, strict=True)])
-            ended = time.perf_counter()
-            self._cost.observe(len(batch), fed.shape[1], ended - started)
+            seconds = time.perf_counter() - started
             committed = [self._commit(s, draft, row) for s, draft, row in zip(batch, drafts, chosen, strict=True)]
-            self._cost.observe_output(sum(len(output.token_ids) for output in committed), ended - began)
+            num_tokens = sum(len(output.token_ids) for output in committed)
+            self._cost.observe(len(batch), fed.shape[1], num_tokens, seconds)
             outputs += committed
         self._observe_load()
         return outputs
@@ -249,7 +248,7 @@ class Engine:
         nothing = [EMPTY_DRAFT] * len(batch)
         if self._draft_limit == 0:
             return nothing
-        prices = self._cost.prices(len(batch), self._draft_limit)
+        prices = self._cost.prices(len(batch))
         # One token is always the target's own, so a draft never needs to reach the very end.
         drafts = self._guarded(
             lambda: self._drafter.propose(
@@ -261,6 +260,7 @@ class Engine:
                         snapshot=self._snapshot(sequence.request.namespace),
                         limit=min(self._draft_limit, sequence.num_remaining - 1),
                         prices=prices,
+                        prediction=sequence.prediction,
                         sampling=sequence.sampling,
                     )
                     for sequence in batch

@@ -28,6 +28,7 @@ class Request:
     ``request_id`` : unique for the life of the engine.
     ``choice_index`` : part of the sampling noise's key, so that ``n`` choices of one seed differ.
     ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
+    ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     choice_index: int = 0
     namespace: str | None = "default"
+    prediction_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -37,6 +37,7 @@ class Sequence:
         sampling = request.sampling
         prompt = np.array(request.prompt_token_ids, np.int32)
         self.request = request
+        self.prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
         asked = max_length if sampling.max_tokens is None else len(prompt) + sampling.max_tokens

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.drafting.protocol import Draft, Prices
+from ssd.drafting.worth import Worth
 from ssd.target.target import Target
 
 _FORGETTING = 0.98
@@ -50,7 +51,7 @@ class VerifyCost:
         self._recent = np.zeros((3, 4))
         self._num_passes = 0
         self._pass_time: PassTime | None = None
-        self._output_tokens, self._output_seconds = 0.0, 0.0  # the older the less
+        self._worth = Worth()
 
     @property
     def pass_time(self) -> PassTime | None:
@@ -62,39 +63,40 @@ class VerifyCost:
         self._lasting += _terms(num_rows, width, seconds)
         self._pass_time = _fit(self._lasting)
 
-    def observe(self, num_rows: int, width: int, seconds: float) -> None:
-        """One pass. A pass many times slower than expected was interrupted and says nothing about its size."""
+    def begin(self) -> None:
+        """The warm-up is over: what it put out and took says nothing about requests to come."""
+        self._worth.forget()
+
+    def observe(self, num_rows: int, width: int, num_tokens: int, seconds: float) -> None:
+        """One pass, which put out ``num_tokens``.
+
+        One many times slower than expected was interrupted and says nothing about its size.
+        """
         if self._pass_time is not None and seconds > _OUTLIER * self._pass_time.of(num_rows, width):
             return
+        self._worth.observe(num_tokens, seconds)
         self._recent = self._recent * _FORGETTING + _terms(num_rows, width, seconds)
         self._num_passes += 1
         if self._num_passes % _FIT_EVERY == 0:
             # Real passes also sample, over longer contexts: the warm-up only stands in for sizes not seen lately.
             self._pass_time = _fit(_LASTING_SHARE * self._lasting + self._recent)
 
-    def observe_output(self, num_tokens: int, seconds: float) -> None:
-        """Tokens that a pass put out, and the seconds it took, drafting included."""
-        self._output_tokens = self._output_tokens * _FORGETTING + num_tokens
-        self._output_seconds = self._output_seconds * _FORGETTING + seconds
+    def prices(self, num_rows: int) -> Prices | None:
+        """What a drafted token of a row costs, float64[1], in output tokens; None while it is not known.
 
-    def prices(self, num_rows: int, limit: int) -> Prices | None:
-        """What the i-th drafted token of a row costs, float64[limit], in output tokens; None while it is not known.
-
-        The seconds that one more position takes, times the tokens put out per second of late: a token that is accepted
-        less often than that is better left out (Dinkelbach 1967). All rows are taken to draft alike.
+        All rows are taken to draft alike. That a pass of two positions costs more than its second position is left to
+        `paying_width`, which sees whole drafts.
         """
         pass_time = self._pass_time
-        if pass_time is None or self._output_seconds == 0.0 or limit < 1:
+        if pass_time is None:
             return None
-        seconds = np.full(limit, pass_time.per_position)
-        seconds[0] += pass_time.wide / num_rows
-        return seconds * (self._output_tokens / self._output_seconds)
+        return np.array([self._worth.price(num_rows, float(pass_time.of(num_rows, 1)), pass_time.per_position)])
 
     def paying_width(self, drafts: Sequence[Draft]) -> int:
-        """Draft tokens per row that give most expected tokens per second; drafts without estimates are kept whole.
+        """Draft tokens per row that give most, see `Worth`; drafts without estimates are kept whole.
 
         With the draft cut to w tokens a row is expected to emit 1 + P1 + ... + Pw tokens, where Pi is the estimated
-        chance that its first i tokens are all accepted. Every row is padded to the widest. O(tokens drafted).
+        chance that its i-th token is accepted. Every row is padded to the widest. O(tokens drafted).
         """
         widest = max((len(draft.token_ids) for draft in drafts), default=0)
         if widest == 0 or any(d.probabilities is None and len(d.token_ids) for d in drafts):
@@ -105,10 +107,9 @@ class VerifyCost:
         gain = np.zeros(widest + 1)
         for draft in drafts:
             if draft.probabilities is not None:
-                gain[1 : len(draft.token_ids) + 1] += np.cumprod(draft.probabilities)
+                gain[1 : len(draft.token_ids) + 1] += draft.chances()
         expected = len(drafts) + np.cumsum(gain)
-        seconds = pass_time.of(len(drafts), np.arange(1, widest + 2))
-        return int(np.argmax(expected / np.maximum(seconds, 1e-9)))
+        return self._worth.best(expected, pass_time.of(len(drafts), np.arange(1, widest + 2)))
 
 
 def calibrate(cost: VerifyCost, target: Target, max_width: int) -> None:
@@ -124,6 +125,7 @@ def calibrate(cost: VerifyCost, target: Target, max_width: int) -> None:
                     cost.calibrate(num_rows, width, time.perf_counter() - started)
                 for slot in slots:
                     target.rollback(slot, 0)
+    cost.begin()
 
 
 def _fit(sums: npt.NDArray[np.float64]) -> PassTime | None:

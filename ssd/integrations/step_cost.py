@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ssd.drafting.protocol import Draft
+from ssd.drafting.protocol import Draft, Prices
+from ssd.drafting.worth import Worth
 
 _FORGETTING = 0.98
 _OUTLIER = 5.0
@@ -24,13 +25,18 @@ class StepCost:
     def __init__(self) -> None:
         self.fixed_s = self.per_position_s = 0.0
         """What was learned, both >= 0; both 0 before enough steps were seen."""
+        self._worth = Worth()
         self._sums = np.zeros(5)  # of 1, positions, positions^2, seconds, positions * seconds
 
-    def observe(self, num_positions: int, seconds: float) -> None:
-        """One step. One many times slower than expected was interrupted and says nothing. O(1)."""
+    def observe(self, num_positions: int, num_tokens: int, seconds: float) -> None:
+        """One step, which put out ``num_tokens``. One many times slower than expected was interrupted and says nothing.
+
+        O(1).
+        """
         expected = self.fixed_s + self.per_position_s * num_positions
         if 0 < _OUTLIER * expected < seconds:
             return
+        self._worth.observe(num_tokens, seconds)
         x, t = float(num_positions), seconds
         self._sums = self._sums * _FORGETTING + (1.0, x, x * x, t, x * t)
         weight, positions, squares, total, products = self._sums.tolist()
@@ -41,8 +47,15 @@ class StepCost:
         self.per_position_s = min(max(0.0, slope), total / positions)
         self.fixed_s = (total - self.per_position_s * positions) / weight
 
+    def prices(self, num_rows: int) -> Prices | None:
+        """What a drafted token costs, float64[1], in output tokens; None while it is not known."""
+        if self.per_position_s == 0.0:
+            return None
+        seconds = self.fixed_s + self.per_position_s * num_rows
+        return np.array([self._worth.price(num_rows, seconds, self.per_position_s)])
+
     def paying(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """The beginnings of ``drafts``, one a row, that give most expected tokens per second together.
+        """The beginnings of ``drafts``, chains and one a row, that together give most: see `Worth`.
 
         The i-th token of a draft adds Pi to the expected output, the estimated chance that it and all before it are
         accepted. Pi never grows along a draft, so the best m tokens of all rows are beginnings, and m is found by
@@ -50,11 +63,12 @@ class StepCost:
         """
         if self.per_position_s == 0.0 or any(d.probabilities is None and len(d.token_ids) for d in drafts):
             return list(drafts)
-        gains = [np.cumprod(d.probabilities) if d.probabilities is not None else np.empty(0) for d in drafts]
+        gains = [draft.chances() if draft.probabilities is not None else np.empty(0) for draft in drafts]
         best_first = np.sort(np.concatenate(gains))[::-1] if gains else np.empty(0)
-        expected = len(drafts) + np.concatenate([[0.0], np.cumsum(best_first)])
-        seconds = self.fixed_s + self.per_position_s * (len(drafts) + np.arange(len(expected)))
-        num_paying = int(np.argmax(expected / seconds))
+        expected = np.full(len(best_first) + 1, float(len(drafts)))
+        expected[1:] += np.cumsum(best_first)
+        seconds = self.fixed_s + self.per_position_s * (len(drafts) + np.arange(len(expected), dtype=np.float64))
+        num_paying = self._worth.best(expected, seconds)
         if num_paying == len(best_first):
             return list(drafts)
         least = best_first[num_paying - 1] if num_paying else np.inf

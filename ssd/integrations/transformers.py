@@ -14,6 +14,7 @@ the global generator is asked for more numbers.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from ssd.config import DraftConfig
 from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.errors import RequestError
+from ssd.integrations.step_cost import StepCost
 from ssd.retrieval.cache import SuffixCache
 
 _NOT_OURS = ("custom_generate", "assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
@@ -90,6 +92,8 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self._request_id = f"generate-{next(_ids)}"
         self._draft = EMPTY_DRAFT
         self._start = 0
+        self._cost = StepCost()
+        self._drafted_at = 0.0
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """``input_ids``, int64[1, n], with the draft behind it; no scores, so transformers samples and compares."""
@@ -100,6 +104,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         except Exception:  # a drafter must not fail the request
             self.num_failures += 1
             self._draft = EMPTY_DRAFT
+        self._drafted_at = time.perf_counter()
         if len(self._draft.token_ids) == 0:
             return input_ids, None
         tokens = torch.from_numpy(self._draft.token_ids.astype(np.int64)).to(input_ids.device)
@@ -107,6 +112,8 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """``input_ids`` : int64[1, m], with what this step gave. ``num_matches`` : of the draft, accepted."""
+        num_positions = len(self._draft.token_ids) + 1
+        self._cost.observe(num_positions, int(num_matches) + 1, time.perf_counter() - self._drafted_at)
         try:
             self._drafter.observe(self._request_id, self._draft, int(num_matches))
         except Exception:
@@ -124,8 +131,9 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             prompt_length=self._prompt_length,
             snapshot=None if self._cache is None else self._cache.snapshot(),
             limit=max(0, min(self._limit, room)),
+            prices=self._cost.prices(1),
         )
-        return self._drafter.propose([request])[0]
+        return self._cost.paying(self._drafter.propose([request]))[0]
 
 
 class _Assisted:

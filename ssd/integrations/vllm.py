@@ -139,7 +139,7 @@ class SuffixProposer:
             rows = _rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
             requests = self._identify(learner, rows, token_ids_cpu)
             asked = self._follow(rows, requests)
-            self._time(asked[1], len(sampled_token_ids), started)
+            self._time(asked[1], len(sampled_token_ids), sum(map(len, sampled_token_ids)), started)
             for row, request, draft in zip(*asked, self._propose(learner, asked[1]), strict=True):
                 request.draft = draft
                 drafts[row.number] = draft.token_ids.tolist()
@@ -222,11 +222,11 @@ class SuffixProposer:
                 asked[1].append(request)
         return asked
 
-    def _time(self, requests: list[Request], num_rows: int, now: float) -> None:
+    def _time(self, requests: list[Request], num_rows: int, num_tokens: int, now: float) -> None:
         """What the step took since the last call, if it was one of these requests alone: no prompt among them."""
         before, num_positions, ended = self._asked
         if len(requests) == num_rows and requests and before == requests:
-            self._cost.observe(num_positions, now - ended)
+            self._cost.observe(num_positions, num_tokens, now - ended)
 
     def _observe(self, request: Request, new: npt.NDArray[np.int32]) -> None:
         """What followed tells how much of the last draft was right, also where vLLM verified only a part of it."""
@@ -237,7 +237,7 @@ class SuffixProposer:
 
     def _propose(self, learner: Learner, requests: list[Request]) -> list[Draft]:
         self._num_proposals += len(requests)
-        snapshot = learner.namespace.snapshot()
+        snapshot, prices = learner.namespace.snapshot(), self._cost.prices(len(requests))
         asked = [
             DraftRequest(
                 request_id=request.request_id,
@@ -246,6 +246,7 @@ class SuffixProposer:
                 snapshot=snapshot,
                 # One token is always the target's own.
                 limit=max(0, min(self._limit, self._max_model_len - request.length - 1)),
+                prices=prices,
             )
             for request in requests
         ]
