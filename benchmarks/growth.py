@@ -333,7 +333,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--window", type=int, default=8, help="requests per measured window")
     parser.add_argument("--batch", type=int, default=1, help="requests decoded together")
-    parser.add_argument("--num-speculative-tokens", type=int, default=16)
+    parser.add_argument("--num-speculative-tokens", type=int, default=DraftConfig().num_speculative_tokens)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="auto")
