@@ -191,6 +191,23 @@ def test_estimates_follow_what_is_accepted():
     assert lengths[-1] == 0
 
 
+def test_estimates_come_true_though_the_best_looking_token_is_drafted():
+    """Texts that go on three ways at random: whichever looks best, it comes a third of the time."""
+    random = np.random.default_rng(5)
+    drafter, late = SuffixDrafter(price=0.05), []
+    for number in range(300):
+        text = np.concatenate([[*range(10, 16), random.integers(3)] for _ in range(8)]).astype(np.int32)
+        for length in range(6, len(text), 7):
+            draft = drafter.propose([DraftRequest(str(number), text[:length], 6, None, 4)])[0]
+            if number >= 150 and len(draft.token_ids):
+                assert draft.probabilities is not None
+                late.append((float(draft.probabilities[0]), draft.token_ids[0] == text[length]))
+        drafter.finish(str(number))
+    estimated, came = np.array(late, np.float64).T
+    assert len(late) > 500
+    assert abs(estimated.mean() - came.mean()) < 0.03
+
+
 def test_the_last_step_teaches_too():
     snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
     drafter = SuffixDrafter(price=0.3)

@@ -3,7 +3,9 @@
 Context mixing, as in data compressors (Mahoney 2005, "Adaptive weighing of context models for lossless data
 compression", sections 3 and 4): each view of the evidence looks up a chance in a table of its own, adapted to what came
 of the candidates seen there, and a logistic mixer weighs the views' log odds. A view is a few small numbers, so a few
-hundred tested tokens fill what matters; before that the tables hold a formula's estimates.
+hundred tested tokens fill what matters; before that the tables hold a formula's estimates. What the mixer says is read
+off a curve that is fitted to what came of earlier estimates (there: adaptive probability map): a token is drafted
+because it looks better than others, so as it comes out of the mixer it looks better than it is.
 """
 
 from __future__ import annotations
@@ -59,10 +61,17 @@ SETS: Final = 2 * 2 * 2 * LEVEL_VIEWS * WHEN_SETS
 """Sets of mixer weights: own text, index and prediction there or not, how many levels, how deep."""
 
 _NUM_WEIGHTS: Final = SETS * (INPUTS + 1)
-MODEL_FLOATS: Final = 3 * ENTRIES + _NUM_WEIGHTS + 1
+
+KNOTS: Final = 33
+"""Of a curve: from log odds of -8 to 8, 1 / KNOTS_PER_UNIT apart, straight between."""
+KNOTS_PER_UNIT: Final = 2.0
+NUM_LEARNED: Final = _NUM_WEIGHTS + WHEN_SETS * KNOTS
+"""Numbers behind the tables: weights and curves."""
+MODEL_FLOATS: Final = 3 * ENTRIES + NUM_LEARNED + 1
 
 _MIXER_RATE: Final = 0.01
 _CONSTANT_RATE: Final = 0.003
+_KNOT_RATE: Final = 0.02
 _LEAST_RATE: Final = 0.01
 """A table entry forgets: it weighs the last hundred candidates or so, to follow traffic that shifts."""
 
@@ -91,6 +100,7 @@ class Model(NamedTuple):
     counts: Floats
     log_odds: Floats
     weights: Floats
+    knots: Floats
     learned: Floats
 
 
@@ -98,12 +108,14 @@ class Model(NamedTuple):
 def model_at(address: int) -> Model:
     """The model in the MODEL_FLOATS numbers at ``address``."""
     step = 8 * ENTRIES
+    knots = address + 3 * step + 8 * _NUM_WEIGHTS
     return Model(
         float64_array(address, ENTRIES),
         float64_array(address + step, ENTRIES),
         float64_array(address + 2 * step, ENTRIES),
         float64_array(address + 3 * step, _NUM_WEIGHTS).reshape((SETS, INPUTS + 1)),
-        float64_array(address + 3 * step + 8 * _NUM_WEIGHTS, 1),
+        float64_array(knots, WHEN_SETS * KNOTS).reshape((WHEN_SETS, KNOTS)),
+        float64_array(address + 3 * step + 8 * NUM_LEARNED, 1),
     )
 
 
@@ -180,11 +192,8 @@ def deeper_set(chosen: int, depth: int) -> int:
 
 
 @inlined
-def mixed(model: Model, inputs: Int64s, chosen: int) -> float:
-    """Log odds that a candidate is accepted.
-
-    ``inputs`` : int64[INPUTS], the table entry of each view, -1 where it sees nothing. ``chosen`` : its weight set.
-    """
+def _mixed(model: Model, inputs: Int64s, chosen: int) -> float:
+    """Log odds that a candidate is accepted, as the mixer sees them."""
     total = model.weights[chosen, INPUTS]
     for i in range(INPUTS):
         if inputs[i] >= 0:
@@ -193,19 +202,38 @@ def mixed(model: Model, inputs: Int64s, chosen: int) -> float:
 
 
 @inlined
-def chance_of(log_odds: float) -> float:
-    """The chance with these log odds."""
-    return 1.0 / (1.0 + math.exp(-log_odds))
+def _place(log_odds: float) -> tuple[int, float]:
+    """Where log odds lie on a curve: after which knot, and how far towards the next one, 0 to 1."""
+    place = min(max(KNOTS_PER_UNIT * log_odds + (KNOTS - 1) // 2, 0.0), KNOTS - 1.0)
+    knot = min(int(place), KNOTS - 2)
+    return knot, place - knot
+
+
+@inlined
+def chance_of(model: Model, inputs: Int64s, chosen: int) -> float:
+    """The chance that a candidate is accepted.
+
+    ``inputs`` : int64[INPUTS], the table entry of each view, -1 where it sees nothing. ``chosen`` : its weight set.
+    """
+    knot, part = _place(_mixed(model, inputs, chosen))
+    knots = model.knots[chosen % WHEN_SETS]
+    return float((1.0 - part) * knots[knot] + part * knots[knot + 1])
 
 
 @kernel
 def learn(model: Model, inputs: Int64s, chosen: int, label: float) -> float:
-    """Learn what came of a candidate: 1.0 accepted, 0.0 not. Returns the error of the estimate, label - chance.
+    """Learn what came of a candidate: 1.0 accepted, 0.0 not. Returns the error of the mixer, label - chance.
 
-    The mixer takes a gradient step of the log loss; a view's entry moves towards the label by 1 / count, at least
-    _LEAST_RATE.
+    The mixer takes a gradient step of the log loss, the curve one of the squared error; a view's entry moves towards
+    the label by 1 / count, at least _LEAST_RATE.
     """
-    error = label - chance_of(mixed(model, inputs, chosen))
+    log_odds = _mixed(model, inputs, chosen)
+    knot, part = _place(log_odds)
+    knots = model.knots[chosen % WHEN_SETS]
+    step = _KNOT_RATE * (label - (1.0 - part) * knots[knot] - part * knots[knot + 1])
+    for i, share in ((knot, 1.0 - part), (knot + 1, part)):
+        knots[i] = min(max(knots[i] + share * step, _LEAST_CHANCE), 1.0 - _LEAST_CHANCE)
+    error = label - 1.0 / (1.0 + math.exp(-log_odds))
     model.weights[chosen, INPUTS] += _CONSTANT_RATE * error
     for i in range(INPUTS):
         at = inputs[i]
@@ -229,7 +257,9 @@ def prior_model() -> npt.NDArray[np.float64]:
     buffer[:ENTRIES] = 1.0 / (1.0 + np.exp(-log_odds))
     buffer[ENTRIES : 2 * ENTRIES] = _PRIOR_COUNT
     buffer[2 * ENTRIES : 3 * ENTRIES] = log_odds
-    buffer[3 * ENTRIES : -1] = _prior_weights().ravel()
+    at_knots = (np.arange(KNOTS) - (KNOTS - 1) // 2) / KNOTS_PER_UNIT
+    curves = np.tile(1.0 / (1.0 + np.exp(-at_knots)), WHEN_SETS)
+    buffer[3 * ENTRIES : -1] = np.concatenate([_prior_weights().ravel(), curves])
     return buffer
 
 

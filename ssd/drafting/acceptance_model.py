@@ -9,14 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ssd.drafting.acceptance import ENTRIES, INPUTS, MODEL_FLOATS, SETS, prior_model
+from ssd.drafting.acceptance import ENTRIES, INPUTS, KNOTS, MODEL_FLOATS, NUM_LEARNED, SETS, WHEN_SETS, prior_model
 from ssd.retrieval.snapshot import address
 
 _MAGIC: Final = b"SSDACC\r\n"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _HEADER: Final = struct.Struct("<8sIIIId")  # magic, version, entries, sets, inputs, candidates learned from
 _CHECKSUM: Final = struct.Struct("<Q")
-_NUM_FLOATS: Final = 2 * ENTRIES + SETS * (INPUTS + 1)
+_NUM_FLOATS: Final = 2 * ENTRIES + NUM_LEARNED
+_NUM_KNOTS: Final = WHEN_SETS * KNOTS
 _SIZE: Final = _HEADER.size + 4 * _NUM_FLOATS + _CHECKSUM.size
 _MOST_WEIGHT: Final = 1e3
 
@@ -24,7 +25,7 @@ _prior: npt.NDArray[np.float64] | None = None
 
 
 class AcceptanceModel:
-    """Tables and mixer weights of one namespace, which the kernels read and change at ``address``.
+    """Tables, mixer weights and curves of one namespace, which the kernels read and change at ``address``.
 
     Bounded: MODEL_FLOATS numbers, whatever was learned. Made with the prior.
     """
@@ -43,7 +44,7 @@ class AcceptanceModel:
         return int(self._buffer[-1])
 
     def to_bytes(self) -> bytes:
-        """Header, chances, counts and weights as little-endian float32, xxh3 checksum of all before it."""
+        """Header, chances, counts, weights and curves as little-endian float32, xxh3 checksum of all before it."""
         header = _HEADER.pack(_MAGIC, _VERSION, ENTRIES, SETS, INPUTS, self._buffer[-1])
         kept = np.concatenate([self._buffer[: 2 * ENTRIES], self._buffer[3 * ENTRIES : -1]])
         body = header + kept.astype("<f4").tobytes()
@@ -61,15 +62,16 @@ class AcceptanceModel:
         if (version, entries, sets, inputs) != (_VERSION, ENTRIES, SETS, INPUTS):
             raise ValueError(f"the acceptance model has version {version}, expected {_VERSION}")
         kept = np.frombuffer(body, "<f4", _NUM_FLOATS, _HEADER.size).astype(np.float64)
-        chances, counts, weights = kept[:ENTRIES], kept[ENTRIES : 2 * ENTRIES], kept[2 * ENTRIES :]
+        chances, counts, learned = kept[:ENTRIES], kept[ENTRIES : 2 * ENTRIES], kept[2 * ENTRIES :]
+        weights, knots = learned[:-_NUM_KNOTS], learned[-_NUM_KNOTS:]
         sane = (
             (chances > 0).all() and (chances < 1).all() and (counts >= 0).all() and np.isfinite(counts).all()
-        ) and bool((np.abs(weights) < _MOST_WEIGHT).all())
+        ) and bool((np.abs(weights) < _MOST_WEIGHT).all() and (knots > 0).all() and (knots < 1).all())
         if not sane or not 0 <= num_learned < 2**53:
             raise ValueError("the acceptance model holds numbers that cannot be")
         model = cls()
         model._buffer[: 2 * ENTRIES] = kept[: 2 * ENTRIES]
         model._buffer[2 * ENTRIES : 3 * ENTRIES] = np.log(chances / (1 - chances))
-        model._buffer[3 * ENTRIES : -1] = weights
+        model._buffer[3 * ENTRIES : -1] = learned
         model._buffer[-1] = num_learned
         return model

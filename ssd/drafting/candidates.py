@@ -26,13 +26,13 @@ from ssd.drafting.acceptance import (
     SUPPORTS,
     TOKEN,
     Model,
+    chance_of,
     coarse_length,
     coarse_share,
     deeper_set,
     hash_of,
     hash_of_pair,
     length_bucket,
-    mixed,
     share_bucket,
     support_bucket,
     weight_set,
@@ -58,14 +58,14 @@ CANDIDATES_WORDS: Final = VOTES_WORDS + MAX_CANDIDATES * (INPUTS + 2)
 class Candidates(NamedTuple):
     """The candidates of one position: the first tokens of ``votes``.
 
-    Of each: ``inputs`` : int64[MAX_CANDIDATES, INPUTS], its table entries, ``sets`` : its weight set, ``log_odds`` :
+    Of each: ``inputs`` : int64[MAX_CANDIDATES, INPUTS], its table entries, ``sets`` : its weight set, ``chances`` :
     float64, what the model says.
     """
 
     votes: Votes
     inputs: Int64s
     sets: Int64s
-    log_odds: npt.NDArray[np.float64]
+    chances: npt.NDArray[np.float64]
 
 
 @inlined
@@ -152,7 +152,7 @@ def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model
         inputs[BEFORE] = OFFSETS[BEFORE] + hash_of(at.before) * COARSE_LENGTHS * COARSE_SHARES + coarse
         inputs[PAIR] = OFFSETS[PAIR] + hash_of_pair(at.before, token) * COARSE_LENGTHS * COARSE_SHARES + coarse
         chosen = weight_set(own_top < NOWHERE, index_top < NOWHERE, at.predicted >= 0, num_filled, at.depth)
-        found.sets[row], found.log_odds[row] = chosen, mixed(model, inputs, chosen)
+        found.sets[row], found.chances[row] = chosen, chance_of(model, inputs, chosen)
 
 
 @inlined
@@ -169,4 +169,4 @@ def judge_again(levels: Levels, num_levels: int, at: Position, model: Model, fou
     inputs[BEFORE] = OFFSETS[BEFORE] + hash_of(at.before) * rows + coarse
     inputs[PAIR] = OFFSETS[PAIR] + hash_of_pair(at.before, token) * rows + coarse
     found.sets[0] = deeper_set(found.sets[0], at.depth)
-    found.log_odds[0] = mixed(model, inputs, found.sets[0])
+    found.chances[0] = chance_of(model, inputs, found.sets[0])

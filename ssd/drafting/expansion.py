@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.acceptance import INPUTS, Model, chance_of
+from ssd.drafting.acceptance import INPUTS, Model
 from ssd.drafting.candidates import Candidates, Position, judge, judge_again
 from ssd.drafting.evidence import MAX_SAMPLES, NOTHING, Levels, Pool, Texts, next_token
 from ssd.drafting.lessons import add_lesson, mood_of
@@ -162,9 +162,9 @@ def chain(
             return True
         best = 0
         for row in range(1, size):
-            if found.log_odds[row] > found.log_odds[best]:
+            if found.chances[row] > found.chances[best]:
                 best = row
-        token, chance = votes.tokens[best], chance_of(found.log_odds[best])
+        token, chance = votes.tokens[best], found.chances[best]
         product *= chance
         pays = depth < wish.limit and product >= _price(wish, depth)
         # The first one that is left out is a lesson too: it may have been worth its price.
@@ -252,7 +252,7 @@ def grow_tree(
         if num_nodes == 0 and size > 0:
             _name_source(found, 0, levels, num_levels, predicted, out)
         for row in range(size):
-            chance = chance_of(found.log_odds[row])
+            chance = found.chances[row]
             if num_opened == _MOST_OPEN or product * chance < 0.5 * _price(wish, num_nodes):
                 continue
             entry = space.open[num_opened]

@@ -72,10 +72,14 @@ def prior(view: str, key: View) -> float:
 
 @dataclass
 class SlowModel:
-    """Entries (chance, count) by view and key, weights by weight set and view; what is not there has its prior."""
+    """Entries (chance, count) by view and key, weights by weight set and view, knots of the curves by depth and number.
+
+    What is not there has its prior.
+    """
 
     entries: dict[tuple[str, View], tuple[float, float]] = field(default_factory=dict)
     weights: dict[View, dict[str, float]] = field(default_factory=dict)
+    knots: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def entry(self, view: str, key: View) -> tuple[float, float]:
         return self.entries.get((view, key), (1 / (1 + math.exp(-prior(view, key))), 2.0))
@@ -89,16 +93,32 @@ class SlowModel:
             self.weights[chosen] = {view: weight / sum(say.values()) for view, weight in say.items()} | {"1": 0.0}
         return self.weights[chosen]
 
-    def chance(self, views: Views, chosen: View) -> float:
+    def mixed(self, views: Views, chosen: View) -> float:
         weights = self.weights_of(chosen)
         total = weights["1"]
         for view, key in views.items():
             chance, _ = self.entry(view, key)
             total += weights[view] * math.log(chance / (1 - chance))
-        return 1 / (1 + math.exp(-total))
+        return total
+
+    def around(self, log_odds: float, when: int) -> list[tuple[tuple[int, int], float, float]]:
+        """The knots left and right of log odds: which, its share, its chance."""
+        place = min(max(2 * log_odds, -16), 16)
+        left = min(math.floor(place), 15)
+        return [
+            ((when, knot), share, self.knots.get((when, knot), 1 / (1 + math.exp(-knot / 2))))
+            for knot, share in ((left, 1 - (place - left)), (left + 1, place - left))
+        ]
+
+    def chance(self, views: Views, chosen: View) -> float:
+        return sum(share * chance for _, share, chance in self.around(self.mixed(views, chosen), chosen[-1]))
 
     def learn(self, views: Views, chosen: View, label: bool) -> float:
-        error = label - self.chance(views, chosen)
+        log_odds = self.mixed(views, chosen)
+        step = 0.02 * (label - self.chance(views, chosen))
+        for knot, share, chance in self.around(log_odds, chosen[-1]):
+            self.knots[knot] = min(max(chance + share * step, 1e-4), 1 - 1e-4)
+        error = label - 1 / (1 + math.exp(-log_odds))
         weights = self.weights_of(chosen)
         weights["1"] += 0.003 * error
         for view, key in views.items():
