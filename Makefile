@@ -12,6 +12,8 @@ VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 VLLM_PINS := benchmarks/vllm
 TRACES := agent_react agent_tools sql code chat
+CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
+	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
 
 .PHONY: serve test bench bench-peers bench-vllm lint format clean
 
@@ -50,9 +52,10 @@ bench: $(READY)
 			--drafter prompt-lookup --max-draft 16 --max-output-tokens 120000 --json \
 			| tee /dev/stderr | tail -n 1 >benchmarks/results/replay.json; \
 		if [ -e $(PEERS_READY) ]; then \
-			$(BIN)/python -m benchmarks.replay --tokenizer llama2-32k --drafter ssd --drafter arctic --curve \
-				--max-draft 16 --max-output-tokens 120000 --jobs 2 --json --plot benchmarks/results/replay-curve.png \
+			$(BIN)/python -m benchmarks.replay $(CURVES) --json --plot benchmarks/results/replay-curve.png \
 				| tail -n 1 >benchmarks/results/replay-curve.json; \
+			$(BIN)/python -m benchmarks.replay $(CURVES) --tree --json --plot benchmarks/results/replay-tree.png \
+				| tail -n 1 >benchmarks/results/replay-tree.json; \
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
 	$(BIN)/python -m benchmarks.index --tokens 1000000 --json | tail -n 1 >benchmarks/results/index-1m.json

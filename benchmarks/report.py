@@ -1,16 +1,21 @@
 """Splice measured figures into the README: ``python -m benchmarks.report``.
 
-Reads ``growth.json``, ``replay.json``, ``replay-curve.json`` and ``index-*.json`` in ``benchmarks/results`` and
-rewrites what stands between the markers ``<!-- growth:begin -->`` ... ``<!-- growth:end -->`` (and so on). No figure in
-the README is typed by hand.
+Reads ``growth.json``, ``replay.json``, ``replay-curve.json``, ``replay-tree.json`` and ``index-*.json`` in
+``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
+``<!-- growth:end -->`` (and so on). No figure in the README is typed by hand.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from benchmarks.replay.settings import OURS, PRICED_BY
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -20,11 +25,11 @@ def main() -> None:
     """Rewrite the README's figures."""
     readme = ROOT / "README.md"
     text = readme.read_text()
-    growth, replay, curves = (_result(name) for name in ("growth", "replay", "replay-curve"))
+    growth, replay, path, tree = (_result(name) for name in ("growth", "replay", "replay-curve", "replay-tree"))
     if growth is not None:
         text = spliced(text, "growth", growth_section(growth))
     if replay is not None:
-        lines = [replay_section(replay), "", curve_section(curves) if curves is not None else ""]
+        lines = [replay_section(replay), "", curve_section(path, tree) if path is not None else ""]
         text = spliced(text, "replay", "\n".join(lines))
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]
     if runs:
@@ -99,18 +104,65 @@ def replay_section(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def curve_section(result: dict[str, Any]) -> str:
-    """Accepted tokens a step against other drafters that may draft as much; one line each."""
-    lines = []
-    for drafter, found in result["comparison"].items():
-        places = ", ".join(f"{place:.0%}" for place in found["places"])
-        means = ", ".join(f"{mean:.3f}" for mean in found["geometric_means"])
-        compared = sum(row["ratios"] is not None for row in found["rows"])
-        lines.append(
-            f"Accepted tokens per step over {drafter}'s at as many drafted ones, {places} along what both curves "
-            f"cover: {means} (geometric means over {compared} traces and tokenizers)."
-        )
-    return "\n".join(["![accepted over drafted tokens per step](benchmarks/results/replay-curve.png)", "", *lines])
+def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
+    """Against other drafters that may draft as much: accepted tokens a step, and what passes cost and give."""
+    lines = ["![accepted over drafted tokens per step](benchmarks/results/replay-curve.png)"]
+    for drafter in path["comparison"]:
+        places = " / ".join(f"{place:.0%}" for place in path["comparison"][drafter]["places"])
+        costs = [row["setting"].removeprefix(PRICED_BY) for row in path["results"] if PRICED_BY in row["setting"]]
+        costs = list(dict.fromkeys(costs))
+        kinds = [("path", path), *([("tree", tree)] if tree is not None else [])]
+        lines += [
+            "",
+            f"Ours beside {drafter}, path against path and tree against tree. Left: accepted tokens per step over "
+            f"{drafter}'s at as many drafted ones, {places} along what both curves cover. Right: speed-up over plain "
+            f"decoding under a cost curve, ours priced by that curve / the best of {drafter}'s settings in hindsight. "
+            "Geometric means over tokenizers.",
+            "",
+            f"| trace | {' | '.join(f'{kind}, ratio' for kind, _ in kinds)} | "
+            + " | ".join(f"{kind}, {cost}" for kind, _ in kinds for cost in costs)
+            + " |",
+            "|---|" + "--:|" * (len(kinds) + len(kinds) * len(costs)),
+        ]
+        traces = dict.fromkeys(row["trace"] for row in path["results"])
+        for trace in [*traces, None]:
+            cells = [_ratios(result["comparison"][drafter], trace) for _, result in kinds]
+            cells += [_speed_ups(result["results"], drafter, cost, trace) for _, result in kinds for cost in costs]
+            name = trace or "**all**"
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        errors = [
+            f"{kind} at most {max(errors):.3f}, {np.mean(errors):.3f} on average"
+            for kind, result in kinds
+            if (errors := [row["calibration"]["error"] for row in result["results"] if row["drafter"] == OURS])
+        ]
+        lines += ["", f"Expected calibration error of our estimates over traces and settings: {'; '.join(errors)}."]
+    parameters = path["parameters"]
+    lines += [
+        "",
+        f"`make bench`: {len(traces)} traces, tokenizers {', '.join(parameters['tokenizers'])}, the first "
+        f"{parameters['max_output_tokens']:,} output tokens of each, draft limit "
+        f"{parameters['draft']['num_speculative_tokens']}. Cost curves: free up to 32 tokens and linear beyond; and "
+        "one measured on this engine with the bundled model on a CPU. The time of proposals is left out.",
+    ]
+    return "\n".join(lines)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.exp(np.mean(np.log(list(values)))))
+
+
+def _ratios(comparison: dict[str, Any], trace: str | None) -> str:
+    rows = [row["ratios"] for row in comparison["rows"] if row["ratios"] and trace in (None, row["trace"])]
+    return " / ".join(f"{_mean(at):.2f}" for at in zip(*rows, strict=True)) if rows else "no overlap"
+
+
+def _speed_ups(rows: list[dict[str, Any]], drafter: str, cost: str, trace: str | None) -> str:
+    ours, theirs = [], []
+    for key in dict.fromkeys((row["trace"], row["tokenizer"]) for row in rows):
+        here = [row for row in rows if (row["trace"], row["tokenizer"]) == key and trace in (None, key[0])]
+        ours += [row["speed_up"][cost] for row in here if row["setting"] == f"{PRICED_BY}{cost}"]
+        theirs += [max(row["speed_up"][cost] for row in here if row["drafter"] == drafter)] if here else []
+    return f"{_mean(ours):.2f}x / {_mean(theirs):.2f}x"
 
 
 def stored_tokens(run: dict[str, Any]) -> int:

@@ -15,7 +15,7 @@ PEERS = {"arctic": "arctic", "vllm-ngram": "vllm-ngram", "prompt-lookup-hf": "pr
 
 CONTENDER_NAMES = (*DRAFTER_NAMES, *PEERS)
 
-_PRICED_BY = "priced by "
+PRICED_BY = "priced by "
 
 _PRICES = (0.85, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01)
 _LENGTHS = (2, 4, 8, 16)
@@ -49,7 +49,7 @@ def settings_of(
             if curve
             else [Setting(drafter, "default", max_draft)]
         )
-        return plain + [Setting(drafter, _PRICED_BY + each.name, max_draft, curve=each) for each in priced_by]
+        return plain + [Setting(drafter, PRICED_BY + each.name, max_draft, curve=each) for each in priced_by]
     if drafter == "arctic":
         pairs = [(factor, least) for least in _LEAST_PROBABILITIES for factor in _FACTORS] if curve else [(1.0, 0.1)]
         return [
@@ -69,4 +69,4 @@ def settings_of(
 
 def is_priced_by_curve(result: dict[str, Any]) -> bool:
     """Whether a cost curve set the prices: such a result is no point of a drafter's own curve."""
-    return str(result["setting"]).startswith(_PRICED_BY)
+    return str(result["setting"]).startswith(PRICED_BY)
