@@ -1,0 +1,5 @@
+"""How long is a step, and how much of it is the model? See ``python -m benchmarks.decode --help``."""
+
+from benchmarks.decode.command import main
+
+__all__ = ["main"]

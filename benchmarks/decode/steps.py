@@ -1,0 +1,211 @@
+"""Engine steps and bare forwards of one shape, in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ssd.config import DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import Draft, DraftRequest
+from ssd.drafting.protocol import EMPTY_DRAFT
+from ssd.engine import Engine, Request
+from ssd.target.attention import ATTENTION_NAME
+from ssd.target.target import SlotTarget, Target
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``context`` : tokens a row holds in the middle of the run. ``draft`` : tokens drafted for each row and step."""
+
+    batch: int
+    context: int
+    draft: int
+
+    @property
+    def width(self) -> int:
+        """Positions of a row in one pass."""
+        return self.draft + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of every step, of the target's own call inside it, and of the bare forward after it.
+
+    ``outputs`` : what each row said. ``num_tokens`` : put out in the timed steps.
+    """
+
+    steps: list[float]
+    targets: list[float]
+    forwards: list[float]
+    outputs: list[list[int]]
+    num_tokens: int
+
+
+class KnownText:
+    """Drafts what each request is known to say: every token is accepted, so steps differ in nothing but their width."""
+
+    def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
+        self._known = [np.array(text, np.int32) for text in known]
+        self._draft = draft
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """The next ``draft`` tokens of each text."""
+        drafts = []
+        for request in requests:
+            done = len(request.context) - request.prompt_length
+            tokens = self._known[int(request.request_id)][done : done + min(self._draft, request.limit)]
+            drafts.append(Draft(tokens, source="own") if len(tokens) else EMPTY_DRAFT)
+        return drafts
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """There is nothing to learn."""
+
+    def finish(self, request_id: str) -> None:
+        """There is nothing to forget."""
+
+
+class TimedTarget:
+    """A target that notes what its calls take, device included."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The target's, timed."""
+        began = time.perf_counter()
+        logits = self._target.forward(*args, **kwargs)
+        synchronize(self._target.device)
+        self.seconds += time.perf_counter() - began
+        return logits
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what the device was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_steps(target: Target, prompts: Sequence[Tokens], shape: Shape, rounds: int, known: list[list[int]]) -> Timing:
+    """``rounds`` steps of the engine over ``shape.batch`` of the prompts, each followed by a bare forward.
+
+    ``known`` : what each prompt's request says, at least ``rounds * width`` tokens; with a draft of 0 it may be empty.
+    """
+    timed = TimedTarget(target)
+    engine = Engine(
+        timed,  # type: ignore[arg-type]
+        drafter=KnownText(known, shape.draft),
+        config=EngineConfig(max_num_seqs=target.num_slots),
+        draft=DraftConfig(num_speculative_tokens=shape.draft),
+    )
+    num_tokens = rounds * shape.width
+    for row in range(shape.batch):
+        sampling = SamplingParams(max_tokens=num_tokens + 2, temperature=0.0, ignore_eos=True)
+        engine.submit(Request(request_id=str(row), prompt_token_ids=tuple(prompts[row].tolist()), sampling=sampling))
+    outputs: list[list[int]] = [[] for _ in range(shape.batch)]
+
+    def step() -> int:
+        new = 0
+        for output in engine.step():
+            outputs[int(output.request_id)] += output.token_ids
+            new += len(output.token_ids)
+        return new
+
+    while not all(outputs):  # prompts are read beside the first steps
+        step()
+    before = sum(map(len, outputs))
+    forward = BareForward(target.model, shape, len(prompts[0]) + num_tokens // 2)
+    steps, targets, forwards = [], [], []
+    while engine.has_work() and min(map(len, outputs)) <= num_tokens - shape.width + 1:
+        timed.seconds = 0.0
+        began = time.perf_counter()
+        step()
+        synchronize(target.device)
+        steps.append(time.perf_counter() - began)
+        targets.append(timed.seconds)
+        forwards.append(forward.seconds())
+    put_out = sum(map(len, outputs)) - before
+    while engine.has_work():
+        step()
+    return Timing(steps, targets, forwards, outputs, put_out)
+
+
+class BareForward:
+    """The model as its library runs it: its own attention over a cache of its own, nothing around it."""
+
+    def __init__(self, model: PreTrainedModel, shape: Shape, context: int) -> None:
+        """``context`` : tokens of each row before the pass."""
+        self._model = model
+        vocab_size = model.config.get_text_config().vocab_size
+        random = torch.Generator().manual_seed(0)
+        tokens = torch.randint(3, vocab_size, (shape.batch, context + shape.width), generator=random).to(model.device)
+        self._tokens = tokens[:, context:]
+        self._cache = DynamicCache(config=model.config)
+        with torch.inference_mode(), OwnAttention(model):
+            model(input_ids=tokens[:, :context], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+
+    @torch.inference_mode()
+    def seconds(self) -> float:
+        """Of one pass; the cache is as before."""
+        with OwnAttention(self._model):
+            synchronize(self._model.device)
+            began = time.perf_counter()
+            self._model(input_ids=self._tokens, past_key_values=self._cache, use_cache=True)
+            synchronize(self._model.device)
+            took = time.perf_counter() - began
+        self._cache.crop(-self._tokens.shape[1])
+        return took
+
+
+class OwnAttention:
+    """The model's attention as transformers chooses it, for a while."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._was = model.config._attn_implementation
+
+    def __enter__(self) -> None:
+        if self._was == ATTENTION_NAME:
+            self._model.set_attn_implementation("sdpa")
+
+    def __exit__(self, *_: object) -> None:
+        if self._was == ATTENTION_NAME:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+
+
+def moved_bytes(target: Target, shape: Shape) -> int:
+    """Bytes a pass must read at least: every weight once, and what the rows hold of the KV cache."""
+    weights: int = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    embedding = target.model.get_input_embeddings()
+    head = target.model.get_output_embeddings()
+    if embedding is not None and (head is None or embedding.weight is not head.weight):
+        weights -= embedding.weight.numel() * embedding.weight.element_size()  # a few rows of it are read
+    held = target.kv_cache.bytes_per_token if isinstance(target, SlotTarget) else 0
+    return weights + held * shape.batch * shape.context
+
+
+def copy_bytes_per_second(device: torch.device, num_bytes: int) -> float:
+    """What the device moves when it copies memory: read and written bytes a second, the median of nine copies."""
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    goal = torch.empty_like(source)
+    seconds = []
+    for _ in range(10):
+        synchronize(device)
+        began = time.perf_counter()
+        goal.copy_(source)
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return 2 * source.numel() * 4 / median(seconds[1:])
