@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ssd.config import DRAFT_ACCEPTANCES, CacheConfig, DraftConfig, EngineConfig, IndexConfig
+from ssd.config import DRAFT_ACCEPTANCES, DRAFT_SHAPES, CacheConfig, DraftConfig, EngineConfig, IndexConfig
 from ssd.errors import ConfigError
 
 from .settings import VERSION
@@ -89,6 +89,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
                 num_speculative_tokens=0 if found.no_speculation else limit,
                 max_match_length=found.max_match_length,
                 draft_acceptance=found.draft_acceptance,
+                draft_shape=found.draft_shape,
             ),
             cache=CacheConfig(
                 index=IndexConfig(capacity_tokens=found.cache_tokens, rebuild_interval_s=found.rebuild_interval),
@@ -159,6 +160,10 @@ def _build_parser() -> _Parser:
         "--draft-acceptance", default=draft.draft_acceptance, choices=DRAFT_ACCEPTANCES,
         help="how a sampled draft of the draft model is verified; rejection accepts more, but the tokens of a request "
         "without a seed then depend on the drafts (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--draft-shape", default=draft.draft_shape, choices=DRAFT_SHAPES,
+        help="whether drafts may branch where the next token is uncertain (default: %(default)s)",
     )  # fmt: skip
     add("--no-speculation", action="store_true", help="plain decoding: no drafts")
 

@@ -10,6 +10,8 @@ from ssd.errors import ConfigError, RequestError
 
 DraftAcceptance = Literal["match", "rejection"]
 DRAFT_ACCEPTANCES: tuple[DraftAcceptance, ...] = get_args(DraftAcceptance)
+DraftShape = Literal["auto", "chain", "tree"]
+DRAFT_SHAPES: tuple[DraftShape, ...] = get_args(DraftShape)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -69,6 +71,10 @@ class DraftConfig:
     min(1, target / draft), else a token of what the draft left over replaces it. More is accepted and the law is the
     same, but which tokens come depends on the drafts; so requests with a seed and greedy ones keep to "match"."""
 
+    draft_shape: DraftShape = "auto"
+    """Whether a draft may branch where the next token is uncertain. "tree": where the model runs on slot attention;
+    else, and for requests that are verified by rejection, drafts are chains. "auto" takes what has measured better."""
+
     def __post_init__(self) -> None:
         _require(
             0 <= self.num_speculative_tokens <= 128,
@@ -84,6 +90,10 @@ class DraftConfig:
         _require(
             self.draft_acceptance in DRAFT_ACCEPTANCES,
             f"draft_acceptance must be one of {', '.join(DRAFT_ACCEPTANCES)}, got {self.draft_acceptance!r}",
+        )
+        _require(
+            self.draft_shape in DRAFT_SHAPES,
+            f"draft_shape must be one of {', '.join(DRAFT_SHAPES)}, got {self.draft_shape!r}",
         )
 
 

@@ -18,8 +18,7 @@ _COUNT: Final = 0
 _START: Final = 1  # length of the context that was drafted after
 _MOOD: Final = 2  # running mean of label - chance, in units of 1 / _MOOD_ONE
 _DRAFTED: Final = 3  # of the lessons, those that were in the draft
-_IS_TREE: Final = 4
-_HEADER: Final = 5
+_HEADER: Final = 4
 _TOKEN: Final = 0
 _PARENT: Final = 1
 _DEPTH: Final = 2
@@ -40,9 +39,9 @@ def forget_lessons(lessons: Int64s) -> None:
 
 
 @inlined
-def begin_lessons(lessons: Int64s, context_length: int, is_tree: bool) -> None:
+def begin_lessons(lessons: Int64s, context_length: int) -> None:
     """A new draft."""
-    lessons[_COUNT], lessons[_START], lessons[_DRAFTED], lessons[_IS_TREE] = 0, context_length, 0, int(is_tree)
+    lessons[_COUNT], lessons[_START], lessons[_DRAFTED] = 0, context_length, 0
 
 
 @inlined
@@ -89,14 +88,16 @@ def learn_from_context(lessons: Int64s, context: TokenIds, model: Model) -> None
 
 
 @kernel
-def learn_from_count(lessons: Int64s, num_accepted: int, model: Model) -> None:
-    """Learn from how much of the last draft was accepted: the request has ended, its text is not seen again.
+def learn_from_path(lessons: Int64s, num_verified: int, path: TokenIds, model: Model) -> None:
+    """Learn from what was accepted of the last draft: the request has ended, its text is not seen again.
 
-    Of a tree that tells something when nothing was accepted.
+    ``num_verified`` : tokens of the draft that were not cut before it was verified. ``path`` : int32[n], the indices
+    of the n accepted ones; 0, 1, 2 ... of a chain. Those whose predecessors all are on it were tested. The first
+    lessons are the drafted tokens, in their order.
     """
-    if lessons[_IS_TREE] == 0 or num_accepted == 0:
-        for i in range(lessons[_DRAFTED]):
-            lesson = lessons[_HEADER + i * _COLUMNS : _HEADER + (i + 1) * _COLUMNS]
-            if lesson[_DEPTH] <= num_accepted:
-                _learn_one(lessons, lesson, lesson[_DEPTH] < num_accepted, model)
+    for i in range(min(lessons[_DRAFTED], num_verified)):
+        lesson = lessons[_HEADER + i * _COLUMNS : _HEADER + (i + 1) * _COLUMNS]
+        depth = lesson[_DEPTH]
+        if depth <= len(path) and (depth == 0 or path[depth - 1] == lesson[_PARENT]):
+            _learn_one(lessons, lesson, depth < len(path) and path[depth] == i, model)
     lessons[_COUNT] = 0

@@ -72,6 +72,7 @@ class Draft:
         drafter has no estimate.
     ``parents`` : int32[k], of each token the index of the one before it, smaller than its own; -1 after the context.
         None: a chain.
+    ``path`` : int32[n], the indices of the n accepted tokens of a tree, in order, once it was verified; else None.
     """
 
     token_ids: TokenIds
@@ -79,6 +80,7 @@ class Draft:
     source: str = "none"
     probabilities: npt.NDArray[np.float64] | None = None
     parents: npt.NDArray[np.int32] | None = None
+    path: npt.NDArray[np.int32] | None = None
 
     def chances(self) -> npt.NDArray[np.float64]:
         """float64[k], of each token the estimated chance that it and all before it are accepted; with estimates only.
@@ -114,7 +116,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Learn how many tokens of ``draft`` the target accepted."""
+        """Learn how many tokens of ``draft`` the target accepted; of a tree ``draft.path`` says which."""
         ...
 
     def finish(self, request_id: str) -> None:

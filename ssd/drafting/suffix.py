@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.protocol import Draft, DraftRequest, TokenIds
 from ssd.drafting.suffix_kernel import end_request, propose_suffix, propose_suffix_one
 from ssd.drafting.workspace import NO_SNAPSHOT, Wishes, Workspace, checked_lengths, contiguous, propose_by_snapshot
 from ssd.retrieval.snapshot import Snapshot
@@ -37,7 +37,7 @@ class SuffixDrafter:
         self._usual = Wishes(np.array([price]))
         self._workspace = Workspace()
         self._own_model = AcceptanceModel()
-        self._accepted: dict[str, int] = {}
+        self._verified: dict[str, tuple[int, TokenIds]] = {}
         self._models: dict[str, AcceptanceModel] = {}
 
     def model_of(self, snapshot: Snapshot | None) -> AcceptanceModel:
@@ -86,14 +86,20 @@ class SuffixDrafter:
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
-        self._accepted[request_id] = num_accepted
+        path = draft.path
+        if draft.parents is None or num_accepted == 0:
+            path = np.arange(num_accepted, dtype=np.int32)
+        if path is None:  # of a tree, and nobody says which tokens of it
+            self._verified.pop(request_id, None)
+        else:
+            self._verified[request_id] = len(draft.token_ids), contiguous(path)
 
     def finish(self, request_id: str) -> None:
         """Learn from the last step and forget the request: it has ended."""
-        state, num_accepted = self._workspace.known_state(request_id), self._accepted.pop(request_id, None)
+        state, verified = self._workspace.known_state(request_id), self._verified.pop(request_id, None)
         model = self._models.pop(request_id, None)
-        if state is not None and num_accepted is not None and model is not None:
-            end_request(self._workspace.address, state, num_accepted, model.address)
+        if state is not None and verified is not None and model is not None:
+            end_request(self._workspace.address, state, *verified, model.address)
         self._workspace.forget(request_id)
 
     def warm_up(self) -> None:

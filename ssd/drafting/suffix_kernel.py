@@ -9,7 +9,7 @@ from ssd.drafting.candidates import candidates_at
 from ssd.drafting.cursor import follow, keep
 from ssd.drafting.evidence import MAX_LEVELS, Texts, gather
 from ssd.drafting.expansion import Out, Wish, chain, expansion_at, grow_tree
-from ssd.drafting.lessons import begin_lessons, learn_from_context, learn_from_count
+from ssd.drafting.lessons import begin_lessons, learn_from_context, learn_from_path
 from ssd.drafting.prediction import follow_prediction, place_of
 from ssd.drafting.workspace import CONTINUED_CONTEXT, Frame, frame_at, place
 from ssd.retrieval.lanes import open_lanes, search_lanes
@@ -76,7 +76,7 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
         learn_from_context(lessons, context, mixer)
         if limit < 1 or len(context) == 0:
             continue
-        begin_lessons(lessons, len(context), is_tree)
+        begin_lessons(lessons, len(context))
         prediction = int32_array(asked[5], asked[6])
         if len(prediction) > 0:
             follow_prediction(predicting, prediction, context, frame.own)
@@ -94,7 +94,7 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
         if num_levels > 0:
             has_ended = chain(texts, pool, levels, num_levels, 0, wish, mixer, found, space, lessons, out)
         if out.result[0] < limit:  # there is nothing to follow, or it does not lead far enough
-            begin_lessons(lessons, len(context), is_tree)
+            begin_lessons(lessons, len(context))
             out.result[:] = 0
             num_levels = _search(frame, table, texts, max_length, min_length)
             has_ended = chain(texts, pool, levels, num_levels, 0, wish, mixer, found, space, lessons, out)
@@ -133,6 +133,6 @@ def propose_suffix_one(
 
 
 @kernel
-def end_request(workspace: int, state: int, num_accepted: int, model: int) -> None:
-    """Learn what came of a request's last draft: it has ended after ``num_accepted`` tokens of it."""
-    learn_from_count(frame_at(workspace).lessons[state], num_accepted, model_at(model))
+def end_request(workspace: int, state: int, num_verified: int, path: TokenIds, model: int) -> None:
+    """Learn what came of a request's last draft: it has ended after the tokens of it that ``path`` names."""
+    learn_from_path(frame_at(workspace).lessons[state], num_verified, path, model_at(model))

@@ -8,10 +8,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
-
-import numpy as np
 
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
@@ -21,15 +20,15 @@ from ssd.engine.metrics import EngineMetrics
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
+from ssd.engine.verify import Verdict, grows_trees, usable, verify
 from ssd.engine.verify_cost import VerifyCost, calibrate
 from ssd.errors import EngineStopped, QueueFull
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import Snapshot
 from ssd.target.draft_loading import load_draft_model
 from ssd.target.loading import load_model, open_target
-from ssd.target.sampling import target_tokens
 from ssd.target.target import Target
-from ssd.target.verification import accepted_length, pad_rows
+from ssd.target.verification import pad_rows
 from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
 
@@ -67,6 +66,7 @@ class Engine:
         draft = draft or DraftConfig()
         self._draft_limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._draft_acceptance = draft.draft_acceptance
+        self._grows_trees = grows_trees(draft.draft_shape, target)
         self._draw_seed = draw_seed
         self._drafter = drafter
         self._eos_token_ids = tuple(
@@ -163,14 +163,13 @@ class Engine:
         batch = [sequence for sequence in self._scheduler.running if self._is_prefilled(sequence)]
         if batch:
             drafts = self._propose(batch)
-            fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
             started = time.perf_counter()
-            logits = self.target.forward([s.slot for s in batch], fed, [len(draft.token_ids) + 1 for draft in drafts])
-            chosen = target_tokens(logits, [s.sampling_row(draft) for s, draft in zip(batch, drafts, strict=True)])
+            verdicts = verify(self.target, batch, drafts)
             seconds = time.perf_counter() - started
-            committed = [self._commit(s, draft, row) for s, draft, row in zip(batch, drafts, chosen, strict=True)]
+            committed = [self._commit(*row) for row in zip(batch, drafts, verdicts, strict=True)]
             num_tokens = sum(len(output.token_ids) for output in committed)
-            self._cost.observe(len(batch), fed.shape[1], num_tokens, seconds)
+            width = 1 + max(len(draft.token_ids) for draft in drafts)
+            self._cost.observe(len(batch), width, num_tokens, seconds)
             outputs += committed
         self._observe_load()
         return outputs
@@ -260,6 +259,7 @@ class Engine:
                         snapshot=self._snapshot(sequence.request.namespace),
                         limit=min(self._draft_limit, sequence.num_remaining - 1),
                         prices=prices,
+                        tree=self._may_branch(sequence),
                         prediction=sequence.prediction,
                         sampling=sequence.sampling,
                     )
@@ -275,21 +275,21 @@ class Engine:
 
     def _usable(self, draft: Draft, sequence: Sequence) -> Draft:
         """The draft, or nothing where a token is outside the vocabulary; cut to what may still be generated."""
-        draft = draft.cut(max(0, min(self._draft_limit, sequence.num_remaining - 1)))
-        tokens = draft.token_ids
-        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self.target.vocab_size):
-            self.metrics.drafter_failures += 1
-            return EMPTY_DRAFT
-        return draft
+        limit = max(0, min(self._draft_limit, sequence.num_remaining - 1))
+        found = usable(draft, limit, vocab_size=self.target.vocab_size, allow_tree=self._may_branch(sequence))
+        self.metrics.drafter_failures += found is None
+        return EMPTY_DRAFT if found is None else found
 
-    def _commit(
-        self, sequence: Sequence, draft: Draft, chosen: np.ndarray[tuple[int], np.dtype[np.int64]]
-    ) -> RequestOutput:
-        """Accept what agrees, take back the rest of the draft, end or go on."""
-        accepted = accepted_length(draft.token_ids, chosen)
-        output = sequence.commit(chosen[: accepted + 1].tolist())
+    def _may_branch(self, sequence: Sequence) -> bool:
+        return self._grows_trees and sequence.sampling.acceptance == "match"
+
+    def _commit(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> RequestOutput:
+        """Emit what was accepted, take back the rest of the draft, end or go on."""
+        output = sequence.commit(verdict.token_ids)
         emitted = len(output.token_ids)
-        num_accepted = min(accepted, emitted)
+        num_accepted = min(len(verdict.path), emitted)
+        if draft.parents is not None:
+            draft = replace(draft, path=verdict.path[:num_accepted])
         stats = sequence.stats
         stats.num_verify_steps += 1
         stats.num_drafts += bool(len(draft.token_ids))

@@ -18,7 +18,7 @@ class EngineMetrics:
     """Written by the thread that steps the engine, read by any; every count only grows, except the last four.
 
     ``num_drafts`` counts drafts that were not empty. ``num_accepted_tokens`` and ``accepted_per_position`` count
-    draft tokens that were emitted; entry i is the draft's token i.
+    draft tokens that were emitted; entry i is token i of the draft, or of a tree's path.
     """
 
     num_verify_steps: int = 0

@@ -82,6 +82,7 @@ class Sequence:
             output=self.tokens[self.num_prompt_tokens : self.num_tokens],
             draft=draft.token_ids,
             draft_law=draft.law if by_rejection and isinstance(draft, SampledDraft) else None,
+            parents=draft.parents,
         )
 
     def commit(self, token_ids: Tokens[int]) -> RequestOutput:

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.target.tree import TreeShape
+
 
 class SlotKVCache:
     """Keys and values of every layer, at (slot, position).
@@ -32,17 +34,30 @@ class SlotKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values and return all that ``rows`` may see.
 
-        keys, values : [B, num_kv_heads, T, head_dim] at ``rows.positions``.
+        keys, values : [B, num_kv_heads, T, head_dim] at ``rows.places``.
         Returns two tensors [B, num_kv_heads, rows.num_keys, head_dim]: views when the rows are the first B slots in
         order, else copies.
         """
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(keys), self._allocate(values))
         stored_keys, stored_values = self._layers[layer]
-        at = (rows.slots[:, None], slice(None), rows.positions)
+        at = (rows.slots[:, None], slice(None), rows.places)
         stored_keys[at] = keys.transpose(1, 2)
         stored_values[at] = values.transpose(1, 2)
         return self._read(stored_keys, rows), self._read(stored_values, rows)
+
+    def move(
+        self, slots: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy single positions inside their slots, in every layer: entry i from ``sources[i]`` to ``targets[i]``.
+
+        All int64[n]; the pairs (slot, target) are distinct. Everything is read before anything is written. One gather
+        and one scatter per tensor, of n positions.
+        """
+        at, source, target = (torch.from_numpy(each).to(self._device) for each in (slots, sources, targets))
+        for layer in self._layers.values():
+            for stored in layer:
+                stored[at, :, target] = stored[at, :, source]
 
     @property
     def bytes_per_token(self) -> int:
@@ -65,28 +80,42 @@ class SlotKVCache:
 class SlotRows:
     """The rows of one forward pass.
 
-    ``slots`` : int64[B], distinct. ``positions`` : int64[B, T], where each new token is written.
+    ``slots`` : int64[B], distinct. ``positions`` : int64[B, T], where each new token stands in its text. ``places`` :
+    int64[B, T], where it is written: one behind the other. The same tensor, unless rows are trees.
     ``num_keys`` : keys visible to the furthest query. ``first_slots`` : slots are 0..B-1 in order.
+    ``sees`` : where rows are trees bool[B, T, T], which new tokens are on the path to which, itself included.
     """
 
     kv_cache: SlotKVCache
     slots: torch.Tensor
     positions: torch.Tensor
+    places: torch.Tensor
     num_keys: int
     first_slots: bool
+    sees: torch.Tensor | None
     _masks: dict[tuple[int | None, int | None, int, torch.dtype], torch.Tensor]
 
     @classmethod
-    def build(cls, kv_cache: SlotKVCache, slots: list[int], num_tokens: int, device: torch.device) -> SlotRows:
-        """Rows that append ``num_tokens`` positions to each of ``slots``."""
+    def build(
+        cls,
+        kv_cache: SlotKVCache,
+        slots: list[int],
+        num_tokens: int,
+        device: torch.device,
+        trees: TreeShape | None = None,
+    ) -> SlotRows:
+        """Rows that append ``num_tokens`` positions to each of ``slots``, of chains or ``trees``."""
         starts = kv_cache.lengths[slots]
-        positions = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)
+        places = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)
+        positions = places if trees is None else torch.from_numpy(starts[:, None] + trees.depths).to(device)
         return cls(
             kv_cache,
             torch.tensor(slots, device=device),
             positions,
+            places,
             int(starts.max()) + num_tokens,
             slots == list(range(len(slots))),
+            None if trees is None else torch.from_numpy(trees.sees).to(device),
             {},
         )
 
@@ -99,14 +128,21 @@ class SlotRows:
         """What each query may see, to be added to the scores: 0 or -inf, [B, 1, groups * T, num_keys].
 
         A query at position p sees keys j with j <= p, with a sliding ``window`` only j > p - window, and with chunked
-        attention only keys of p's own ``chunk``. Built once a pass for each kind of layer, repeated for the query
-        heads that share a key head.
+        attention only keys of p's own ``chunk``. A node of a tree sees the text before the tree and the path to
+        itself; the rules go by where keys stand in the text. Built once a pass for each kind of layer, repeated for the
+        query heads that share a key head.
         """
         key = (window, chunk, groups, dtype)
         if key not in self._masks:
             query = self.positions[:, :, None]
             keys = torch.arange(self.num_keys, device=query.device)
-            visible = keys <= query
+            if self.sees is None:
+                visible = keys <= query
+            else:
+                width = self.places.shape[1]
+                visible = (keys < self.places[:, :1])[:, None].repeat(1, width, 1)
+                visible.scatter_(2, self.places[:, None].expand(-1, width, -1), self.sees)
+                keys = keys.repeat(len(self.slots), 1).scatter_(1, self.places, self.positions)[:, None]
             if window is not None:
                 visible &= keys > query - window
             if chunk is not None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ssd.errors import ModelError
 from ssd.target.attention import ATTENTION_NAME
 from ssd.target.target import RowTarget, SlotTarget, Target, is_recurrent
+from ssd.target.tree_probe import verifies_trees
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,9 @@ def open_target(
             raise ModelError(f"{advice}, more than is free: lower --max-num-seqs or --max-model-len (now <= {fitting})")
         log.warning("%s, more than is free: max_model_len is %d", advice, fitting)
         wanted = fitting
-    return SlotTarget(model, num_slots, wanted, max_draft_tokens + 1)
+    target = SlotTarget(model, num_slots, wanted, max_draft_tokens + 1)
+    target.can_verify_trees = verifies_trees(target, tolerance=_tolerance(model))
+    return target
 
 
 def _try_slots(model: PreTrainedModel) -> int | None:
@@ -91,14 +94,18 @@ def _try_slots(model: PreTrainedModel) -> int | None:
         # "No speculation" must stay correct: any failure here only means the other way is taken.
         probe = SlotTarget(model, num_slots=3, max_length=_PROBE_LENGTH, max_width=4)
         error = _relative_error(_ragged_logits(probe), expected)
-        tolerance = 1e-3 if model.dtype == torch.float32 else 0.08
-        if error < tolerance:
+        if error < _tolerance(model):
             return probe.kv_cache.bytes_per_token
         log.warning("slot attention differs from %s: relative error %.2g", type(model).__name__, error)
     except Exception as failure:
         log.warning("slot attention failed on %s: %s", type(model).__name__, _first_line(failure))
     model.set_attn_implementation(own)
     return None
+
+
+def _tolerance(model: PreTrainedModel) -> float:
+    """Greatest relative error of logits that is put down to rounding."""
+    return 1e-3 if model.dtype == torch.float32 else 0.08
 
 
 _PROBE_LENGTH = 14

@@ -7,7 +7,7 @@ before it), so the token at a position is the one plain decoding would have chos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 from ssd.config import SamplingParams
 from ssd.target.noise import ACCEPT, CHOICE, RECOVER, UInt64, argmax_with_noise, position_keys
 from ssd.target.rejection import rejection_tokens
+from ssd.target.tree import Parents, depths, path_to
 
 _FIRST_LOOK = 256
 
@@ -27,7 +28,8 @@ class SamplingRow:
     ``seed`` : the request's, or one drawn for it. ``stop_ids`` : tokens that ``min_tokens`` holds back.
     ``prompt`` and ``output`` : int32, tokens so far. ``draft`` : int32[k], the tokens fed after the last one.
     ``draft_law`` : what the draft was drawn from where it is to be verified by rejection, as ``SampledDraft`` has it;
-    None where each token is to be the target's own choice.
+    None where each token is to be the target's own choice. ``parents`` : int32[k] where the draft is a tree, see
+    ``Draft``: a position's prefix then is the path to it.
     """
 
     params: SamplingParams
@@ -38,6 +40,13 @@ class SamplingRow:
     output: npt.NDArray[np.int32]
     draft: npt.NDArray[np.int32]
     draft_law: torch.Tensor | None = None
+    parents: Parents | None = None
+
+    def at_node(self, node: int) -> SamplingRow:
+        """The row that chooses the token after ``node`` of a tree alone: the path to it counts as output."""
+        assert self.parents is not None and self.draft_law is None
+        path = self.draft[path_to(self.parents, node)]
+        return replace(self, output=np.concatenate([self.output, path]), draft=self.draft[:0], parents=None)
 
 
 def target_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
@@ -78,7 +87,11 @@ def with_prefix_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torc
         logits = logits.clone()
         for b, row in enumerate(rows):
             if needs_prefix(row.params):
-                apply_prefix_rules(logits[b], row)
+                if row.parents is None:
+                    apply_prefix_rules(logits[b], row)
+                else:
+                    for node in range(len(row.draft) + 1):
+                        apply_prefix_rules(logits[b, node : node + 1], row.at_node(node))
     return logits
 
 
@@ -175,4 +188,4 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
 
 def _keys(row: SamplingRow, stream: int) -> UInt64:
     first = len(row.prompt) + len(row.output)
-    return position_keys(row.seed, row.choice_index, np.arange(first, first + len(row.draft) + 1), stream)
+    return position_keys(row.seed, row.choice_index, first + depths(row.parents, len(row.draft)), stream)

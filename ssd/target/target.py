@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ssd.target.attention import ATTENTION_NAME
 from ssd.target.kv_cache import SlotKVCache, SlotRows
+from ssd.target.tree import TreeShape
 
 TokenMatrix = npt.NDArray[np.int64]
 
@@ -25,6 +26,8 @@ class Target(ABC):
     """
 
     can_roll_back: bool = True
+    can_verify_trees: bool = False
+    """Whether ``forward_trees`` and ``keep_paths`` are to be had."""
     way: str
     """How the model is driven, for logs."""
 
@@ -59,6 +62,23 @@ class Target(ABC):
         """
         return self._append(slots, tokens, counts)
 
+    def forward_trees(
+        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], parents: TokenMatrix
+    ) -> torch.Tensor:
+        """As ``forward``, but each row is a tree: its token t is scored after the path to it instead of all before it.
+
+        parents : int64[B, T], of each token the index of the one it goes on from, smaller than its own; -1 of the first
+        and of no other. A row of 0, 1, 2 ... is a chain. The slots then hold trees: ``keep_paths`` must follow.
+        """
+        raise NotImplementedError(f"driven {self.way}, a model verifies chains only")
+
+    def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Of the pass just made keep the tokens on one path of each row, as if they alone had been fed, in its order.
+
+        slots, counts : those of the pass. paths : int64[n], n >= 1, indices into the row, from its first token on.
+        """
+        raise NotImplementedError(f"driven {self.way}, a model verifies chains only")
+
     @torch.inference_mode()
     def prefill(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
         """Append tokens to slots without scoring them."""
@@ -74,6 +94,7 @@ class SlotTarget(Target):
         """``max_width`` : most positions of one pass whose rows differ in length; padding may be written that far."""
         super().__init__(model, num_slots, max_length)
         model.set_attn_implementation(ATTENTION_NAME)
+        self.max_width = max_width
         self.kv_cache = SlotKVCache(num_slots, max_length + max_width, self.device)
 
     def length(self, slot: int) -> int:
@@ -85,8 +106,35 @@ class SlotTarget(Target):
         assert 0 <= length <= self.kv_cache.lengths[slot]
         self.kv_cache.lengths[slot] = length
 
-    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
-        rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device)
+    @torch.inference_mode()
+    def forward_trees(
+        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], parents: TokenMatrix
+    ) -> torch.Tensor:
+        """Score the tokens of trees, see ``Target``."""
+        return self._append(slots, tokens, counts, trees=TreeShape.build(parents))
+
+    @torch.inference_mode()
+    def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Move keys and values of the paths together, those that are not in place yet, and lower the lengths."""
+        moves: list[npt.NDArray[np.int64]] = []
+        for slot, count, path in zip(slots, counts, paths, strict=True):
+            start = self.kv_cache.lengths[slot] - count
+            self.kv_cache.lengths[slot] = start + len(path)
+            to = np.flatnonzero(path != np.arange(len(path)))
+            if len(to):
+                moves.append(np.stack([np.full(len(to), slot), start + path[to], start + to]))
+        if moves:
+            self.kv_cache.move(*np.concatenate(moves, axis=1))
+
+    def _append(
+        self,
+        slots: Sequence[int],
+        tokens: TokenMatrix,
+        counts: Sequence[int],
+        trees: TreeShape | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device, trees)
         logits: torch.Tensor = self.model(
             input_ids=torch.from_numpy(tokens).to(self.device),
             # Padding may point past the model's last position, where learned position embeddings have no row.

@@ -1,0 +1,88 @@
+"""One verify pass: feed drafts, chains or trees, and find how far the target agrees with each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.config import DraftShape
+from ssd.drafting.protocol import Draft
+from ssd.engine.sequence import Sequence
+from ssd.target.sampling import target_tokens
+from ssd.target.target import Target
+from ssd.target.tree import accepted_path, is_tree, leading_chain, node_parents
+from ssd.target.verification import accepted_length, pad_rows
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What the target says to one row.
+
+    ``token_ids`` : the accepted tokens and one more, the target's own. ``path`` : int32[accepted], the accepted
+    tokens' indices in the draft.
+    """
+
+    token_ids: list[int]
+    path: npt.NDArray[np.int32]
+
+
+def grows_trees(shape: DraftShape, target: Target) -> bool:
+    """Whether drafts may be trees. "auto" means chains: on the CPU, the machine that was measured, they were faster."""
+    if shape == "tree" and not target.can_verify_trees:
+        log.warning("driven %s, the model verifies chains only: drafts are chains", target.way)
+    return shape == "tree" and target.can_verify_trees
+
+
+def usable(draft: Draft, limit: int, *, vocab_size: int, allow_tree: bool) -> Draft | None:
+    """The draft cut to ``limit`` tokens; None where it is no draft: a token or a parent that cannot be.
+
+    A tree that is a chain, or the chain that a tree begins with where trees cannot be verified, is given as a chain.
+    """
+    tokens, parents = draft.token_ids, draft.parents
+    if parents is not None:
+        if not is_tree(parents, len(tokens)):
+            return None
+        straight = leading_chain(parents)
+        if straight == len(tokens) or not allow_tree:
+            draft = Draft(tokens, draft.match_length, draft.source, draft.probabilities).cut(straight)
+    draft = draft.cut(limit)
+    tokens = draft.token_ids
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        return None
+    return draft
+
+
+def verify(target: Target, batch: Rows[Sequence], drafts: Rows[Draft]) -> list[Verdict]:
+    """Feed every sequence's last token and draft in one pass; the target keeps those that it accepts.
+
+    Its slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers them
+    to what is committed.
+    """
+    slots = [sequence.slot for sequence in batch]
+    fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
+    counts = [len(draft.token_ids) + 1 for draft in drafts]
+    has_trees = any(draft.parents is not None for draft in drafts)
+    if has_trees:
+        parents = node_parents([draft.parents for draft in drafts], fed.shape[1])
+        logits = target.forward_trees(slots, fed, counts, parents)
+    else:
+        logits = target.forward(slots, fed, counts)
+    chosen = target_tokens(logits, [s.sampling_row(draft) for s, draft in zip(batch, drafts, strict=True)])
+    nodes = [_agreeing(draft, row) for draft, row in zip(drafts, chosen, strict=True)]
+    if has_trees:
+        target.keep_paths(slots, counts, nodes)
+    return [
+        Verdict(row[path].tolist(), (path[1:] - 1).astype(np.int32)) for row, path in zip(chosen, nodes, strict=True)
+    ]
+
+
+def _agreeing(draft: Draft, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    if draft.parents is None:
+        return np.arange(accepted_length(draft.token_ids, chosen) + 1)
+    return accepted_path(draft.token_ids, draft.parents, chosen)
