@@ -1,0 +1,211 @@
+"""Trees of drafted tokens: shape, acceptance, the pass over them and what is kept, against one path at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.config import SamplingParams
+from ssd.drafting.protocol import Draft
+from ssd.engine.verify import usable
+from ssd.target.loading import open_target
+from ssd.target.sampling import SamplingRow, target_tokens
+from ssd.target.target import RowTarget, SlotTarget
+from ssd.target.tree import TreeShape, accepted_path, depths, is_tree, leading_chain, node_parents, path_to
+from ssd.target.tree_probe import verifies_trees
+from tests.models import ROW_ARCHITECTURES, SLOT_ARCHITECTURES, VOCAB, tiny_model
+from tests.reference import target as slow_target
+from tests.reference import tree as slow
+from tests.trees import NUM_TOKENS, trees
+
+
+def ints(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@given(st.lists(trees(), min_size=1, max_size=4))
+def test_the_shape_of_a_pass_equals_the_slow_twin(drafts: list[tuple[list[int], list[int]]]) -> None:
+    width = 1 + max(len(tokens) for tokens, _ in drafts)
+    shape = TreeShape.build(node_parents([ints(parents) for _, parents in drafts], width))
+    for b, (tokens, parents) in enumerate(drafts):
+        assert is_tree(ints(parents), len(tokens))
+        for node, seen in enumerate(slow.visible(parents)):
+            assert set(np.flatnonzero(shape.sees[b, node]).tolist()) == seen
+            assert shape.depths[b, node] == depths(ints(parents), len(tokens))[node] == len(seen) - 1
+            assert path_to(ints(parents), node) == slow.path_of(parents, node - 1)
+
+
+def test_without_parents_a_draft_is_a_chain() -> None:
+    assert depths(None, 3).tolist() == [0, 1, 2, 3]
+    shape = TreeShape.build(node_parents([None, ints([-1, -1])], 4))
+    assert shape.depths.tolist() == [[0, 1, 2, 3], [0, 1, 1, 2]]
+    assert np.array_equal(shape.sees[0], np.tri(4, dtype=bool))
+    assert (
+        leading_chain(ints([-1, 0, 1])) == 3
+        and leading_chain(ints([-1, 0, 0, 2])) == 2
+        and leading_chain(ints([])) == 0
+    )
+
+
+@settings(max_examples=300)
+@given(trees(), st.integers(0, 2**32 - 1))
+def test_acceptance_is_the_best_path_of_plain_decoding(tree: tuple[list[int], list[int]], seed: int) -> None:
+    tokens, parents = tree
+    # Equal siblings are one token: what stands behind the second is not followed.
+    by_path: dict[tuple[int, ...], int] = {}
+    for token in range(len(tokens)):
+        by_path.setdefault(tuple(tokens[t] for t in slow.path_of(parents, token)), token)
+    merged = [by_path[tuple(tokens[t] for t in slow.path_of(parents, token))] == token for token in range(len(tokens))]
+
+    def choose(said: list[int]) -> int:
+        return int(np.random.default_rng([seed, *said]).integers(NUM_TOKENS))
+
+    chosen = np.array([choose([tokens[t] for t in slow.path_of(parents, node - 1)]) for node in range(len(tokens) + 1)])
+    path = accepted_path(ints(tokens), ints(parents), chosen)
+    output = chosen[path].tolist()
+    plain: list[int] = []
+    for _ in output:
+        plain.append(choose(plain))
+    assert output == plain
+    assert [tokens[node - 1] for node in path[1:]] == output[:-1]
+    if all(merged):
+        assert output == slow.output_of(tokens, parents, choose)
+
+
+@settings(max_examples=60)
+@given(
+    trees(max_size=7),
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([0.0, 1.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        presence_penalty=st.sampled_from([0.0, 0.5]),
+        frequency_penalty=st.sampled_from([0.0, 0.7]),
+        logit_bias=st.sampled_from([(), ((2, 5.0),)]),
+        min_tokens=st.sampled_from([0, 3]),
+        top_k=st.sampled_from([0, 3]),
+    ),
+    st.integers(0, 2**32 - 1),
+)
+def test_each_node_is_sampled_after_its_own_path(
+    tree: tuple[list[int], list[int]], params: SamplingParams, seed: int
+) -> None:
+    tokens, parents = tree
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (1, len(tokens) + 1, 12)).astype(np.float32))
+    row = SamplingRow(params, seed, 1, (3, 5), ints([1, 2]), ints([4]), ints(tokens), parents=ints(parents))
+    chosen = target_tokens(logits, [row])[0]
+    for node in range(len(tokens) + 1):
+        said = [4, *(tokens[t] for t in slow.path_of(parents, node - 1))]
+        scores = slow_target.penalised(logits[0, node].tolist(), params, [1, 2], said, [3, 5])
+        assert chosen[node] == slow_target.sampled_token(scores, params, seed, 1, 2 + len(said))
+
+
+PROMPT_LENGTHS = {3: 17, 0: 4, 2: 11}
+"""By slot; the windows and chunks of the tiny models are 6 long."""
+
+
+@pytest.mark.parametrize("architecture", SLOT_ARCHITECTURES)
+def test_a_pass_over_trees_gives_the_logits_of_every_path_and_keeps_one(architecture: str) -> None:
+    target, plain = (open_target(tiny_model(architecture), num_slots=4, max_length=64) for _ in range(2))
+    assert isinstance(target, SlotTarget) and isinstance(plain, SlotTarget) and target.can_verify_trees
+    random = np.random.default_rng(5)
+    texts = {slot: random.integers(3, VOCAB, length).tolist() for slot, length in PROMPT_LENGTHS.items()}
+    for slot, text in texts.items():
+        target.prefill([slot], np.array([text]), [len(text)])
+    for _ in range(3):
+        rows, drafts = {}, {}
+        for slot in texts:
+            size = int(random.integers(0, 8))
+            drafts[slot] = None if slot == 2 else ints([int(random.integers(-1, i)) for i in range(size)])
+            rows[slot] = random.integers(3, VOCAB, 1 + size).tolist()
+        counts = [len(row) for row in rows.values()]
+        padded = np.array([row + [0] * (max(counts) - len(row)) for row in rows.values()])
+        logits = target.forward_trees(list(texts), padded, counts, node_parents(list(drafts.values()), max(counts)))
+        paths = []
+        for b, (slot, row) in enumerate(rows.items()):
+            parents = drafts[slot]
+            chain = list(range(-1, len(row) - 2)) if parents is None else parents.tolist()
+            for node in range(len(row)):
+                path = [0, *(token + 1 for token in slow.path_of(chain, node - 1))]
+                fed = np.array([[*texts[slot], *(row[n] for n in path)]])
+                expected = plain.forward([1], fed, [fed.shape[1]])[0, -1]
+                assert torch.allclose(logits[b, node], expected, rtol=1e-3, atol=2e-4)
+                plain.rollback(1, 0)
+            paths.append(np.array([0, *(t + 1 for t in slow.path_of(chain, int(random.integers(-1, len(row) - 1))))]))
+        target.keep_paths(list(texts), counts, paths)
+        for (slot, row), path in zip(rows.items(), paths, strict=True):
+            texts[slot] += [row[node] for node in path]
+            assert_holds(target, slot, texts[slot], plain)
+
+
+def assert_holds(target: SlotTarget, slot: int, text: list[int], plain: SlotTarget) -> None:
+    """The slot's keys and values are those of decoding ``text`` plainly."""
+    assert target.length(slot) == len(text)
+    for token in text:
+        plain.forward([1], np.array([[token]]), [1])
+    for layer, (keys, values) in plain.kv_cache._layers.items():
+        for ours, theirs in zip(target.kv_cache._layers[layer], (keys, values), strict=True):
+            assert torch.allclose(ours[slot, :, : len(text)], theirs[1, :, : len(text)], rtol=1e-3, atol=2e-4)
+    plain.rollback(1, 0)
+
+
+def test_only_what_is_not_in_place_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = open_target(tiny_model(), num_slots=2, max_length=64)
+    assert isinstance(target, SlotTarget)
+    moved: list[list[list[int]]] = []
+    move = target.kv_cache.move
+    monkeypatch.setattr(
+        target.kv_cache, "move", lambda *ids: (moved.append([each.tolist() for each in ids]), move(*ids))
+    )
+    tokens, parents = np.array([[5, 6, 7, 8, 9]] * 2), np.array([[-1, 0, 0, 1, 2]] * 2)
+    for paths in ([[0, 1], [0]], [[0, 1, 3], [0, 2]]):
+        target.forward_trees([0, 1], tokens, [5, 5], parents)
+        target.keep_paths([0, 1], [5, 5], [np.array(path) for path in paths])
+    assert moved == [[[0, 1], [5, 3], [4, 2]]]  # slots, from, to
+    assert [target.length(slot) for slot in (0, 1)] == [5, 3]
+
+
+def test_models_that_are_driven_row_by_row_verify_chains_only() -> None:
+    target = open_target(tiny_model(next(iter(ROW_ARCHITECTURES))), num_slots=2, max_length=32)
+    assert isinstance(target, RowTarget) and not target.can_verify_trees
+    with pytest.raises(NotImplementedError, match="chains only"):
+        target.forward_trees([0], np.array([[5]]), [1], np.array([[-1]]))
+    with pytest.raises(NotImplementedError, match="chains only"):
+        target.keep_paths([0], [1], [np.array([0])])
+
+
+def test_a_model_that_mixes_neighbours_outside_attention_gets_no_trees() -> None:
+    model = tiny_model()
+    target = SlotTarget(model, 2, 32, 8)
+    assert verifies_trees(target, tolerance=1e-3)
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+    assert not verifies_trees(target, tolerance=1e-3)
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("broken on purpose")
+
+    mlp.forward = broken
+    assert not verifies_trees(target, tolerance=1e-3)
+    assert target.length(0) == 0
+
+
+@given(st.lists(st.integers(-3, 9), max_size=8), st.lists(st.integers(-2, 8), max_size=8), st.integers(0, 9))
+def test_what_is_no_tree_is_refused_and_what_is_too_big_is_cut(
+    tokens: list[int], parents: list[int], limit: int
+) -> None:
+    found = usable(Draft(ints(tokens), parents=ints(parents)), limit, vocab_size=6, allow_tree=True)
+    is_one = len(parents) == len(tokens) and all(-1 <= parent < i for i, parent in enumerate(parents))
+    if not is_one or not all(0 <= token < 6 for token in tokens[:limit]):
+        assert found is None
+        return
+    assert found is not None and found.token_ids.tolist() == tokens[:limit]
+    kept = list(range(-1, len(found.token_ids) - 1)) if found.parents is None else found.parents.tolist()
+    assert kept == parents[:limit]
+    chain = usable(Draft(ints(tokens), parents=ints(parents)), limit, vocab_size=6, allow_tree=False)
+    assert chain is not None and chain.parents is None
+    assert chain.token_ids.tolist() == tokens[: min(limit, leading_chain(ints(parents)))]
