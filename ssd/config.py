@@ -73,7 +73,8 @@ class DraftConfig:
 
     draft_shape: DraftShape = "auto"
     """Whether a draft may branch where the next token is uncertain. "tree": where the model runs on slot attention;
-    else, and for requests that are verified by rejection, drafts are chains. "auto" takes what has measured better."""
+    else, and for requests that are verified by rejection, drafts are chains. "auto": trees while one sequence runs
+    alone, which is where they measured better."""
 
     def __post_init__(self) -> None:
         _require(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exactness import RandomDrafter
+from server.arguments import parse_arguments
 from ssd.config import CacheConfig, DraftAcceptance, DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
@@ -217,12 +218,16 @@ def test_trees_are_asked_for_where_they_can_be_verified(caplog: pytest.LogCaptur
         ("tree", "match", True),
         ("chain", "match", False),
         ("tree", "rejection", False),
+        ("auto", "match", True),
     ]
     for shape, acceptance, expected in asked:
         drafter = Asked()
         draft = DraftConfig(num_speculative_tokens=LIMIT, draft_shape=shape, draft_acceptance=acceptance)
         run(Engine(target_of("llama"), drafter=drafter, draft=draft, eos_token_ids=[EOS]), [(5, 6)], sampling)
         assert drafter.trees == {expected}
+    drafter = Asked()
+    run(make_engine("llama", drafter, shape="auto"), [(5, 6), (5, 7)], sampling * 2)
+    assert drafter.trees == {False}  # two rows
     target = open_target(tiny_model("falcon"), num_slots=1, max_length=32)
     with caplog.at_level(logging.WARNING):
         drafter = Asked()
@@ -232,6 +237,7 @@ def test_trees_are_asked_for_where_they_can_be_verified(caplog: pytest.LogCaptur
             sampling,
         )
     assert drafter.trees == {False} and "chains only" in caplog.text
+    assert parse_arguments(["--draft-shape", "tree"], {}).draft.draft_shape == "tree"
     with pytest.raises(ConfigError, match="draft_shape must be one of auto, chain, tree"):
         DraftConfig(draft_shape="bush")  # type: ignore[arg-type]
 

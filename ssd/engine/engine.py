@@ -20,7 +20,7 @@ from ssd.engine.metrics import EngineMetrics
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
-from ssd.engine.verify import Verdict, grows_trees, usable, verify
+from ssd.engine.verify import Verdict, branches, possible_shape, usable, verify
 from ssd.engine.verify_cost import VerifyCost, calibrate
 from ssd.errors import EngineStopped, QueueFull
 from ssd.retrieval.cache import CacheSet
@@ -66,7 +66,7 @@ class Engine:
         draft = draft or DraftConfig()
         self._draft_limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._draft_acceptance = draft.draft_acceptance
-        self._grows_trees = grows_trees(draft.draft_shape, target)
+        self._draft_shape = possible_shape(draft.draft_shape, target)
         self._draw_seed = draw_seed
         self._drafter = drafter
         self._eos_token_ids = tuple(
@@ -259,7 +259,7 @@ class Engine:
                         snapshot=self._snapshot(sequence.request.namespace),
                         limit=min(self._draft_limit, sequence.num_remaining - 1),
                         prices=prices,
-                        tree=self._may_branch(sequence),
+                        tree=self._may_branch(sequence, len(batch)),
                         prediction=sequence.prediction,
                         sampling=sequence.sampling,
                     )
@@ -269,25 +269,25 @@ class Engine:
         )
         if drafts is None or len(drafts) != len(batch):
             return nothing
-        usable = [self._usable(draft, sequence) for draft, sequence in zip(drafts, batch, strict=True)]
-        width = self._cost.paying_width(usable)
-        return [draft.cut(width) for draft in usable]
+        kept = [self._usable(draft, sequence, len(batch)) for draft, sequence in zip(drafts, batch, strict=True)]
+        width = self._cost.paying_width(kept)
+        return [draft.cut(width) for draft in kept]
 
-    def _usable(self, draft: Draft, sequence: Sequence) -> Draft:
-        """The draft, or nothing where a token is outside the vocabulary; cut to what may still be generated."""
+    def _usable(self, draft: Draft, sequence: Sequence, num_rows: int) -> Draft:
+        """The draft, or nothing where a token or parent cannot be; cut to what may still be generated."""
         limit = max(0, min(self._draft_limit, sequence.num_remaining - 1))
-        found = usable(draft, limit, vocab_size=self.target.vocab_size, allow_tree=self._may_branch(sequence))
+        allow_tree = self._may_branch(sequence, num_rows)
+        found = usable(draft, limit, vocab_size=self.target.vocab_size, allow_tree=allow_tree)
         self.metrics.drafter_failures += found is None
         return EMPTY_DRAFT if found is None else found
 
-    def _may_branch(self, sequence: Sequence) -> bool:
-        return self._grows_trees and sequence.sampling.acceptance == "match"
+    def _may_branch(self, sequence: Sequence, num_rows: int) -> bool:
+        return branches(self._draft_shape, num_rows) and sequence.sampling.acceptance == "match"
 
     def _commit(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> RequestOutput:
         """Emit what was accepted, take back the rest of the draft, end or go on."""
         output = sequence.commit(verdict.token_ids)
-        emitted = len(output.token_ids)
-        num_accepted = min(len(verdict.path), emitted)
+        num_accepted = min(len(verdict.path), len(output.token_ids))
         if draft.parents is not None:
             draft = replace(draft, path=verdict.path[:num_accepted])
         stats = sequence.stats
@@ -296,7 +296,7 @@ class Engine:
         stats.num_draft_tokens += len(draft.token_ids)
         stats.num_accepted_tokens += num_accepted
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
-        self.metrics.generation_tokens += emitted
+        self.metrics.generation_tokens += len(output.token_ids)
         self._guarded(lambda: self._drafter.observe(sequence.request.request_id, draft, num_accepted))
         if output.finish_reason is not None:
             return self._finish(sequence, output)

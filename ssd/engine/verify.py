@@ -32,11 +32,22 @@ class Verdict:
     path: npt.NDArray[np.int32]
 
 
-def grows_trees(shape: DraftShape, target: Target) -> bool:
-    """Whether drafts may be trees. "auto" means chains: on the CPU, the machine that was measured, they were faster."""
-    if shape == "tree" and not target.can_verify_trees:
+def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
+    """What was asked for, or chains where the target verifies nothing else."""
+    if target.can_verify_trees:
+        return shape
+    if shape == "tree":
         log.warning("driven %s, the model verifies chains only: drafts are chains", target.way)
-    return shape == "tree" and target.can_verify_trees
+    return "chain"
+
+
+def branches(shape: DraftShape, num_rows: int) -> bool:
+    """Whether a pass of ``num_rows`` rows drafts trees. "auto" means: where one sequence runs alone.
+
+    So it measured better with ``benchmarks.draft_shape`` on a CPU: a tree brings more accepted tokens to a row, but
+    all rows are padded to the widest.
+    """
+    return shape == "tree" or (shape == "auto" and num_rows == 1)
 
 
 def usable(draft: Draft, limit: int, *, vocab_size: int, allow_tree: bool) -> Draft | None:
