@@ -10,6 +10,8 @@ from ssd.errors import ConfigError, RequestError
 
 DraftAcceptance = Literal["match", "rejection"]
 DRAFT_ACCEPTANCES: tuple[DraftAcceptance, ...] = get_args(DraftAcceptance)
+SchedulingPolicy = Literal["fcfs", "priority"]
+SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -103,6 +105,13 @@ class EngineConfig:
     max_waiting: int = 1024
     """Most requests that wait for a slot; one more is refused with QueueFull."""
 
+    enable_prefix_caching: bool = True
+    """Slots keep their keys and values, and requests of the same namespace and cache salt go on with them."""
+
+    scheduling_policy: SchedulingPolicy = "priority"
+    """Who gets a slot first. "priority": the request of the lowest ``priority``, which may also take a slot from a
+    running one of a higher; those that wait move up with time. "fcfs": who came first; a priority is refused."""
+
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
         _require(
@@ -111,6 +120,10 @@ class EngineConfig:
         )
         _require(self.prefill_chunk_tokens >= 1, f"prefill_chunk_tokens must be >= 1, got {self.prefill_chunk_tokens}")
         _require(self.max_waiting >= 0, f"max_waiting must be >= 0, got {self.max_waiting}")
+        _require(
+            self.scheduling_policy in SCHEDULING_POLICIES,
+            f"scheduling_policy must be one of {', '.join(SCHEDULING_POLICIES)}, got {self.scheduling_policy!r}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ class SlotKVCache:
         """Store new keys and values and return all that ``rows`` may see.
 
         keys, values : [B, num_kv_heads, T, head_dim] at ``rows.positions``.
-        Returns two tensors [B, num_kv_heads, rows.num_keys, head_dim]: views when the rows are the first B slots in
+        Returns two tensors [B, num_kv_heads, rows.num_keys, head_dim]: views when the rows are neighbouring slots in
         order, else copies.
         """
         if layer not in self._layers:
@@ -43,6 +43,11 @@ class SlotKVCache:
         stored_keys[at] = keys.transpose(1, 2)
         stored_values[at] = values.transpose(1, 2)
         return self._read(stored_keys, rows), self._read(stored_values, rows)
+
+    def copy(self, source: int, slot: int, start: int, end: int) -> None:
+        """Overwrite positions ``start`` to ``end`` of ``slot`` with those of ``source``; lengths stay as they are."""
+        for stored in (stored for pair in self._layers.values() for stored in pair):
+            stored[slot, :, start:end] = stored[source, :, start:end]
 
     @property
     def bytes_per_token(self) -> int:
@@ -56,8 +61,8 @@ class SlotKVCache:
 
     @staticmethod
     def _read(stored: torch.Tensor, rows: SlotRows) -> torch.Tensor:
-        if rows.first_slots:
-            return stored[: rows.batch_size, :, : rows.num_keys]
+        if rows.first_slot is not None:
+            return stored[rows.first_slot : rows.first_slot + rows.batch_size, :, : rows.num_keys]
         return stored[:, :, : rows.num_keys].index_select(0, rows.slots)
 
 
@@ -66,14 +71,14 @@ class SlotRows:
     """The rows of one forward pass.
 
     ``slots`` : int64[B], distinct. ``positions`` : int64[B, T], where each new token is written.
-    ``num_keys`` : keys visible to the furthest query. ``first_slots`` : slots are 0..B-1 in order.
+    ``num_keys`` : keys visible to the furthest query. ``first_slot`` : where the slots are neighbours in order.
     """
 
     kv_cache: SlotKVCache
     slots: torch.Tensor
     positions: torch.Tensor
     num_keys: int
-    first_slots: bool
+    first_slot: int | None
     _masks: dict[tuple[int | None, int | None, int, torch.dtype], torch.Tensor]
 
     @classmethod
@@ -86,7 +91,7 @@ class SlotRows:
             torch.tensor(slots, device=device),
             positions,
             int(starts.max()) + num_tokens,
-            slots == list(range(len(slots))),
+            slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None,
             {},
         )
 
