@@ -105,6 +105,9 @@ class EngineConfig:
     max_waiting: int = 1024
     """Most requests that wait for a slot; one more is refused with QueueFull."""
 
+    kv_cache_memory_bytes: int | None = None
+    """Most memory of the KV cache; None takes half of what is free. Where not all slots fit there are fewer."""
+
     enable_prefix_caching: bool = True
     """Slots keep their keys and values, and requests of the same namespace and cache salt go on with them."""
 
@@ -120,6 +123,10 @@ class EngineConfig:
         )
         _require(self.prefill_chunk_tokens >= 1, f"prefill_chunk_tokens must be >= 1, got {self.prefill_chunk_tokens}")
         _require(self.max_waiting >= 0, f"max_waiting must be >= 0, got {self.max_waiting}")
+        _require(
+            self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes >= 1,
+            f"kv_cache_memory_bytes must be >= 1, got {self.kv_cache_memory_bytes}",
+        )
         _require(
             self.scheduling_policy in SCHEDULING_POLICIES,
             f"scheduling_policy must be one of {', '.join(SCHEDULING_POLICIES)}, got {self.scheduling_policy!r}",

@@ -112,6 +112,7 @@ class Engine:
             num_slots=config.max_num_seqs,
             max_length=config.max_model_len,
             max_draft_tokens=draft.num_speculative_tokens,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         )
         chosen = make_drafter(drafter, draft)
         if draft_model is not None:
