@@ -134,6 +134,8 @@ class Service:
                     sampling=sampling,
                     choice_index=choice,
                     namespace=self._namespace(body),
+                    priority=body.priority,
+                    cache_salt=body.cache_salt,
                 )
                 for choice in range(body.n)
             ]
