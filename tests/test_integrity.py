@@ -66,9 +66,10 @@ def test_a_fault_in_an_idle_engine_is_logged_and_counted_and_what_was_kept_is_dr
     prompt = text(1, 30)
     answer(engine, request("a", prompt))
     slot = next(slot for slot in range(3) if engine.target.length(slot))
+    engine.submit(request("b", text(2, 30)))
+    engine.step()
     engine.target.rollback(slot, 20)
     engine.target.prefill([slot], np.array([[9] * 17]), [17])  # what is kept is no longer what is said
-    engine.submit(request("b", text(2, 30)))
     with caplog.at_level(logging.ERROR):
         while engine.has_work():
             engine.step()

@@ -154,6 +154,18 @@ def test_a_short_common_beginning_does_not_cost_a_long_kept_text() -> None:
     assert answer(engine, request("again", long))[1] == len(long) - 1
 
 
+def test_engines_may_take_turns_on_one_target() -> None:
+    one = make_engine()
+    other = Engine(one.target, drafter=RandomDrafter(VOCAB))
+    prompts = [text(1, 30), text(2, 25)]
+    for turn in range(3):
+        for engine in (one, other, one):
+            for number, prompt in enumerate(prompts):
+                asked = request(f"{turn}-{number}-{engine is one}-{len(prompt)}", prompt)
+                assert answer(engine, asked)[0] == expected(asked)
+    assert one.metrics.integrity_violations == other.metrics.integrity_violations == 0
+
+
 @pytest.mark.parametrize(
     ("first", "second", "shares"),
     [

@@ -64,7 +64,7 @@ class PrefixReuse:
     it is without reuse (a pass of another width may round them differently, as with any chunk of a prompt).
 
     ``enabled`` False, a model that cannot take tokens back, and a request without a scope: nothing is kept or copied.
-    Owned by the thread that steps the engine. Takes over all slots of ``target`` and empties them.
+    Owned by the thread that steps the engine.
     """
 
     def __init__(self, target: Target, *, enabled: bool = True) -> None:
@@ -73,8 +73,6 @@ class PrefixReuse:
         self._kept: dict[int, KeptText] = {}
         self._clock = count(1)
         self._used_at = [0] * target.num_slots
-        for slot in range(target.num_slots):
-            target.rollback(slot, 0)
 
     def serves(self, sequence: Sequence) -> bool:
         """True where the sequence may use what was computed for others."""
@@ -83,6 +81,13 @@ class PrefixReuse:
     def kept_text(self, slot: int) -> KeptText | None:
         """What a free slot keeps."""
         return self._kept.get(slot)
+
+    def reclaim(self) -> None:
+        """Forget what others have overwritten: engines may take turns on one target while nothing runs. O(kept)."""
+        for slot in range(self._target.num_slots):
+            kept = self._kept.get(slot)
+            if kept is None or not np.array_equal(self._target.fed_tokens(slot), kept.tokens):
+                self.forget(slot)
 
     def place(self, sequence: Sequence, free_slots: Iterable[int], running: Iterable[Sequence]) -> None:
         """Give ``sequence`` the best of ``free_slots``, filled with what of its context is there already.

@@ -52,6 +52,8 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Begin a step: give slots to those whose turn it is; returns the sequences that had to make room."""
         self._num_steps += 1
+        if self.waiting and not self.running:
+            self._reuse.reclaim()
         preempted = []
         while self.waiting:
             if not self._free_slots:
