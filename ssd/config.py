@@ -94,7 +94,7 @@ class EngineConfig:
     """The serving loop."""
 
     max_num_seqs: int = 16
-    """Slots: sequences decoded together."""
+    """Most slots: sequences decoded together. There are fewer where memory lacks."""
 
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None takes the model's own limit."""

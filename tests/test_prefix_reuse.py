@@ -241,13 +241,20 @@ def test_a_recurrent_model_reuses_nothing() -> None:
     assert first == second and second[1] == 0
 
 
-Asked = tuple[int, int, int, int, bool]
+Asked = tuple[int, int, int, int, bool, int]
 
 
 @settings(max_examples=40)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(1, 12), st.integers(0, 6), st.booleans()),
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(0, 40),
+            st.integers(1, 12),
+            st.integers(0, 6),
+            st.booleans(),
+            st.integers(-1, 1),
+        ),
         min_size=1,
         max_size=10,
     ),
@@ -255,7 +262,7 @@ Asked = tuple[int, int, int, int, bool]
     st.sampled_from([5, 17, 512]),
 )
 def test_output_is_that_of_plain_decoding_one_at_a_time(asked: list[Asked], slots: int, chunk: int) -> None:
-    """Requests whose prompts begin alike, some cancelled on the way, greedy and drawn, in few slots."""
+    """Requests whose prompts begin alike, some cancelled, some preempted, greedy and drawn, in few slots."""
     engine = make_engine(slots=slots, chunk=chunk)
     requests = {}
     outputs: dict[str, list[RequestOutput]] = {}
@@ -268,10 +275,10 @@ def test_output_is_that_of_plain_decoding_one_at_a_time(asked: list[Asked], slot
             outputs.setdefault(output.request_id, []).append(output)
         assert engine.check() == []
 
-    for index, (stem, stem_length, tail, cancel_after, is_drawn) in enumerate(asked):
+    for index, (stem, stem_length, tail, cancel_after, is_drawn, priority) in enumerate(asked):
         prompt = [*text(stem, 40)[:stem_length], *text(100 + index % 4, tail)]
         name = str(index)
-        requests[name] = request(name, prompt, drawn(index) if is_drawn else greedy())
+        requests[name] = request(name, prompt, drawn(index) if is_drawn else greedy(), priority=priority)
         engine.submit(requests[name])
         if cancel_after < 3:
             cancel_at.setdefault(index + cancel_after, []).append(name)
@@ -285,4 +292,5 @@ def test_output_is_that_of_plain_decoding_one_at_a_time(asked: list[Asked], slot
         assert tokens_of(mine) == whole[: len(tokens_of(mine))]
         if mine[-1].finish_reason is not FinishReason.CANCELLED:
             assert tokens_of(mine) == whole
-    assert len(outputs) == len(asked) and engine.metrics.integrity_violations == 0
+    assert len(outputs) == len(asked)
+    assert engine.metrics.integrity_violations == 0

@@ -24,7 +24,7 @@ _COMPARED = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptText:
-    """What a free slot holds: ``tokens``, int32[length], computed for a request of ``scope``."""
+    """What a free slot holds: ``tokens``, int32[n] of length >= 1, computed for a request of ``scope``."""
 
     scope: Scope
     tokens: TokenIds
@@ -97,14 +97,15 @@ class PrefixReuse:
         """
         oldest = min(free_slots, key=lambda slot: (self._used_at[slot], slot))
         donor, shared = self._longest(sequence, running)
-        kept = self._kept.get(-1 if donor is None else donor)
-        in_place = donor is not None and kept is not None and (donor == oldest or 2 * shared >= len(kept.tokens))
-        sequence.slot = donor if in_place and donor is not None else oldest
-        self._kept.pop(sequence.slot, None)
-        self._target.rollback(sequence.slot, shared if in_place else 0)
-        if in_place:
+        kept = None if donor is None else self._kept.get(donor)
+        if donor is not None and kept is not None and (donor == oldest or 2 * shared >= len(kept.tokens)):
+            del self._kept[donor]
+            self._target.rollback(donor, shared)
+            sequence.slot = donor
             self._count(sequence, shared)
         else:
+            self.forget(oldest)
+            sequence.slot = oldest
             self._copy(donor, sequence, shared)
 
     def catch_up(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
