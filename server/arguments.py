@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ssd.config import DRAFT_ACCEPTANCES, DRAFT_SHAPES, CacheConfig, DraftConfig, EngineConfig, IndexConfig
+from ssd.config import (
+    DRAFT_ACCEPTANCES,
+    DRAFT_SHAPES,
+    SCHEDULING_POLICIES,
+    CacheConfig,
+    DraftConfig,
+    EngineConfig,
+    IndexConfig,
+)
 from ssd.errors import ConfigError
 
 from .settings import VERSION
@@ -83,7 +91,13 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             trust_request_chat_template=found.trust_request_chat_template,
             log_level=found.log_level,
             engine=EngineConfig(
-                max_num_seqs=found.max_num_seqs, max_model_len=found.max_model_len, max_waiting=found.max_waiting
+                max_num_seqs=found.max_num_seqs,
+                max_model_len=found.max_model_len,
+                max_waiting=found.max_waiting,
+                prefill_chunk_tokens=found.max_num_batched_tokens,
+                kv_cache_memory_bytes=found.kv_cache_memory_bytes,
+                scheduling_policy=found.scheduling_policy,
+                enable_prefix_caching=found.enable_prefix_caching,
             ),
             draft=DraftConfig(
                 num_speculative_tokens=0 if found.no_speculation else limit,
@@ -136,6 +150,23 @@ def _build_parser() -> _Parser:
     add(
         "--max-waiting", type=int, default=engine.max_waiting, metavar="N",
         help="requests that may wait for a slot; more are answered 503 (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--max-num-batched-tokens", type=int, default=engine.prefill_chunk_tokens, metavar="N",
+        help="prompt tokens computed in one step beside running requests (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--kv-cache-memory-bytes", type=int, metavar="B",
+        help="memory for keys and values; fewer slots where not all fit (default: half of what is free)",
+    )  # fmt: skip
+    add(
+        "--scheduling-policy", default=engine.scheduling_policy, choices=SCHEDULING_POLICIES,
+        help="priority: honour the field `priority` of requests, lower is earlier; fcfs: refuse it (default: "
+        "%(default)s)",
+    )  # fmt: skip
+    add(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=engine.enable_prefix_caching,
+        help="keep the keys and values of ended requests for those that begin alike (default: on)",
     )  # fmt: skip
     add(
         "--generation-config", default="auto", metavar="auto|vllm|DIR",

@@ -9,7 +9,7 @@ from ssd.errors import RequestError
 IGNORED = frozenset(
     {
         "metadata", "user", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
-        "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "priority", "request_id", "session_id",
+        "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "request_id", "session_id",
         "spaces_between_special_tokens", "return_tokens_as_token_ids", "include_reasoning",
     }
 )  # fmt: skip

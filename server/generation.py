@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ssd.errors import EngineStopped
 
@@ -26,21 +26,27 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole HTTP request; a prompt counts once, however many choices it has."""
+    """Token counts of a whole HTTP request; a prompt counts once, however many choices it has.
+
+    ``cached_tokens`` : prompt tokens that no choice of this request had to compute.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
-    def body(self) -> dict[str, int]:
+    def body(self) -> dict[str, Any]:
         """As OpenAI writes it."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -79,7 +85,13 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Counts so far."""
-        return Usage(sum(map(len, self.prompts)), sum(len(choice.token_ids) for choice in self.choices))
+        per_prompt = max(1, len(self.choices) // len(self.prompts))
+        cached = [choice.num_cached_tokens for choice in self.choices]
+        return Usage(
+            prompt_tokens=sum(map(len, self.prompts)),
+            completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
+        )
 
     @property
     def has_more_now(self) -> bool:
@@ -116,6 +128,7 @@ class Generation:
         choice = self.choices[self._index[request_id]]
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
+        choice.num_cached_tokens = output.stats.num_cached_tokens
         now = time.perf_counter()
         if output.token_ids and request_id not in self._first_token:
             self._first_token[request_id] = now

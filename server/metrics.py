@@ -108,6 +108,11 @@ class _EngineCollector(Collector):
         yield counter("ssd:drafter_failures", "Steps that went on without a failed drafter.", counts.drafter_failures)
         yield counter("vllm:prompt_tokens", "Prompt tokens.", counts.prompt_tokens)
         yield counter("vllm:generation_tokens", "Generated tokens.", counts.generation_tokens)
+        queries, hits = counts.prefix_cache_queries, counts.prefix_cache_hits
+        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up among keys and values kept.", queries)
+        yield counter("vllm:prefix_cache_hits", "Prompt tokens that were not computed again.", hits)
+        yield counter("vllm:num_preemptions", "Requests that made room for more urgent ones.", counts.num_preemptions)
+        yield counter("ssd:integrity_violations", "Faults found in the idle engine.", counts.integrity_violations)
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*LABELS, "finished_reason"]
         )

@@ -68,6 +68,7 @@ class GenerateBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
+    priority: int = 0
 
     def output_limit(self) -> tuple[str, int | None]:
         """The field that limits the output and its value; None where the client set no limit."""

@@ -134,6 +134,8 @@ class Service:
                     sampling=sampling,
                     choice_index=choice,
                     namespace=self._namespace(body),
+                    priority=body.priority,
+                    cache_salt=body.cache_salt,
                 )
                 for choice in range(body.n)
             ]
@@ -141,7 +143,10 @@ class Service:
         return generation
 
     def _namespace(self, body: GenerateBody) -> str | None:
-        """Which cache a request uses. A salted one asks to share nothing, so it neither reads nor feeds a cache."""
+        """Which cache a request uses. A salted one asks to share nothing, so it neither reads nor feeds one.
+
+        Keys and values it shares with requests of its own salt.
+        """
         return None if body.cache_salt is not None else self.settings.namespace
 
     async def _aside(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

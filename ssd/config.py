@@ -12,6 +12,8 @@ DraftAcceptance = Literal["match", "rejection"]
 DRAFT_ACCEPTANCES: tuple[DraftAcceptance, ...] = get_args(DraftAcceptance)
 DraftShape = Literal["auto", "chain", "tree"]
 DRAFT_SHAPES: tuple[DraftShape, ...] = get_args(DraftShape)
+SchedulingPolicy = Literal["fcfs", "priority"]
+SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -103,7 +105,7 @@ class EngineConfig:
     """The serving loop."""
 
     max_num_seqs: int = 16
-    """Slots: sequences decoded together."""
+    """Most slots: sequences decoded together. There are fewer where memory lacks."""
 
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None takes the model's own limit."""
@@ -114,6 +116,16 @@ class EngineConfig:
     max_waiting: int = 1024
     """Most requests that wait for a slot; one more is refused with QueueFull."""
 
+    kv_cache_memory_bytes: int | None = None
+    """Most memory of the KV cache; None takes half of what is free. Where not all slots fit there are fewer."""
+
+    enable_prefix_caching: bool = True
+    """Slots keep their keys and values, and requests of the same namespace and cache salt go on with them."""
+
+    scheduling_policy: SchedulingPolicy = "priority"
+    """Who gets a slot first. "priority": the request of the lowest ``priority``, which may also take a slot from a
+    running one of a higher; those that wait move up with time. "fcfs": who came first; a priority is refused."""
+
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
         _require(
@@ -122,6 +134,14 @@ class EngineConfig:
         )
         _require(self.prefill_chunk_tokens >= 1, f"prefill_chunk_tokens must be >= 1, got {self.prefill_chunk_tokens}")
         _require(self.max_waiting >= 0, f"max_waiting must be >= 0, got {self.max_waiting}")
+        _require(
+            self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes >= 1,
+            f"kv_cache_memory_bytes must be >= 1, got {self.kv_cache_memory_bytes}",
+        )
+        _require(
+            self.scheduling_policy in SCHEDULING_POLICIES,
+            f"scheduling_policy must be one of {', '.join(SCHEDULING_POLICIES)}, got {self.scheduling_policy!r}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,8 @@ class RequestSampling:
 class DraftRequest:
     """One sequence that asks for a draft.
 
-    ``request_id`` : stays the same over the steps of one sequence and is never used again.
+    ``request_id`` : stays the same over the steps of one sequence; comes again after ``finish`` only where the sequence
+        was preempted, with a context that goes on where it was.
     ``context`` : int32[n], prompt and output so far, oldest first. A view; read it during the call only.
     ``prompt_length`` : how many tokens of ``context`` are the prompt.
     ``snapshot`` : the namespace's index, or None when there is none.

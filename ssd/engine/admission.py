@@ -5,8 +5,12 @@ from __future__ import annotations
 from ssd.engine.request import Request
 from ssd.errors import ContextTooLong, RequestError
 
+_MOST_PRIORITY = 100
 
-def check_request(request: Request, *, vocab_size: int, max_model_len: int, has_tokenizer: bool) -> None:
+
+def check_request(
+    request: Request, *, vocab_size: int, max_model_len: int, has_tokenizer: bool, takes_priority: bool = True
+) -> None:
     """Raise RequestError, which names the field and says what to do, if the request cannot be served."""
     sampling = request.sampling
     num_prompt = len(request.prompt_token_ids)
@@ -28,5 +32,11 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int, has_
             f"{num_prompt} prompt tokens{wanted}: shorten the prompt or lower max_tokens",
             param="prompt" if room < 1 else "max_tokens",
         )
+    if abs(request.priority) > _MOST_PRIORITY:
+        raise RequestError(
+            f"priority must be within -{_MOST_PRIORITY}..{_MOST_PRIORITY}, got {request.priority}", param="priority"
+        )
+    if request.priority and not takes_priority:
+        raise RequestError("priorities are off on this server: leave priority out", param="priority")
     if sampling.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer", param="stop")

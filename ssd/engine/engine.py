@@ -16,7 +16,10 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
 from ssd.engine.admission import check_request
+from ssd.engine.integrity import settle, violations
 from ssd.engine.metrics import EngineMetrics
+from ssd.engine.prefill import Prefill
+from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
@@ -28,7 +31,6 @@ from ssd.retrieval.snapshot import Snapshot
 from ssd.target.draft_loading import load_draft_model
 from ssd.target.loading import load_model, open_target
 from ssd.target.target import Target
-from ssd.target.verification import pad_rows
 from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
 
@@ -74,7 +76,9 @@ class Engine:
         )
         self._cost = VerifyCost()
         self._num_source_failures = 0
-        self._scheduler = Scheduler(target.num_slots)
+        self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
+        self._scheduler = Scheduler(target.num_slots, self._reuse)
+        self._prefill = Prefill(target, self._reuse, self._config.prefill_chunk_tokens)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
         self._lock = threading.Lock()
@@ -107,6 +111,7 @@ class Engine:
             num_slots=config.max_num_seqs,
             max_length=config.max_model_len,
             max_draft_tokens=draft.num_speculative_tokens,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         )
         chosen = make_drafter(drafter, draft)
         if draft_model is not None:
@@ -124,7 +129,7 @@ class Engine:
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the engine has been stopped")
-            if len(self._inbox) + len(self._scheduler.waiting) >= self._config.max_waiting + self.target.num_slots:
+            if self._num_unfinished() >= self._config.max_waiting + self.target.num_slots:
                 raise QueueFull(f"{self._config.max_waiting} requests are waiting already: try again later")
             self._inbox.append(sequence)
         self._work.set()
@@ -137,7 +142,10 @@ class Engine:
 
     def has_work(self) -> bool:
         """True when a step would do something."""
-        return bool(self._inbox or self._cancelled or self._scheduler.waiting or self._scheduler.running)
+        return bool(self._cancelled or self._num_unfinished())
+
+    def _num_unfinished(self) -> int:
+        return len(self._inbox) + len(self._scheduler.waiting) + len(self._scheduler.running)
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until there is work or the time is over; returns ``has_work()``."""
@@ -159,9 +167,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every running sequence by one forward pass of the target."""
         outputs = self._admit_and_cancel()
-        self._prefill()
-        batch = [sequence for sequence in self._scheduler.running if self._is_prefilled(sequence)]
-        if batch:
+        if batch := self._prefill.run(self._scheduler.running):
             drafts = self._propose(batch)
             started = time.perf_counter()
             verdicts = verify(self.target, batch, drafts)
@@ -173,6 +179,12 @@ class Engine:
             outputs += committed
         self._observe_load()
         return outputs
+
+    def check(self) -> list[str]:
+        """What is wrong in the bookkeeping of slots and requests, a sentence each; between steps only."""
+        with self._lock:
+            arriving = list(self._inbox)
+        return violations(self.target, self._scheduler, self._reuse, arriving)
 
     def warm_up(self) -> None:
         """Compile every kernel and run every kind of pass once, so that the first request compiles nothing."""
@@ -214,33 +226,19 @@ class Engine:
 
     def _admit_and_cancel(self) -> list[RequestOutput]:
         with self._lock:
-            self._scheduler.waiting.extend(self._inbox)
+            self._scheduler.enqueue(self._inbox)
             self._inbox.clear()
             cancelled, self._cancelled = self._cancelled, set()
-        outputs = []
-        if cancelled:
-            waiting = self._scheduler.waiting
-            for sequence in [s for s in (*waiting, *self._scheduler.running) if s.request.request_id in cancelled]:
-                if sequence.slot < 0:
-                    waiting.remove(sequence)
-                outputs.append(self._finish(sequence, sequence.end(FinishReason.CANCELLED)))
-        for sequence in self._scheduler.admit():
-            self.target.rollback(sequence.slot, 0)
-            self.metrics.prompt_tokens += sequence.num_prompt_tokens
+        ended = self._scheduler.remove(cancelled) if cancelled else []
+        outputs = [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in ended]
+        preempted = self._scheduler.admit()
+        self.metrics.num_preemptions += len(preempted)
+        for sequence in preempted:  # a drafter's memory goes with the slot; the sequence comes back as if it were new
+            self._forget_drafts(sequence)
         return outputs
 
-    def _prefill(self) -> None:
-        """Feed prompts up to their last token, at most one chunk a step so that running sequences keep going."""
-        budget = self._config.prefill_chunk_tokens
-        for sequence in self._scheduler.running:
-            while budget > 0 and not self._is_prefilled(sequence):
-                done = self.target.length(sequence.slot)
-                part = sequence.context[done : min(sequence.num_prompt_tokens - 1, done + budget)]
-                self.target.prefill([sequence.slot], pad_rows([part]), [len(part)])
-                budget -= len(part)
-
-    def _is_prefilled(self, sequence: Sequence) -> bool:
-        return self.target.length(sequence.slot) >= sequence.num_prompt_tokens - 1
+    def _forget_drafts(self, sequence: Sequence) -> None:
+        self._guarded(lambda: self._drafter.finish(sequence.request.request_id))
 
     def _propose(self, batch: list[Sequence]) -> list[Draft]:
         """One draft per sequence; a drafter or cache that fails proposes nothing."""
@@ -291,6 +289,8 @@ class Engine:
         if draft.parents is not None:
             draft = replace(draft, path=verdict.path[:num_accepted])
         stats = sequence.stats
+        if not stats.num_verify_steps:
+            self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
         stats.num_verify_steps += 1
         stats.num_drafts += bool(len(draft.token_ids))
         stats.num_draft_tokens += len(draft.token_ids)
@@ -305,11 +305,10 @@ class Engine:
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
         if sequence.slot >= 0:
-            self.target.rollback(sequence.slot, 0)
             self._scheduler.release(sequence)
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
-        self._guarded(lambda: self._drafter.finish(sequence.request.request_id))
+        self._forget_drafts(sequence)
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._learn(sequence)
         return output
@@ -343,6 +342,7 @@ class Engine:
             vocab_size=self.target.vocab_size,
             max_model_len=self.max_model_len,
             has_tokenizer=self.codec is not None,
+            takes_priority=self._config.scheduling_policy == "priority",
         )
         stream = None
         if self.codec is not None:
@@ -368,5 +368,5 @@ class Engine:
         self.metrics.num_waiting = len(scheduler.waiting)
         held = sum(sequence.num_tokens for sequence in scheduler.running)
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
-        if not scheduler.running:
-            scheduler.check_integrity()
+        if not scheduler.running and not scheduler.waiting:
+            settle(self.check(), self.metrics, scheduler, self._reuse)

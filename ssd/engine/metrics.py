@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ssd.engine.request import RequestStats
+
 
 @dataclass(slots=True)
 class SourceCounts:
@@ -15,7 +17,7 @@ class SourceCounts:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Written by the thread that steps the engine, read by any; every count only grows, except the last four.
+    """Written by the thread that steps the engine, read by any; every count only grows, except the last three.
 
     ``num_drafts`` counts drafts that were not empty. ``num_accepted_tokens`` and ``accepted_per_position`` count
     draft tokens that were emitted; entry i is token i of the draft, or of a tree's path.
@@ -33,6 +35,14 @@ class EngineMetrics:
     generation_tokens: int = 0
     drafter_failures: int = 0
     """Times the drafter or the cache failed and the step went on without."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens of requests that may use what was computed for others, counted once the prompt is computed."""
+    prefix_cache_hits: int = 0
+    """How many of them did not have to be computed."""
+    num_preemptions: int = 0
+    """Times a running sequence made room for a more urgent one."""
+    integrity_violations: int = 0
+    """What ``Engine.check`` found while the engine was idle; 0 unless this program has a fault."""
     num_requests_finished: dict[str, int] = field(default_factory=dict)
     """By finish reason."""
 
@@ -55,6 +65,13 @@ class EngineMetrics:
             self.accepted_per_position.extend([0] * missing)
             for position in range(num_accepted):
                 self.accepted_per_position[position] += 1
+
+    def count_prompt(self, stats: RequestStats, *, queried: bool) -> None:
+        """One prompt that has been computed; ``queried`` : where reuse was possible."""
+        self.prompt_tokens += stats.num_prompt_tokens
+        if queried:
+            self.prefix_cache_queries += stats.num_prompt_tokens
+            self.prefix_cache_hits += stats.num_cached_tokens
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -29,6 +29,8 @@ class Request:
     ``choice_index`` : part of the sampling noise's key, so that ``n`` choices of one seed differ.
     ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
     ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
+    ``priority`` : lower is earlier, 0 is usual; -100..100.
+    ``cache_salt`` : keys and values are reused among requests of one namespace and one salt only.
     """
 
     request_id: str
@@ -37,6 +39,8 @@ class Request:
     choice_index: int = 0
     namespace: str | None = "default"
     prediction_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +53,8 @@ class RequestStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were there already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

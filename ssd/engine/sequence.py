@@ -20,6 +20,7 @@ class Sequence:
 
     ``tokens[:num_tokens]`` is the context. ``stop_token_ids`` and ``eos_token_ids`` end the output. The slot's KV cache
     holds all of the context but its last token, which the next pass feeds.
+    ``slot`` : -1 while it waits. ``turn`` : lower goes first; the scheduler sets it.
     ``seed`` : for sampling where the request brings none. ``acceptance`` : how drawn drafts are verified; a request
     that brings a seed, and a greedy one, are promised one output and keep to "match".
     """
@@ -54,6 +55,8 @@ class Sequence:
             acceptance="match" if sampling.greedy or sampling.seed is not None else acceptance,
         )
         self.slot = -1
+        self.turn = (0, 0)
+        self.num_preemptions = 0
         self.stats = RequestStats(num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
         self.cancelled = False

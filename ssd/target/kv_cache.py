@@ -35,7 +35,7 @@ class SlotKVCache:
         """Store new keys and values and return all that ``rows`` may see.
 
         keys, values : [B, num_kv_heads, T, head_dim] at ``rows.places``.
-        Returns two tensors [B, num_kv_heads, rows.num_keys, head_dim]: views when the rows are the first B slots in
+        Returns two tensors [B, num_kv_heads, rows.num_keys, head_dim]: views when the rows are neighbouring slots in
         order, else copies.
         """
         if layer not in self._layers:
@@ -59,6 +59,11 @@ class SlotKVCache:
             for stored in layer:
                 stored[at, :, target] = stored[at, :, source]
 
+    def copy(self, source: int, slot: int, start: int, end: int) -> None:
+        """Overwrite positions ``start`` to ``end`` of ``slot`` with those of ``source``; lengths stay as they are."""
+        for stored in (stored for pair in self._layers.values() for stored in pair):
+            stored[slot, :, start:end] = stored[source, :, start:end]
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes one position of one slot takes over all layers written so far."""
@@ -71,8 +76,8 @@ class SlotKVCache:
 
     @staticmethod
     def _read(stored: torch.Tensor, rows: SlotRows) -> torch.Tensor:
-        if rows.first_slots:
-            return stored[: rows.batch_size, :, : rows.num_keys]
+        if rows.first_slot is not None:
+            return stored[rows.first_slot : rows.first_slot + rows.batch_size, :, : rows.num_keys]
         return stored[:, :, : rows.num_keys].index_select(0, rows.slots)
 
 
@@ -82,7 +87,7 @@ class SlotRows:
 
     ``slots`` : int64[B], distinct. ``positions`` : int64[B, T], where each new token stands in its text. ``places`` :
     int64[B, T], where it is written: one behind the other. The same tensor, unless rows are trees.
-    ``num_keys`` : keys visible to the furthest query. ``first_slots`` : slots are 0..B-1 in order.
+    ``num_keys`` : keys visible to the furthest query. ``first_slot`` : where the slots are neighbours in order.
     ``sees`` : where rows are trees bool[B, T, T], which new tokens are on the path to which, itself included.
     """
 
@@ -91,7 +96,7 @@ class SlotRows:
     positions: torch.Tensor
     places: torch.Tensor
     num_keys: int
-    first_slots: bool
+    first_slot: int | None
     sees: torch.Tensor | None
     _masks: dict[tuple[int | None, int | None, int, torch.dtype], torch.Tensor]
 
@@ -114,7 +119,7 @@ class SlotRows:
             positions,
             places,
             int(starts.max()) + num_tokens,
-            slots == list(range(len(slots))),
+            slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None,
             None if trees is None else torch.from_numpy(trees.sees).to(device),
             {},
         )

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.target.attention import ATTENTION_NAME
+from ssd.target.memory import fit_slots, usable_bytes
 from ssd.target.target import RowTarget, SlotTarget, Target, is_recurrent
 from ssd.target.tree_probe import verifies_trees
 
@@ -20,8 +21,6 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MAX_LENGTH = 4096
 """Context where the model's configuration states none."""
-_KV_MEMORY_SHARE = 0.5
-"""Share of the free memory that the KV cache may take when the context length is chosen for the user."""
 
 
 def load_model(name_or_path: str | Path, *, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
@@ -50,12 +49,18 @@ def load_model(name_or_path: str | Path, *, dtype: str = "auto", device: str = "
 
 
 def open_target(
-    model: PreTrainedModel, *, num_slots: int, max_length: int | None = None, max_draft_tokens: int = 16
+    model: PreTrainedModel,
+    *,
+    num_slots: int,
+    max_length: int | None = None,
+    max_draft_tokens: int = 16,
+    kv_cache_memory_bytes: int | None = None,
 ) -> Target:
     """The fastest way to drive ``model`` that reproduces its own logits.
 
-    max_length : tokens a slot holds; None takes the model's limit, or less where memory for ``num_slots`` of them
-    lacks. Raises ModelError when an explicit ``max_length`` cannot be had.
+    num_slots : most slots; fewer where memory lacks, see `fit_slots`. max_length : tokens a slot holds; None takes the
+    model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use; None takes half of what is free.
+    Raises ModelError when an explicit ``max_length`` cannot be had.
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
@@ -65,20 +70,29 @@ def open_target(
         log.warning("%s is recurrent: it cannot take tokens back, so it runs without speculation", type(model).__name__)
         return RowTarget(model, num_slots, wanted)
     bytes_per_token = _try_slots(model)
+    slots = fit_slots(
+        num_slots=num_slots,
+        max_length=max_length,
+        limit=wanted,
+        extra=max_draft_tokens + 1,
+        bytes_per_token=bytes_per_token or _row_bytes_per_token(model),
+        usable_bytes=kv_cache_memory_bytes or usable_bytes(model.device),
+    )
+    if slots.shortage is not None:
+        log.warning("%s", slots.shortage)
     if bytes_per_token is None:
         log.warning("%s does not run on slot attention: rows are computed one by one", type(model).__name__)
-        return RowTarget(model, num_slots, wanted)
-    fitting = _fitting_length(model, num_slots, bytes_per_token)
-    if wanted > fitting:
-        needed = wanted * num_slots * bytes_per_token / 1e9
-        advice = f"{num_slots} sequences of {wanted} tokens need {needed:.1f} GB of KV cache"
-        if max_length is not None or fitting < 64:
-            raise ModelError(f"{advice}, more than is free: lower --max-num-seqs or --max-model-len (now <= {fitting})")
-        log.warning("%s, more than is free: max_model_len is %d", advice, fitting)
-        wanted = fitting
-    target = SlotTarget(model, num_slots, wanted, max_draft_tokens + 1)
+        return RowTarget(model, slots.num_slots, slots.max_length)
+    target = SlotTarget(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
     target.can_verify_trees = verifies_trees(target, tolerance=_tolerance(model))
     return target
+
+
+def _row_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of KV cache per token where rows are computed one by one; it grows with them, but room for all is kept."""
+    probe = RowTarget(model, 1, _PROBE_LENGTH)
+    probe.prefill([0], _probe_tokens(model)[:1], [_PROBE_LENGTH - 1])
+    return probe.bytes_per_token(0)
 
 
 def _try_slots(model: PreTrainedModel) -> int | None:
@@ -164,22 +178,6 @@ def model_limit(model: PreTrainedModel) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
-
-
-def _fitting_length(model: PreTrainedModel, num_slots: int, bytes_per_token: int) -> int:
-    if model.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.device)
-    else:
-        free = _available_memory()
-    return int(free * _KV_MEMORY_SHARE) // max(1, bytes_per_token * num_slots)
-
-
-def _available_memory() -> int:
-    """Bytes the system can still give without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ModelError("/proc/meminfo has no MemAvailable line: give --max-model-len")
 
 
 def _first_line(error: BaseException) -> str:

@@ -40,6 +40,7 @@ class Target(ABC):
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self._keep_last = {"logits_to_keep": 1} if _accepts(model, "logits_to_keep") else {}
+        self._fed: npt.NDArray[np.int32] = np.full((num_slots, max_length), -1, np.int32)
 
     @abstractmethod
     def length(self, slot: int) -> int:
@@ -48,6 +49,31 @@ class Target(ABC):
     @abstractmethod
     def rollback(self, slot: int, length: int) -> None:
         """Forget everything after the slot's first ``length`` tokens; 0 frees the slot for another sequence."""
+
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, slot: int, length: int) -> None:
+        """Make ``slot`` hold the first ``length`` tokens of ``source`` without computing them.
+
+        What ``slot`` holds already must be the beginning of the same text. Only where ``can_roll_back``.
+        """
+        start = self.length(slot)
+        assert self.can_roll_back and slot != source and start <= length <= self.length(source)
+        self._copy(source, slot, start, length)
+        self._fed[slot, start:length] = self._fed[source, start:length]
+
+    def fed_tokens(self, slot: int) -> npt.NDArray[np.int32]:
+        """The tokens that the slot's keys and values were computed from: a view, int32[length(slot)]."""
+        return self._fed[slot, : self.length(slot)]
+
+    def _feed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
+        for slot, row, count in zip(slots, tokens, counts, strict=True):
+            room = self._fed[slot, self.length(slot) :][:count]
+            room[:] = row[: len(room)]
+        return self._append(slots, tokens, counts, **kwargs)
+
+    @abstractmethod
+    def _copy(self, source: int, slot: int, start: int, end: int) -> None:
+        """Append to ``slot``, which holds ``start`` tokens, positions ``start`` to ``end`` of ``source``."""
 
     @abstractmethod
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
@@ -60,7 +86,7 @@ class Target(ABC):
         slots : B distinct slots. tokens : int64[B, T], row b valid in its first ``counts[b]`` (>= 1) entries, the
         rest any valid token id. Returns logits [B, T, V]; ``[b, t]`` predicts the token after ``tokens[b, t]``.
         """
-        return self._append(slots, tokens, counts)
+        return self._feed(slots, tokens, counts)
 
     def forward_trees(
         self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], parents: TokenMatrix
@@ -82,7 +108,7 @@ class Target(ABC):
     @torch.inference_mode()
     def prefill(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
         """Append tokens to slots without scoring them."""
-        self._append(slots, tokens, counts, **self._keep_last)
+        self._feed(slots, tokens, counts, **self._keep_last)
 
 
 class SlotTarget(Target):
@@ -111,7 +137,7 @@ class SlotTarget(Target):
         self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], parents: TokenMatrix
     ) -> torch.Tensor:
         """Score the tokens of trees, see ``Target``."""
-        return self._append(slots, tokens, counts, trees=TreeShape.build(parents))
+        return self._feed(slots, tokens, counts, trees=TreeShape.build(parents))
 
     @torch.inference_mode()
     def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
@@ -120,11 +146,16 @@ class SlotTarget(Target):
         for slot, count, path in zip(slots, counts, paths, strict=True):
             start = self.kv_cache.lengths[slot] - count
             self.kv_cache.lengths[slot] = start + len(path)
+            self._fed[slot, start : start + len(path)] = self._fed[slot, start + path]
             to = np.flatnonzero(path != np.arange(len(path)))
             if len(to):
                 moves.append(np.stack([np.full(len(to), slot), start + path[to], start + to]))
         if moves:
             self.kv_cache.move(*np.concatenate(moves, axis=1))
+
+    def _copy(self, source: int, slot: int, start: int, end: int) -> None:
+        self.kv_cache.copy(source, slot, start, end)
+        self.kv_cache.lengths[slot] = end
 
     def _append(
         self,
@@ -178,6 +209,16 @@ class RowTarget(Target):
         elif removed:
             self._caches[slot].crop(-removed)
         self._lengths[slot] = length
+
+    def bytes_per_token(self, slot: int) -> int:
+        """Bytes that a token of a slot takes, which must hold some."""
+        tensors = [tensor for layer in self._caches[slot].layers for tensor in (layer.keys, layer.values)]
+        return int(sum(tensor.nbytes for tensor in tensors)) // self._lengths[slot]
+
+    def _copy(self, source: int, slot: int, start: int, end: int) -> None:
+        for index, layer in enumerate(self._caches[source].layers):
+            self._caches[slot].update(layer.keys[..., start:end, :], layer.values[..., start:end, :], index)
+        self._lengths[slot] = end
 
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
         rows = []

@@ -1,0 +1,64 @@
+"""Slow twins of the scheduler: one request at a time, one token at a time, nothing kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+
+from ssd.config import SamplingParams
+from tests.reference.target import sampled_token
+
+
+@torch.inference_mode()
+def plain_decode(
+    model: torch.nn.Module, prompt: Sequence[int], sampling: SamplingParams, choice_index: int = 0, eos: int = -1
+) -> list[int]:
+    """The output of one request alone, without any cache; ``sampling`` needs ``max_tokens`` and, if drawn, a seed."""
+    context = list(prompt)
+    for _ in range(sampling.max_tokens or 0):
+        logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].tolist()
+        context.append(sampled_token(logits, sampling, sampling.seed or 0, choice_index, len(context)))
+        if context[-1] == eos:
+            break
+    return context[len(prompt) :]
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return length
+
+
+class Ageing:
+    """Who runs, found anew at every step: a request's priority less what it has gained by waiting, then its arrival.
+
+    ``waiting`` and ``running`` hold (priority, step of arrival, number); what a running one gains, it keeps gaining.
+    """
+
+    def __init__(self, num_slots: int, ageing_steps: int) -> None:
+        self.waiting: set[tuple[int, int, int]] = set()
+        self.running: set[tuple[int, int, int]] = set()
+        self.num_slots, self.ageing_steps, self.now = num_slots, ageing_steps, 0
+
+    def step(self) -> None:
+        """Fill slots and swap until nobody has a better claim than one who runs."""
+        while self.waiting:
+            first = min(self.waiting, key=self._aged)
+            if len(self.running) == self.num_slots:
+                later = [r for r in self.running if r[0] > first[0] and self._aged(r) > self._aged(first)]
+                if not later:
+                    break
+                victim = max(later, key=self._aged)
+                self.running.remove(victim)
+                self.waiting.add(victim)
+            self.waiting.remove(first)
+            self.running.add(first)
+        self.now += 1
+
+    def _aged(self, request: tuple[int, int, int]) -> tuple[Fraction, int]:
+        priority, arrived, number = request
+        return priority - Fraction(self.now - arrived, self.ageing_steps), number

@@ -1,0 +1,296 @@
+"""Keys and values that are there already: reused by those who may, and never seen in a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.exactness import RandomDrafter
+from ssd.config import DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import make_drafter
+from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine.prefix_reuse import scope_of, shared_length
+from ssd.target.loading import open_target
+from tests.models import VOCAB, tiny_model
+from tests.reference import scheduling as slow
+
+PLAIN_MODEL = tiny_model()  # never driven by an engine
+EOS = 2
+MAX_LENGTH = 96
+
+
+@cache
+def model_of(architecture: str):  # type: ignore[no-untyped-def]
+    return tiny_model(architecture)
+
+
+def make_engine(architecture: str = "llama", *, slots: int = 3, random_drafts: bool = True, chunk: int = 512,
+                reuse: bool = True) -> Engine:  # fmt: skip
+    draft = DraftConfig(num_speculative_tokens=4)
+    return Engine(
+        open_target(model_of(architecture), num_slots=slots, max_length=MAX_LENGTH, max_draft_tokens=4),
+        drafter=RandomDrafter(VOCAB) if random_drafts else make_drafter("ssd", draft),
+        config=EngineConfig(max_num_seqs=slots, prefill_chunk_tokens=chunk, enable_prefix_caching=reuse),
+        draft=draft,
+        eos_token_ids=[EOS],
+    )
+
+
+def text(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, VOCAB, length).tolist())
+
+
+def greedy(max_tokens: int = 8) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+def drawn(seed: int, max_tokens: int = 8) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=1.0, top_p=0.95, seed=seed, ignore_eos=True)
+
+
+def request(name: str, prompt: Sequence[int], sampling: SamplingParams | None = None, **fields: object) -> Request:
+    arguments: dict[str, object] = {"request_id": name, "prompt_token_ids": tuple(prompt), **fields}
+    return Request(sampling=sampling or greedy(), **arguments)  # type: ignore[arg-type]
+
+
+def finish_all(engine: Engine, begun: Sequence[RequestOutput] = ()) -> dict[str, list[RequestOutput]]:
+    """The outputs of all requests; ``begun`` came before."""
+    outputs: dict[str, list[RequestOutput]] = {}
+    for output in begun:
+        outputs.setdefault(output.request_id, []).append(output)
+    while engine.has_work():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        assert engine.check() == []
+    return outputs
+
+
+def answer(engine: Engine, asked: Request) -> tuple[list[int], int]:
+    """The output's tokens, and how many of the prompt's were cached."""
+    engine.submit(asked)
+    outputs = finish_all(engine)[asked.request_id]
+    return tokens_of(outputs), outputs[-1].stats.num_cached_tokens
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def expected(asked: Request) -> list[int]:
+    return slow.plain_decode(PLAIN_MODEL, asked.prompt_token_ids, asked.sampling, asked.choice_index)
+
+
+@given(st.lists(st.integers(0, 2), max_size=200), st.lists(st.integers(0, 2), max_size=200), st.integers(0, 200))
+def test_shared_length_is_that_of_the_slow_twin(one: list[int], other: list[int], common: int) -> None:
+    other = one[:common] + other
+    assert shared_length(np.array(one, np.int32), np.array(other, np.int32)) == slow.shared_length(one, other)
+
+
+@pytest.mark.parametrize("sampling", [greedy(), drawn(3)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("random_drafts", [True, False])
+def test_the_next_turn_computes_only_what_is_new(sampling: SamplingParams, random_drafts: bool) -> None:
+    engine = make_engine(random_drafts=random_drafts)
+    first = request("1", text(1, 30), sampling)
+    output, cached = answer(engine, first)
+    assert (output, cached) == (expected(first), 0)
+    # Everything but the last token of the output was computed, also what was accepted from drafts.
+    second = request("2", [*text(1, 30), *output, *text(2, 5)], sampling)
+    assert answer(engine, second) == (expected(second), 30 + len(output) - 1)
+    assert engine.metrics.prefix_cache_queries == 30 + 30 + len(output) + 5
+    assert engine.metrics.prefix_cache_hits == 30 + len(output) - 1
+    assert engine.metrics.prompt_tokens == engine.metrics.prefix_cache_queries
+
+
+def test_the_same_prompt_again_computes_one_token() -> None:
+    engine = make_engine()
+    prompt = text(1, 40)
+    first, second = (answer(engine, request(name, prompt)) for name in "ab")
+    assert first[0] == second[0] == expected(request("", prompt))
+    assert second[1] == 39
+
+
+def test_a_running_slots_prefix_is_copied() -> None:
+    engine = make_engine()
+    system = text(1, 40)
+    engine.submit(request("a", [*system, *text(2, 9)], greedy(20)))
+    begun = engine.step()
+    engine.submit(request("b", [*system, *text(3, 7)], greedy(20)))
+    outputs = finish_all(engine, begun)
+    assert outputs["b"][-1].stats.num_cached_tokens == 40
+    for name, seed, length in (("a", 2, 9), ("b", 3, 7)):
+        assert tokens_of(outputs[name]) == expected(request("", [*system, *text(seed, length)], greedy(20)))
+
+
+def test_what_a_cancelled_request_computed_is_reused() -> None:
+    engine = make_engine(chunk=16)
+    prompt = text(1, 60)
+    engine.submit(request("a", prompt))
+    engine.step()
+    engine.step()
+    engine.cancel("a")
+    assert finish_all(engine)["a"][-1].finish_reason is FinishReason.CANCELLED
+    assert answer(engine, request("b", prompt)) == (expected(request("", prompt)), 32)
+
+
+def test_slots_used_longest_ago_are_overwritten_first() -> None:
+    engine = make_engine(slots=2)
+    for name, seed in (("a", 1), ("b", 2), ("a2", 1), ("c", 3)):  # "a" is used again, so "c" overwrites "b"
+        answer(engine, request(name, text(seed, 30)))
+    assert answer(engine, request("a3", text(1, 30)))[1] == 29
+    assert answer(engine, request("b2", text(2, 30)))[1] == 0
+
+
+def test_a_short_common_beginning_does_not_cost_a_long_kept_text() -> None:
+    engine = make_engine(slots=2)
+    system = text(1, 20)
+    long = [*system, *text(2, 60)]
+    answer(engine, request("long", long))
+    assert answer(engine, request("short", [*system, *text(3, 4)]))[1] == 20
+    assert answer(engine, request("again", long))[1] == len(long) - 1
+
+
+def test_engines_may_take_turns_on_one_target() -> None:
+    one = make_engine()
+    other = Engine(one.target, drafter=RandomDrafter(VOCAB))
+    prompts = [text(1, 30), text(2, 25)]
+    for turn in range(3):
+        for engine in (one, other, one):
+            for number, prompt in enumerate(prompts):
+                asked = request(f"{turn}-{number}-{engine is one}-{len(prompt)}", prompt)
+                assert answer(engine, asked)[0] == expected(asked)
+    assert one.metrics.integrity_violations == other.metrics.integrity_violations == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shares"),
+    [
+        ({}, {}, True),
+        ({"namespace": "a"}, {"namespace": "b"}, False),
+        ({"cache_salt": "a"}, {"cache_salt": "b"}, False),
+        ({"cache_salt": "a"}, {}, False),
+        ({"cache_salt": "a"}, {"cache_salt": "a"}, True),
+        ({"namespace": None, "cache_salt": "a"}, {"namespace": None, "cache_salt": "a"}, True),
+        ({"namespace": None}, {"namespace": None}, False),
+    ],
+)
+def test_only_one_namespace_and_one_salt_share(first: dict[str, str], second: dict[str, str], shares: bool) -> None:
+    engine = make_engine()
+    prompt = text(1, 30)
+    answer(engine, request("a", prompt, **first))
+    assert answer(engine, request("b", prompt, **second)) == (expected(request("", prompt)), 29 if shares else 0)
+
+
+def test_a_request_without_namespace_and_salt_leaves_nothing_behind() -> None:
+    engine = make_engine()
+    prompt = text(1, 30)
+    assert scope_of(request("a", prompt, namespace=None)) is None
+    answer(engine, request("a", prompt, namespace=None))
+    assert [engine.target.length(slot) for slot in range(3)] == [0, 0, 0]
+    assert engine.metrics.prefix_cache_queries == 0 and engine.metrics.prompt_tokens == 30
+
+
+def test_reuse_can_be_switched_off() -> None:
+    engine = make_engine(reuse=False)
+    prompt = text(1, 30)
+    for name in "ab":
+        assert answer(engine, request(name, prompt)) == (expected(request("", prompt)), 0)
+    assert engine.metrics.prefix_cache_queries == 0
+
+
+@pytest.mark.parametrize("chunk", [512, 7])
+def test_choices_of_one_prompt_compute_it_once(chunk: int) -> None:
+    engine = make_engine(slots=4, chunk=chunk)
+    prompt = text(1, 50)
+    choices = [request(str(choice), prompt, drawn(5), choice_index=choice) for choice in range(4)]
+    for choice in choices:
+        engine.submit(choice)
+    outputs = finish_all(engine)
+    for choice in choices:
+        assert tokens_of(outputs[choice.request_id]) == expected(choice)
+    computed = [50 - outputs[choice.request_id][-1].stats.num_cached_tokens for choice in choices]
+    assert sorted(computed) == [1, 1, 1, 50]  # the last token is each one's own
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "deepseek_v3", "gpt2", "stablelm"])
+def test_other_architectures_reuse_too(architecture: str) -> None:
+    """Sliding windows, sinks, compressed keys, learned positions, and rows computed one by one."""
+    outputs = []
+    for reuse in (True, False):
+        engine = make_engine(architecture, reuse=reuse)
+        system = text(1, 40)
+        engine.submit(request("a", [*system, *text(2, 9)], greedy(16)))
+        begun = engine.step()
+        engine.submit(request("b", [*system, *text(3, 7)], greedy(16)))
+        found = finish_all(engine, begun)
+        turn = [*system, *text(2, 9), *tokens_of(found["a"]), *text(4, 3)]
+        engine.submit(request("c", turn, drawn(1)))
+        found |= finish_all(engine)
+        outputs.append({name: tokens_of(found[name]) for name in "abc"})
+        assert (found["c"][-1].stats.num_cached_tokens > 40) == reuse
+    assert outputs[0] == outputs[1]
+
+
+def test_a_recurrent_model_reuses_nothing() -> None:
+    engine = make_engine("mamba", slots=2)
+    first, second = (answer(engine, request(name, text(1, 30))) for name in "ab")
+    assert first == second and second[1] == 0
+
+
+Asked = tuple[int, int, int, int, bool, int]
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(0, 40),
+            st.integers(1, 12),
+            st.integers(0, 6),
+            st.booleans(),
+            st.integers(-1, 1),
+        ),
+        min_size=1,
+        max_size=10,
+    ),
+    st.integers(1, 4),
+    st.sampled_from([5, 17, 512]),
+)
+def test_output_is_that_of_plain_decoding_one_at_a_time(asked: list[Asked], slots: int, chunk: int) -> None:
+    """Requests whose prompts begin alike, some cancelled, some preempted, greedy and drawn, in few slots."""
+    engine = make_engine(slots=slots, chunk=chunk)
+    requests = {}
+    outputs: dict[str, list[RequestOutput]] = {}
+    cancel_at: dict[int, list[str]] = {}
+
+    def step(number: int) -> None:
+        for name in cancel_at.pop(number, []):
+            engine.cancel(name)
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        assert engine.check() == []
+
+    for index, (stem, stem_length, tail, cancel_after, is_drawn, priority) in enumerate(asked):
+        prompt = [*text(stem, 40)[:stem_length], *text(100 + index % 4, tail)]
+        name = str(index)
+        requests[name] = request(name, prompt, drawn(index) if is_drawn else greedy(), priority=priority)
+        engine.submit(requests[name])
+        if cancel_after < 3:
+            cancel_at.setdefault(index + cancel_after, []).append(name)
+        step(index)
+    number = len(asked)
+    while engine.has_work():
+        step(number)
+        number += 1
+    for name, mine in outputs.items():
+        whole = expected(requests[name])
+        assert tokens_of(mine) == whole[: len(tokens_of(mine))]
+        if mine[-1].finish_reason is not FinishReason.CANCELLED:
+            assert tokens_of(mine) == whole
+    assert len(outputs) == len(asked)
+    assert engine.metrics.integrity_violations == 0

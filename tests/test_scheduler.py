@@ -1,0 +1,245 @@
+"""Who runs and who computes: order, ageing, preemption and shares of the budget, all counted in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.config import EngineConfig, SamplingParams
+from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine.prefix_reuse import PrefixReuse
+from ssd.engine.scheduler import AGEING_STEPS, Scheduler
+from ssd.engine.sequence import Sequence
+from ssd.errors import ConfigError, RequestError
+from ssd.target.loading import open_target
+from ssd.target.target import Target
+from tests.models import tiny_model
+from tests.reference import scheduling as slow
+from tests.test_prefix_reuse import drawn, expected, finish_all, greedy, make_engine, model_of, request, text, tokens_of
+
+
+def ends_in_order(engine: Engine, begun: Several[RequestOutput] = ()) -> list[str]:
+    """Request ids in the order in which they end."""
+    ended = [output.request_id for output in begun if output.finish_reason]
+    while engine.has_work():
+        ended += [output.request_id for output in engine.step() if output.finish_reason]
+    return ended
+
+
+def test_lower_priorities_go_first_and_equal_ones_in_order_of_arrival() -> None:
+    engine = make_engine(slots=1)
+    for name, priority in (("a", 0), ("late", 5), ("b", 0), ("early", -5), ("c", 0)):
+        engine.submit(request(name, text(1, 5), greedy(1), priority=priority))
+    assert ends_in_order(engine) == ["early", "a", "b", "c", "late"]
+
+
+def test_waiting_makes_up_for_a_higher_priority() -> None:
+    """One short request a step arrives with the better priority; the other one's turn comes all the same."""
+    engine = make_engine(slots=1)
+    engine.submit(request("patient", text(1, 5), greedy(1), priority=2))
+    ended: list[str] = []
+    for step in range(3 * AGEING_STEPS):
+        engine.submit(request(f"urgent-{step}", text(2, 5), greedy(1), priority=0))
+        ended += [output.request_id for output in engine.step() if output.finish_reason]
+    # Those that came within 2 * AGEING_STEPS of it went first, no others.
+    assert 2 * AGEING_STEPS - 1 <= ended.index("patient") <= 2 * AGEING_STEPS + 1
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(-2, 2), max_size=3), st.lists(st.integers(0, 3), max_size=2)), max_size=25),
+    st.integers(1, 3),
+    st.integers(1, 6),
+)
+def test_who_runs_is_what_ageing_step_by_step_says(
+    steps: list[tuple[list[int], list[int]]], num_slots: int, ageing_steps: int
+) -> None:
+    """At every step some arrive, by priority, and some of the running end, by place: fixed turns give the same."""
+    target = shared_target()
+    scheduler = Scheduler(num_slots, PrefixReuse(target), ageing_steps=ageing_steps)
+    twin = slow.Ageing(num_slots, ageing_steps)
+    number = 0
+    for arriving, ending in steps:
+        sequences = [sequence_of(number + i, priority) for i, priority in enumerate(arriving)]
+        scheduler.enqueue(sequences)
+        twin.waiting |= {(priority, twin.now, number + i) for i, priority in enumerate(arriving)}
+        number += len(arriving)
+        scheduler.admit()
+        twin.step()
+        assert {int(s.request.request_id) for s in scheduler.running} == {r[2] for r in twin.running}
+        assert {int(s.request.request_id) for s in scheduler.waiting} == {r[2] for r in twin.waiting}
+        assert len({s.slot for s in scheduler.running} | scheduler.free_slots) == num_slots
+        for place in ending:
+            if place < len(scheduler.running):
+                ended = scheduler.running[place]
+                scheduler.release(ended)
+                twin.running = {r for r in twin.running if r[2] != int(ended.request.request_id)}
+
+
+@cache
+def shared_target() -> Target:
+    return open_target(model_of("llama"), num_slots=3, max_length=8)
+
+
+def sequence_of(number: int, priority: int) -> Sequence:
+    asked = request(str(number), (5, 6), priority=priority)
+    return Sequence(asked, max_length=8, eos_token_ids=(), stream=None, seed=0)
+
+
+@pytest.mark.parametrize("sampling", [greedy(40), drawn(7, 40)], ids=["greedy", "drawn"])
+def test_a_more_urgent_request_takes_the_slot_and_the_output_stays_the_same(sampling: SamplingParams) -> None:
+    engine = make_engine(slots=1)
+    slow_one = request("slow", text(1, 20), sampling, priority=1)
+    engine.submit(slow_one)
+    begun = [output for _ in range(5) for output in engine.step()]
+    assert 0 < len(tokens_of(begun)) < 40
+    engine.submit(request("urgent", text(2, 20), greedy(3)))
+    assert {output.request_id for output in engine.step()} == {"urgent"}
+    assert engine.metrics.num_preemptions == 1
+    outputs = finish_all(engine, begun)
+    assert tokens_of(outputs["slow"]) == expected(slow_one)
+    assert outputs["slow"][-1].finish_reason is FinishReason.LENGTH
+    assert engine.metrics.prompt_tokens == 40  # a resumed prompt counts once
+
+
+def test_the_least_urgent_youngest_makes_room_and_equals_never_do() -> None:
+    engine = make_engine(slots=3)
+    for name, priority in (("a", 1), ("b", 3), ("c", 3)):
+        engine.submit(request(name, text(ord(name), 6), greedy(60), priority=priority))
+    engine.step()
+    engine.submit(request("equal", text(7, 6), greedy(2), priority=3))
+    engine.step()
+    assert engine.metrics.num_preemptions == 0
+    engine.submit(request("urgent", text(8, 6), greedy(2), priority=2))
+    assert {output.request_id for output in engine.step()} == {"a", "b", "urgent"}
+    assert engine.metrics.num_preemptions == 1
+    # "c" came before "equal" and goes on first.
+    assert ends_in_order(engine).index("urgent") == 0
+
+
+def test_who_has_waited_its_way_past_the_urgent_is_not_preempted() -> None:
+    engine = make_engine(slots=1)
+    engine.submit(request("old", text(1, 4), greedy(90), priority=1))
+    for _ in range(AGEING_STEPS + 1):
+        engine.step()
+        if not engine.has_work():
+            pytest.fail("the request ended too soon for this test")
+    engine.submit(request("urgent", text(2, 4), greedy(1), priority=0))
+    engine.step()
+    assert engine.metrics.num_preemptions == 0
+
+
+def test_a_preempted_request_can_be_cancelled_and_one_that_waits_too() -> None:
+    engine = make_engine(slots=1)
+    engine.submit(request("slow", text(1, 20), greedy(40), priority=1))
+    engine.step()
+    engine.submit(request("urgent", text(2, 20), greedy(30)))
+    engine.step()
+    engine.cancel("slow")
+    outputs = finish_all(engine)
+    assert outputs["slow"][-1].finish_reason is FinishReason.CANCELLED
+    assert outputs["urgent"][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_preempted_prompt_goes_on_where_it_was() -> None:
+    """Its keys and values stay in another slot as long as nobody needs that."""
+    engine = make_engine(slots=2, chunk=16)
+    long = request("long", text(1, 80), greedy(4), priority=5)
+    engine.submit(long)
+    engine.submit(request("other", text(3, 4), greedy(50), priority=-5))
+    for _ in range(3):
+        engine.step()
+    engine.submit(request("urgent", text(2, 4), greedy(1), priority=0))
+    outputs = finish_all(engine)
+    assert engine.metrics.num_preemptions == 1
+    assert tokens_of(outputs["long"]) == expected(long)
+    assert outputs["long"][-1].stats.num_cached_tokens == 0  # its own work is no hit
+
+
+def test_recurrent_models_are_preempted_and_resumed_too() -> None:
+    engine = make_engine("mamba", slots=1)
+    engine.submit(request("slow", text(1, 10), greedy(12), priority=1))
+    begun = [output for _ in range(3) for output in engine.step()]
+    engine.submit(request("urgent", text(2, 5), greedy(2)))
+    outputs = finish_all(engine, begun)
+    assert engine.metrics.num_preemptions == 1
+    plain = slow.plain_decode(tiny_model("mamba"), text(1, 10), greedy(12))
+    assert tokens_of(outputs["slow"]) == plain
+
+
+def test_a_priority_out_of_range_and_one_that_is_not_served_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"-100\.\.100") as error:
+        make_engine().submit(request("a", text(1, 4), priority=101))
+    assert error.value.param == "priority"
+    target = open_target(model_of("llama"), num_slots=1, max_length=96)
+    engine = Engine(target, drafter=make_engine()._drafter, config=EngineConfig(scheduling_policy="fcfs"))
+    engine.submit(request("a", text(1, 4), priority=0))
+    with pytest.raises(RequestError, match="priorities are off"):
+        engine.submit(request("b", text(1, 4), priority=1))
+    with pytest.raises(ConfigError, match="fcfs, priority"):
+        EngineConfig(scheduling_policy="lifo")  # type: ignore[arg-type]
+
+
+# -- the budget of prompts ---------------------------------------------------------------------------------------------
+
+
+def steps_to_first_token(engine: Engine, requests: Several[Request]) -> dict[str, int]:
+    """Steps until each request has its first token."""
+    for asked in requests:
+        engine.submit(asked)
+    first: dict[str, int] = {}
+    step = 0
+    while engine.has_work():
+        step += 1
+        for output in engine.step():
+            first.setdefault(output.request_id, step)
+    return first
+
+
+def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
+    engine = make_engine(slots=3, chunk=8)
+    first = steps_to_first_token(
+        engine, [request("long", text(1, 90), greedy(2)), request("short", text(2, 7)), request("middle", text(3, 13))]
+    )
+    assert first["short"] == 1 and first["middle"] <= 4 < first["long"]
+
+
+def test_a_long_prompt_is_done_in_bounded_steps_however_many_short_ones_come() -> None:
+    engine = make_engine(slots=2, chunk=8)
+    engine.submit(request("long", text(1, 81)))
+    step, arrived = 0, None
+    while arrived is None:
+        step += 1
+        engine.submit(request(f"short-{step}", text(step + 1, 9), greedy(1)))
+        arrived = step if any(output.request_id == "long" for output in engine.step()) else None
+    assert step <= 80 // (8 // 4) + 1
+
+
+def test_running_requests_go_on_in_every_step_while_prompts_are_computed() -> None:
+    engine = make_engine(slots=3, chunk=8)
+    engine.submit(request("runs", text(1, 5), greedy(60)))
+    engine.step()
+    for name in ("a", "b"):
+        engine.submit(request(name, text(ord(name), 90), greedy(2)))
+    for _ in range(10):
+        assert "runs" in {output.request_id for output in engine.step()}
+
+
+def test_a_prompt_of_all_but_one_token_of_the_context_runs_beside_others() -> None:
+    engine = make_engine(slots=3, chunk=16)
+    requests = [
+        request("whole", text(1, 95), greedy(1)),
+        request("short", text(2, 5), greedy(60)),
+        request("drawn", text(3, 40), drawn(1, 50)),
+        request("again", [*text(1, 90), 7, 8, 9, 10, 11], greedy(1)),
+    ]
+    for asked in requests:
+        engine.submit(asked)
+    outputs = finish_all(engine)
+    for asked in requests:
+        assert tokens_of(outputs[asked.request_id]) == expected(asked)
+    assert outputs["again"][-1].stats.num_cached_tokens >= 90

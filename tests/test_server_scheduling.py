@@ -1,0 +1,103 @@
+"""Priorities, reuse and its figures over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ssd.bundled import MODEL_PATH
+from ssd.config import DraftConfig, EngineConfig
+from ssd.engine import Engine
+from tests.server_client import get, post
+from tests.server_engine import RunningServer, serving
+
+PROMPT = list(range(40, 90))
+
+
+def load(_resources: ExitStack, **config: Any) -> Engine:
+    return Engine.from_pretrained(
+        MODEL_PATH,
+        dtype="float32",
+        device="cpu",
+        config=EngineConfig(max_num_seqs=3, max_model_len=256, **config),
+        draft=DraftConfig(num_speculative_tokens=0),
+    )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(load) as running:
+        yield running
+
+
+def complete(server: RunningServer, **body: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **body}
+    found = post(server.port, "/v1/completions", body)
+    assert found.status == 200, found.json
+    answer: dict[str, Any] = found.json
+    return answer
+
+
+def cached(answer: dict[str, Any]) -> int:
+    number: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return number
+
+
+def metric(server: RunningServer, name: str) -> float:
+    text = get(server.port, "/metrics").content.decode()
+    return next(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    )
+
+
+def test_usage_and_metrics_say_what_was_cached(server: RunningServer) -> None:
+    queries, hits = (metric(server, f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits"))
+    first, second = complete(server), complete(server)
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+    assert (cached(first), cached(second)) == (0, len(PROMPT) - 1)
+    assert metric(server, "vllm:prefix_cache_queries_total") == queries + 2 * len(PROMPT)
+    assert metric(server, "vllm:prefix_cache_hits_total") == hits + len(PROMPT) - 1
+    assert metric(server, "ssd:integrity_violations_total") == 0
+
+
+def test_choices_of_one_prompt_do_not_count_each_other_as_cached(server: RunningServer) -> None:
+    prompt = list(range(100, 160))
+    assert cached(complete(server, prompt=prompt, n=3, temperature=1.0, seed=1)) == 0
+    assert cached(complete(server, prompt=prompt, n=3, temperature=1.0, seed=1)) == len(prompt) - 1
+    several = complete(server, prompt=[prompt, prompt[::-1]], n=2)
+    assert cached(several) == len(prompt) - 1 and several["usage"]["prompt_tokens"] == 2 * len(prompt)
+
+
+def test_a_stream_reports_it_too(server: RunningServer) -> None:
+    prompt = list(range(170, 220))
+    complete(server, prompt=prompt)
+    asked = {"prompt": prompt, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    *_, last = post(server.port, "/v1/completions", asked).events
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": len(prompt) - 1}
+
+
+def test_salts_keep_requests_apart(server: RunningServer) -> None:
+    prompt = list(range(60, 110))
+    answers = [cached(complete(server, prompt=prompt, cache_salt=salt)) for salt in ("a", "b", "a")]
+    assert answers == [0, 0, len(prompt) - 1]
+
+
+def test_priorities_are_taken_and_checked(server: RunningServer) -> None:
+    assert complete(server, priority=-3)["choices"][0]["text"] == complete(server)["choices"][0]["text"]
+    refused = post(server.port, "/v1/completions", {"prompt": "x", "priority": 101})
+    assert (refused.status, refused.error["param"]) == (400, "priority")
+    assert post(server.port, "/v1/completions", {"prompt": "x", "priority": "high"}).status == 400
+
+
+def test_a_server_without_priorities_refuses_them() -> None:
+    with serving(lambda resources: load(resources, scheduling_policy="fcfs", enable_prefix_caching=False)) as server:
+        refused = post(server.port, "/v1/completions", {"prompt": "x", "priority": 1})
+        assert (refused.status, refused.error["param"]) == (400, "priority")
+        assert [cached(complete(server)) for _ in range(2)] == [0, 0]
