@@ -78,10 +78,12 @@ def test_tokens_equal_the_slow_twin(seed: int, params: list[SamplingParams], dat
         frequency_penalty=st.sampled_from([0.0, 0.7]),
         logit_bias=st.sampled_from([(), ((2, 5.0), (3, -100.0))]),
         min_tokens=st.sampled_from([0, 3]),
+        allowed_token_ids=st.sampled_from([None, (3, 5), (1, 2, 3, 4, 5, 6, 7)]),
+        bad_words=st.sampled_from([(), ((4,), (1, 2)), ((1, 1, 2), (3,), (5,))]),
     ),
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
-    st.lists(st.integers(0, VOCAB - 1), max_size=5),
-    st.lists(st.integers(0, VOCAB - 1), max_size=4),
+    st.lists(st.integers(0, 3), max_size=5),
+    st.lists(st.integers(0, 3), max_size=4),
 )
 def test_prefix_rules_see_each_positions_own_prefix(
     seed: int, params: SamplingParams, prompt: list[int], output: list[int], draft: list[int]
@@ -135,8 +137,12 @@ def test_choices_of_one_seed_are_independent_streams() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1), ("top_p", 0), ("min_p", 2), ("max_tokens", -1), ("stop", ("",))]
-)
+    ("field", "value"),
+    [
+        ("temperature", -1), ("top_p", 0), ("min_p", 2), ("max_tokens", -1), ("stop", ("",)), ("allowed_token_ids", ()),
+        ("bad_words", ((1,), ())), ("logprobs", 21), ("prompt_logprobs", -1),
+    ],
+)  # fmt: skip
 def test_a_bad_value_names_its_field(field: str, value: object) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})

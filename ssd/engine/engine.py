@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
-from ssd.engine.admission import check_request
 from ssd.engine.metrics import EngineMetrics
+from ssd.engine.opening import open_sequence
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
@@ -31,7 +33,7 @@ from ssd.target.sampling import target_tokens
 from ssd.target.target import Target
 from ssd.target.verification import accepted_length, pad_rows
 from ssd.text.codec import TextCodec
-from ssd.text.stream import TextStream
+from ssd.text.grammar import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,9 @@ class Engine:
         self._drafter = drafter
         self._eos_token_ids = tuple(
             eos_token_ids if eos_token_ids is not None else codec.eos_token_ids if codec else ()
+        )
+        self.grammars = (
+            GrammarCompiler(codec, vocab_size=target.vocab_size, eos_token_ids=self._eos_token_ids) if codec else None
         )
         self._cost = VerifyCost()
         self._num_source_failures = 0
@@ -120,7 +125,16 @@ class Engine:
 
         Raises RequestError (ContextTooLong among them), QueueFull or EngineStopped; then nothing was queued.
         """
-        sequence = self._checked(request)
+        sequence = open_sequence(
+            request,
+            codec=self.codec,
+            grammars=self.grammars,
+            vocab_size=self.target.vocab_size,
+            max_length=self.max_model_len,
+            eos_token_ids=self._eos_token_ids,
+            seed=self._draw_seed(),
+            acceptance=self._draft_acceptance,
+        )
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the engine has been stopped")
@@ -168,7 +182,7 @@ class Engine:
             logits = self.target.forward([s.slot for s in batch], fed, [len(draft.token_ids) + 1 for draft in drafts])
             chosen = target_tokens(logits, [s.sampling_row(draft) for s, draft in zip(batch, drafts, strict=True)])
             seconds = time.perf_counter() - started
-            committed = [self._commit(s, draft, row) for s, draft, row in zip(batch, drafts, chosen, strict=True)]
+            committed = [self._commit(*each) for each in zip(batch, drafts, chosen, logits, strict=True)]
             num_tokens = sum(len(output.token_ids) for output in committed)
             self._cost.observe(len(batch), fed.shape[1], num_tokens, seconds)
             outputs += committed
@@ -237,7 +251,10 @@ class Engine:
             while budget > 0 and not self._is_prefilled(sequence):
                 done = self.target.length(sequence.slot)
                 part = sequence.context[done : min(sequence.num_prompt_tokens - 1, done + budget)]
-                self.target.prefill([sequence.slot], pad_rows([part]), [len(part)])
+                if sequence.scores_prompt:
+                    sequence.score_prompt(self.target.forward([sequence.slot], pad_rows([part]), [len(part)])[0], done)
+                else:
+                    self.target.prefill([sequence.slot], pad_rows([part]), [len(part)])
                 budget -= len(part)
 
     def _is_prefilled(self, sequence: Sequence) -> bool:
@@ -283,11 +300,11 @@ class Engine:
         return draft
 
     def _commit(
-        self, sequence: Sequence, draft: Draft, chosen: np.ndarray[tuple[int], np.dtype[np.int64]]
+        self, sequence: Sequence, draft: Draft, chosen: npt.NDArray[np.int64], logits: torch.Tensor
     ) -> RequestOutput:
         """Accept what agrees, take back the rest of the draft, end or go on."""
         accepted = accepted_length(draft.token_ids, chosen)
-        output = sequence.commit(chosen[: accepted + 1].tolist())
+        output = sequence.commit(chosen[: accepted + 1].tolist(), logits)
         emitted = len(output.token_ids)
         num_accepted = min(accepted, emitted)
         stats = sequence.stats
@@ -336,27 +353,6 @@ class Engine:
             if self.metrics.drafter_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
                 log.exception("drafting or caching failed (%d times so far)", self.metrics.drafter_failures)
             return None
-
-    def _checked(self, request: Request) -> Sequence:
-        check_request(
-            request,
-            vocab_size=self.target.vocab_size,
-            max_model_len=self.max_model_len,
-            has_tokenizer=self.codec is not None,
-        )
-        stream = None
-        if self.codec is not None:
-            stream = TextStream(
-                self.codec, stop=request.sampling.stop, include_stop=request.sampling.include_stop_str_in_output
-            )
-        return Sequence(
-            request,
-            max_length=self.max_model_len,
-            eos_token_ids=self._eos_token_ids,
-            stream=stream,
-            seed=self._draw_seed(),
-            acceptance=self._draft_acceptance,
-        )
 
     def _observe_load(self) -> None:
         # A drafter that owns several survives the failure of one, and counts it.

@@ -177,6 +177,15 @@ class TextCodec:
             return token_ids
         return [*token_ids, self.eos_token_id]
 
+    def to_json(self) -> str:
+        """The text of a ``tokenizer.json``; raises ValueError where the tokenizer is not one of Rust's."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"the tokenizer is a {type(self._tokenizer).__name__}, which has no tokenizer.json")
+        with self._lock:
+            text: str = backend.to_str()
+        return text
+
     # Ids to text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
