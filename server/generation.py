@@ -6,49 +6,71 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ssd.errors import EngineStopped
 
 from .errors import EngineFailed
 from .metrics import Latencies
+from .prediction import common_tokens
 from .worker import Inbox, Worker
 
 if TYPE_CHECKING:
-    from ssd.engine import Request, RequestOutput
+    from ssd.engine import Request, RequestOutput, TokenLogprobs
 
 
 @dataclass(slots=True)
 class Choice:
-    """What one choice has produced so far."""
+    """What one choice has produced so far; log-probabilities where they were asked for."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole HTTP request; a prompt counts once, however many choices it has."""
+    """Token counts of a whole HTTP request; a prompt counts once, however many choices it has.
+
+    ``accepted_prediction_tokens`` : of the prediction, how many are in the output, see ``common_tokens``, over all
+    choices; ``rejected_prediction_tokens`` : the others, which are not part of ``completion_tokens``. None without one.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
-    def body(self) -> dict[str, int]:
+    def body(self) -> dict[str, Any]:
         """As OpenAI writes it."""
-        return {
+        counts: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if self.accepted_prediction_tokens is not None:
+            counts["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted_prediction_tokens,
+                "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            }
+        return counts
 
 
 class Generation:
     """Submits requests, one a choice, and follows them to their end. ``close`` must be called, whatever happens."""
 
-    def __init__(self, worker: Worker, latencies: Latencies, prompts: list[tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        latencies: Latencies,
+        prompts: list[tuple[int, ...]],
+        prediction: tuple[int, ...] | None = None,
+    ) -> None:
         self.prompts = prompts
+        self.prediction = prediction
         self.choices: list[Choice] = []
         self._worker = worker
         self._latencies = latencies
@@ -78,8 +100,12 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Counts so far."""
-        return Usage(sum(map(len, self.prompts)), sum(len(choice.token_ids) for choice in self.choices))
+        """Counts so far; those of the prediction once all choices have ended."""
+        counts = sum(map(len, self.prompts)), sum(len(choice.token_ids) for choice in self.choices)
+        if self.prediction is None or self._running:
+            return Usage(*counts)
+        accepted = sum(common_tokens(self.prediction, choice.token_ids) for choice in self.choices)
+        return Usage(*counts, accepted, len(self.prediction) * len(self.choices) - accepted)
 
     @property
     def has_more_now(self) -> bool:
@@ -116,6 +142,9 @@ class Generation:
         choice = self.choices[self._index[request_id]]
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
+        choice.logprobs.extend(output.logprobs or ())
+        if output.prompt_logprobs is not None:
+            choice.prompt_logprobs = output.prompt_logprobs
         now = time.perf_counter()
         if output.token_ids and request_id not in self._first_token:
             self._first_token[request_id] = now

@@ -27,6 +27,8 @@ Mask = npt.NDArray[np.bool_]
 INSTALL = "pip install 'ssd-serving[structured]'"
 
 _MAX_COMPILED = 64
+# Enough to indent with. Without a bound small models write white space between two tokens for ever.
+_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
 
 
 class GrammarState:
@@ -53,16 +55,16 @@ class GrammarState:
         is never accepted. The state stays as it is. A mask has at least one token: an end of text where no other may
         follow, or where the grammar became too complex to go on.
         """
-        if self._ended:
-            return [self._only_end] * (len(draft) + 1)
-        masks = [self._mask()]
+        ended = self._ended
+        masks = [self._only_end if ended else self._mask()]
         num_tried = 0
         for token in map(int, draft):
             if not masks[-1][token]:
                 break
             if token in self._eos_token_ids:
-                masks += [self._only_end] * (len(draft) + 1 - len(masks))
-                break
+                ended = True
+                masks.append(self._only_end)
+                continue
             self._matcher.consume_token(token)
             num_tried += 1
             masks.append(self._mask())
@@ -82,7 +84,7 @@ class GrammarState:
                 return
             self._token_ids.append(token)
             if not self._matcher.consume_token(token):
-                log.warning("a grammar ends early: %s", self._matcher.get_error())
+                log.warning("a grammar ends early: %.200s", self._matcher.get_error())
 
     def _mask(self) -> Mask:
         if self._matcher.is_stopped():  # complete, or in an error state
@@ -137,9 +139,15 @@ class GrammarCompiler:
                     self._codec.to_json(), n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
                 )
             matcher = LLMatcher(self._tokenizer, _grammar_of(output, LLMatcher), log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # much is compiled only now, and may be too complex
             complaint = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
             complaint = str(error)
+        except BaseException as error:  # a panic in Rust is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            complaint = f"llguidance failed: {error}"
         if complaint:
             raise RequestError(f"{output.param} cannot be used: {complaint:.1000}", param=output.param)
         return matcher
@@ -149,9 +157,9 @@ def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
     """In llguidance's own form; raises ValueError where the source is malformed."""
     grammar: str
     if output.kind == "json_object":
-        grammar = matcher.grammar_from_json_schema('{"type": "object"}')
+        grammar = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
     elif output.kind == "json_schema":
-        grammar = matcher.grammar_from_json_schema(output.source)
+        grammar = matcher.grammar_from_json_schema(output.source, overrides=_JSON_OPTIONS)
     elif output.kind == "regex":
         grammar = matcher.grammar_from_regex(output.source)
     elif output.kind == "choice":
