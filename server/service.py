@@ -122,14 +122,14 @@ class Service:
 
     def _body_options(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
         """What the answer is to hold beside the text."""
-        if self._token_texts is None:
-            self._token_texts = TokenTexts(codec_of(engine))
-        writer = LogprobsWriter(self._token_texts, as_token_ids=body.return_tokens_as_token_ids)
-        return {
-            "return_token_ids": body.return_token_ids,
-            "logprobs": writer if body.num_logprobs() is not None else None,
-            "prompt_logprobs": writer if body.prompt_logprobs is not None else None,
-        }
+        options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
+        wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}
+        if names := [name for name, number in wanted.items() if number is not None]:
+            if self._token_texts is None:
+                self._token_texts = TokenTexts(codec_of(engine))
+            writer = LogprobsWriter(self._token_texts, as_token_ids=body.return_tokens_as_token_ids)
+            options |= dict.fromkeys(names, writer)
+        return options
 
     async def _text_of(self, engine: Engine, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):

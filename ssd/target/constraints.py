@@ -12,11 +12,11 @@ Mask = npt.NDArray[np.bool_]
 
 
 def mask_of(token_ids: Collection[int] | None, vocab_size: int) -> Mask | None:
-    """bool[V], True at ``token_ids``; None for None."""
+    """bool[V], True at ``token_ids`` within it (a draft model may have fewer tokens than the target); None for None."""
     if token_ids is None:
         return None
     mask = np.zeros(vocab_size, np.bool_)
-    mask[list(token_ids)] = True
+    mask[[token for token in token_ids if token < vocab_size]] = True
     return mask
 
 
@@ -37,8 +37,9 @@ def rule_out(scores: torch.Tensor, by_grammar: Mask | None, allowed: Mask | None
     """
     rules = [mask for mask in (by_grammar, allowed) if mask is not None]
     if forbidden:
-        rules.append(np.ones(len(scores), np.bool_))
-        rules[-1][list(forbidden)] = False
+        ruled_out = mask_of(forbidden, len(scores))
+        assert ruled_out is not None
+        rules.append(~ruled_out)
     if not rules:
         return
     left = rules[0]

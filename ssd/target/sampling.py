@@ -169,7 +169,8 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
             seen[token] = True
         scores = logits[t]
         for token, bias in params.logit_bias:
-            scores[token] += bias
+            if token < vocab_size:  # a draft model may have fewer tokens than the target
+                scores[token] += bias
         if params.repetition_penalty != 1.0:
             ids = torch.from_numpy(np.flatnonzero(seen)).to(logits.device)
             old = scores[ids]

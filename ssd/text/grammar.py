@@ -113,12 +113,14 @@ class GrammarCompiler:
         """
         with self._lock:
             start = self._compiled.get(output)
-            if start is None:
-                start = self._compiled[output] = self._matcher(output)
-                if len(self._compiled) > _MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+        if start is None:  # outside the lock, so that nobody waits for another's grammar
+            start = self._matcher(output)
+        with self._lock:
+            self._compiled[output] = start
             self._compiled.move_to_end(output)
-            return GrammarState(start, self._eos_token_ids, self._vocab_size)
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return GrammarState(start, self._eos_token_ids, self._vocab_size)
 
     def _matcher(self, output: StructuredOutput) -> Any:
         try:

@@ -63,6 +63,13 @@ def sampled_token(logits: Sequence[float], params: SamplingParams, seed: int, ch
     return max(scores, key=lambda token: (scores[token], -token))
 
 
+def logprobs(logits: Sequence[float]) -> list[float]:
+    """Log of the softmax."""
+    highest = max(logits)
+    whole = highest + math.log(sum(math.exp(logit - highest) for logit in logits))
+    return [logit - whole for logit in logits]
+
+
 def penalised(
     logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop: Sequence[int]
 ) -> list[float]:
