@@ -10,34 +10,21 @@ IGNORED = frozenset(
     {
         "metadata", "user", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
         "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "request_id", "session_id",
-        "spaces_between_special_tokens", "return_tokens_as_token_ids", "include_reasoning",
+        "spaces_between_special_tokens", "include_reasoning",
     }
 )  # fmt: skip
 """They concern billing, routing, scheduling, or features that are refused anyway."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "echo": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
     "skip_special_tokens": (True,),
     "length_penalty": (1.0, 1),

@@ -5,25 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ssd.errors import EngineStopped
 
 from .errors import EngineFailed
 from .metrics import Latencies
+from .prediction import common_tokens
 from .worker import Inbox, Worker
 
 if TYPE_CHECKING:
-    from ssd.engine import Request, RequestOutput
+    from ssd.engine import Request, RequestOutput, TokenLogprobs
 
 
 @dataclass(slots=True)
 class Choice:
-    """What one choice has produced so far."""
+    """What one choice has produced so far; log-probabilities where they were asked for."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
@@ -34,27 +37,44 @@ class Usage:
     """Token counts of a whole HTTP request; a prompt counts once, however many choices it has.
 
     ``cached_tokens`` : prompt tokens that no choice of this request had to compute.
+    ``accepted_prediction_tokens`` : of the prediction, how many are in the output, see ``common_tokens``, over all
+    choices; ``rejected_prediction_tokens`` : the others, which are not part of ``completion_tokens``. None without one.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
     def body(self) -> dict[str, Any]:
         """As OpenAI writes it."""
-        return {
+        counts: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.accepted_prediction_tokens is not None:
+            counts["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted_prediction_tokens,
+                "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            }
+        return counts
 
 
 class Generation:
     """Submits requests, one a choice, and follows them to their end. ``close`` must be called, whatever happens."""
 
-    def __init__(self, worker: Worker, latencies: Latencies, prompts: list[tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        latencies: Latencies,
+        prompts: list[tuple[int, ...]],
+        prediction: tuple[int, ...] | None = None,
+    ) -> None:
         self.prompts = prompts
+        self.prediction = prediction
         self.choices: list[Choice] = []
         self._worker = worker
         self._latencies = latencies
@@ -84,13 +104,21 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Counts so far."""
+        """Counts so far; those of the prediction once all choices have ended."""
         per_prompt = max(1, len(self.choices) // len(self.prompts))
         cached = [choice.num_cached_tokens for choice in self.choices]
-        return Usage(
+        usage = Usage(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
             cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
+        )
+        if self.prediction is None or self._running:
+            return usage
+        accepted = sum(common_tokens(self.prediction, choice.token_ids) for choice in self.choices)
+        return replace(
+            usage,
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=len(self.prediction) * len(self.choices) - accepted,
         )
 
     @property
@@ -129,6 +157,9 @@ class Generation:
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
         choice.num_cached_tokens = output.stats.num_cached_tokens
+        choice.logprobs.extend(output.logprobs or ())
+        if output.prompt_logprobs is not None:
+            choice.prompt_logprobs = output.prompt_logprobs
         now = time.perf_counter()
         if output.token_ids and request_id not in self._first_token:
             self._first_token[request_id] = now

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ssd.config import SamplingParams
+from ssd.config import MAX_LOGPROBS, SamplingParams
 from ssd.errors import RequestError
 
 from .fields import honoured_fields
+from .output_fields import OutputFields
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -45,7 +47,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class GenerateBody(Body):
+class GenerateBody(OutputFields, Body):
     """What completions and chat completions have in common."""
 
     max_tokens: int | None = None
@@ -63,6 +65,10 @@ class GenerateBody(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
+    bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=1000)
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = Field(default=None, description="as ``logprobs``, for the prompt's tokens; vLLM's")
+    return_tokens_as_token_ids: bool = False
     n: int = Field(default=1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -74,6 +80,10 @@ class GenerateBody(Body):
         """The field that limits the output and its value; None where the client set no limit."""
         return "max_tokens", self.max_tokens
 
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to report beside each token; None where no log-probabilities are asked for."""
+        return None
+
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
         """How to sample each choice.
 
@@ -83,6 +93,8 @@ class GenerateBody(Body):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
         name, limit = self.output_limit()
         if limit is not None and limit < 1:
             raise RequestError(f"{name} must be at least 1, got {limit}", param=name)
@@ -113,6 +125,10 @@ class GenerateBody(Body):
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            structured_output=self.structured_output(),
+            logprobs=self.num_logprobs(),
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -121,6 +137,21 @@ class CompletionBody(GenerateBody):
 
     prompt: str | list[Any] = Field(description="string, strings, token ids, or lists of token ids")
     add_special_tokens: bool = True
+    logprobs: int | Literal[False] = Field(default=False, description="report this many alternatives beside each token")
+    top_logprobs: Literal[0] = 0
+    echo: bool = Field(default=False, description="the text begins with the prompt, log-probabilities included")
+
+    def num_logprobs(self) -> int | None:
+        """``logprobs``; 0 reports each token alone."""
+        return None if self.logprobs is False else self.logprobs
+
+    def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
+        """As above; with ``echo`` the prompt's log-probabilities belong to the answer."""
+        params = super().sampling(defaults, room=room, default_limit=default_limit)
+        if self.echo and params.logprobs is not None:
+            wanted = max(params.logprobs, params.prompt_logprobs or 0)
+            params = replace(params, prompt_logprobs=wanted)
+        return params
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each text or token ids; raises RequestError when the field is neither."""
@@ -174,6 +205,17 @@ class ChatBody(ChatTemplateFields, GenerateBody):
 
     max_completion_tokens: int | None = None
     reasoning_effort: str | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(
+        default=0, ge=0, le=MAX_LOGPROBS, description="alternatives to report beside each token; needs ``logprobs``"
+    )
+    echo: Literal[False] = False
+
+    def num_logprobs(self) -> int | None:
+        """``top_logprobs``; raises RequestError where ``logprobs`` does not ask for them."""
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self.top_logprobs if self.logprobs else None
 
     def output_limit(self) -> tuple[str, int | None]:
         """``max_completion_tokens`` wins over the older ``max_tokens``."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ssd.config import SamplingParams
 from ssd.errors import ContextTooLong, RequestError
+from ssd.text.bad_words import encode_bad_words
+from ssd.text.token_text import TokenTexts
 
 from .bodies import Bodies, ChatBodies, CompletionBodies
 from .errors import model_not_found
 from .generation import Generation
+from .logprobs import LogprobsWriter
 from .metrics import NamespaceStats, ServerMetrics
 from .schema import (
     COMPLETION_MAX_TOKENS,
@@ -46,6 +49,7 @@ class Service:
         self.worker = worker
         self.settings = settings
         self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats)
+        self._token_texts: TokenTexts | None = None
         # One thread: tokenizers are not made to be used by several at once.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -68,15 +72,16 @@ class Service:
             else prompt
             for prompt in body.prompts()
         ]
-        bodies = CompletionBodies(self.settings, return_token_ids=body.return_token_ids)
-        return self._start(engine, body, prompts, bodies, default_limit=COMPLETION_MAX_TOKENS), bodies
+        echo = [await self._text_of(engine, prompt) for prompt in body.prompts()] if body.echo else None
+        bodies = CompletionBodies(self.settings, echo=echo, **self._body_options(engine, body))
+        return await self._start(engine, body, prompts, bodies, default_limit=COMPLETION_MAX_TOKENS), bodies
 
     async def chat(self, body: ChatBody) -> tuple[Generation, Bodies]:
         """Start every choice of a conversation's next message."""
         engine = self.engine_for(body)
         prompt = await self.encode_messages(engine, body)
-        bodies = ChatBodies(self.settings, return_token_ids=body.return_token_ids)
-        return self._start(engine, body, [prompt], bodies, default_limit=None), bodies
+        bodies = ChatBodies(self.settings, **self._body_options(engine, body))
+        return await self._start(engine, body, [prompt], bodies, default_limit=None), bodies
 
     async def encode_text(self, engine: Engine, text: str, *, special: bool) -> list[int]:
         """Token ids of a text prompt, with the tokenizer's own special tokens around it if ``special``."""
@@ -115,17 +120,46 @@ class Service:
             raise RequestError(f"tokens has a token id outside 0..{codec.vocab_size - 1}", param="tokens")
         return {"prompt": await self._aside(codec.decode, tokens)}
 
-    def _start(
+    def _body_options(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
+        """What the answer is to hold beside the text."""
+        options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
+        wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}
+        if names := [name for name, number in wanted.items() if number is not None]:
+            if self._token_texts is None:
+                self._token_texts = TokenTexts(codec_of(engine))
+            writer = LogprobsWriter(self._token_texts, as_token_ids=body.return_tokens_as_token_ids)
+            options |= dict.fromkeys(names, writer)
+        return options
+
+    async def _text_of(self, engine: Engine, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        codec = codec_of(engine)
+        known = [token for token in prompt if 0 <= token < codec.vocab_size]  # others are refused by the engine
+        return await self._aside(codec.decode, known, skip_special_tokens=True)
+
+    async def _start(
         self, engine: Engine, body: GenerateBody, prompts: list[list[int]], bodies: Bodies, *, default_limit: int | None
     ) -> Generation:
         from ssd.engine import Request  # by now loaded by the engine's thread
 
-        generation = Generation(self.worker, self.metrics.latencies, [tuple(prompt) for prompt in prompts])
+        codec, prediction = codec_of(engine), None
+        if body.prediction is not None:
+            text = body.prediction.text
+            _require_plausible_length(engine, len(text), "prediction")
+            prediction = tuple(await self._aside(codec.encode_completion, text))
+        bad_words = await self._aside(encode_bad_words, codec, body.bad_words) if body.bad_words else ()
+        output = body.structured_output()
+        if output is not None and engine.grammars is not None:
+            await self._aside(engine.grammars.compile, output)  # kept there: it may take long, and others are streaming
+        prompt_ids = [tuple(prompt) for prompt in prompts]
+        generation = Generation(self.worker, self.metrics.latencies, prompt_ids, prediction)
         requests = []
         for number, prompt in enumerate(generation.prompts):
             room = engine.max_model_len - len(prompt)
-            sampling: SamplingParams = body.sampling(
-                self.settings.sampling_defaults, room=room, default_limit=default_limit
+            sampling = replace(
+                body.sampling(self.settings.sampling_defaults, room=room, default_limit=default_limit),
+                bad_words=bad_words,
             )
             requests += [
                 Request(
@@ -136,6 +170,7 @@ class Service:
                     namespace=self._namespace(body),
                     priority=body.priority,
                     cache_salt=body.cache_salt,
+                    prediction_token_ids=prediction or (),
                 )
                 for choice in range(body.n)
             ]

@@ -119,8 +119,8 @@ async def events(
                 for content in bodies.first_chunks(generation, index):
                     ready += event([bodies.chunk_choice(index, content)])
             ended = generation.choices[index] if output.finish_reason is not None else None
-            if output.text or ended or (bodies.return_token_ids and output.token_ids):
-                content = bodies.text_chunk(output.text)
+            if bodies.is_shown(output):
+                content = bodies.text_chunk(index, output)
                 ready += event([bodies.chunk_choice(index, content, output.token_ids, ended)])
             # What arrived together goes out together: a write costs more than all the rest of an event.
             if ready and not generation.has_more_now:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, IndexConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, IndexConfig, SamplingParams, StructuredOutput
 from ssd.errors import SSDError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "RequestOutput",
     "SSDError",
     "SamplingParams",
+    "StructuredOutput",
 ]
 
 _FROM_ENGINE = {"Engine", "Request", "RequestOutput"}

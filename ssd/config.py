@@ -15,6 +15,11 @@ DRAFT_SHAPES: tuple[DraftShape, ...] = get_args(DraftShape)
 SchedulingPolicy = Literal["fcfs", "priority"]
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+MAX_LOGPROBS = 20
+"""Most alternatives that are reported beside a token."""
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -156,6 +161,18 @@ class CacheConfig:
     """Replicas with the same URL and namespace learn from each other; None shares nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the text of a completion must look like, from its first character to its end."""
+
+    kind: GrammarKind
+    source: str = ""
+    """"json_schema": a JSON schema. "regex": a regular expression, of Rust's dialect. "choice": a JSON list of texts.
+    "grammar": a Lark grammar. "json_object": nothing."""
+    param: str = field(default="structured_outputs", compare=False)
+    """What the client called it, for errors."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one completion is sampled. Names and meanings are OpenAI's and vLLM's."""
@@ -181,6 +198,18 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     """End-of-text and stop tokens are not sampled before this many tokens."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these are sampled; None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output never contains: the last token of one is not sampled after the others."""
+    structured_output: StructuredOutput | None = None
+    """Only tokens that keep the text within this grammar are sampled. It goes before ``allowed_token_ids``, and both go
+    before ``bad_words`` and ``min_tokens``: a weaker rule that would leave no token is not applied there."""
+    logprobs: int | None = None
+    """Report each output token's log-probability and those of this many most probable tokens. They are the model's own:
+    of float32 logits before bias, penalties, temperature and everything else here, as vLLM's are by default."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, but its first."""
 
     def __post_init__(self) -> None:
         def check(condition: bool, param: str, allowed: str) -> None:
@@ -203,6 +232,10 @@ class SamplingParams:
         check(self.seed is None or -(1 << 63) <= self.seed < (1 << 63), "seed", "a 64-bit integer")
         check(all(self.stop), "stop", "non-empty strings")
         check(self.min_tokens >= 0, "min_tokens", "at least 0")
+        check(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
+        check(all(self.bad_words), "bad_words", "of at least one token each")
+        for name, limit in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            check(limit is None or 0 <= limit <= MAX_LOGPROBS, name, f"within 0..{MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:

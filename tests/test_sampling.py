@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
+from ssd.target.logprobs import token_logprobs
 from ssd.target.noise import argmax_with_noise, gumbel_noise, position_keys
 from ssd.target.sampling import SamplingRow, apply_prefix_rules, target_tokens, truncated_scores
 from tests.reference import target as slow
@@ -78,10 +79,12 @@ def test_tokens_equal_the_slow_twin(seed: int, params: list[SamplingParams], dat
         frequency_penalty=st.sampled_from([0.0, 0.7]),
         logit_bias=st.sampled_from([(), ((2, 5.0), (3, -100.0))]),
         min_tokens=st.sampled_from([0, 3]),
+        allowed_token_ids=st.sampled_from([None, (3, 5), (1, 2, 3, 4, 5, 6, 7)]),
+        bad_words=st.sampled_from([(), ((4,), (1, 2)), ((1, 1, 2), (3,), (5,))]),
     ),
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5),
-    st.lists(st.integers(0, VOCAB - 1), max_size=5),
-    st.lists(st.integers(0, VOCAB - 1), max_size=4),
+    st.lists(st.integers(0, 3), max_size=5),
+    st.lists(st.integers(0, 3), max_size=4),
 )
 def test_prefix_rules_see_each_positions_own_prefix(
     seed: int, params: SamplingParams, prompt: list[int], output: list[int], draft: list[int]
@@ -129,14 +132,35 @@ def test_flat_and_peaked_rows_are_cut_where_the_whole_vocabulary_says(params: di
         assert set(np.flatnonzero(np.isfinite(cut.numpy()))) == set(slow.allowed_tokens(row.tolist(), chosen))
 
 
+@given(st.integers(0, 10_000), st.lists(st.integers(0, VOCAB - 1), max_size=4), st.integers(0, 5))
+def test_logprobs_equal_the_slow_twin(seed: int, token_ids: list[int], num_top: int) -> None:
+    logits = np.random.default_rng(seed).normal(0, 3, (5, VOCAB)).astype(np.float32)
+    found = token_logprobs(torch.from_numpy(logits), token_ids, num_top)
+    for entry, row, token in zip(found, logits.tolist(), token_ids, strict=False):
+        expected = slow.logprobs(row)
+        ranked = sorted(range(VOCAB), key=lambda other: -row[other])
+        assert (entry.token_id, entry.rank) == (token, ranked.index(token) + 1)
+        assert [other for other, _ in entry.top] == ranked[:num_top]
+        assert np.allclose([entry.logprob, *(p for _, p in entry.top)],
+                           [expected[token], *(expected[other] for other in ranked[:num_top])], atol=1e-5)  # fmt: skip
+    assert len(found) == len(token_ids)
+    impossible = torch.full((1, 3), -torch.inf)
+    impossible[0, 1] = 0.0
+    assert token_logprobs(impossible, [0], 0)[0].logprob == -9999.0
+
+
 def test_choices_of_one_seed_are_independent_streams() -> None:
     first, second = (position_keys(1, choice, np.arange(1000)) for choice in (0, 1))
     assert not np.intersect1d(first, second).size
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1), ("top_p", 0), ("min_p", 2), ("max_tokens", -1), ("stop", ("",))]
-)
+    ("field", "value"),
+    [
+        ("temperature", -1), ("top_p", 0), ("min_p", 2), ("max_tokens", -1), ("stop", ("",)), ("allowed_token_ids", ()),
+        ("bad_words", ((1,), ())), ("logprobs", 21), ("prompt_logprobs", -1),
+    ],
+)  # fmt: skip
 def test_a_bad_value_names_its_field(field: str, value: object) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})

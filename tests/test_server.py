@@ -229,7 +229,8 @@ def test_chat_template_fields(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 30}, "logprobs"),
+        ({"allowed_token_ids": [99999999]}, "allowed_token_ids"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"no_such_field": 1}, "no_such_field"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from server.fields import IGNORED, NEUTRAL
 from server.schema import ChatBody, CompletionBody, GenerateBody
 from server.settings import VERSION, read_sampling_defaults
 from server.stream import encode_event
-from ssd.config import SamplingParams
+from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import ConfigError, RequestError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -42,13 +43,15 @@ def refusal(schema: type[GenerateBody], fields: dict[str, Any]) -> RequestError:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", True), ("logprobs", 1), ("logprobs", 0), ("top_logprobs", 3), ("prompt_logprobs", 1),
-        ("echo", True), ("suffix", "end"), ("best_of", 2), ("tools", [{"type": "function"}]),
+        ("logprobs", "1"), ("logprobs", 21), ("top_logprobs", 30), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
+        ("echo", "yes"), ("suffix", "end"), ("best_of", 2), ("tools", [{"type": "function"}]),
         ("tool_choice", "required"), ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}),
-        ("response_format", {"type": "json_object"}), ("modalities", ["audio"]), ("audio", {"voice": "x"}),
-        ("prediction", {"type": "content", "content": "x"}), ("guided_json", {}),
-        ("structured_outputs", {"regex": "a"}), ("bad_words", ["x"]), ("truncate_prompt_tokens", 5),
-        ("skip_special_tokens", False), ("use_beam_search", True), ("allowed_token_ids", [1]), ("no_such_field", 1),
+        ("response_format", {"type": "grammar"}), ("response_format", {"type": "json_schema"}),
+        ("structured_outputs", {}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("modalities", ["audio"]), ("audio", {"voice": "x"}),
+        ("prediction", {"type": "content"}), ("prediction", "x"), ("guided_json", 1), ("guided_choice", "x"),
+        ("bad_words", [""]), ("truncate_prompt_tokens", 5),
+        ("skip_special_tokens", False), ("use_beam_search", True), ("allowed_token_ids", []), ("no_such_field", 1),
         ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", "5"), ("max_tokens", 1.5), ("temperature", -0.1),
         ("temperature", 2.5), ("temperature", "hot"), ("temperature", True), ("top_p", 0.0), ("top_p", 1.5),
         ("top_k", -2), ("min_p", 2.0), ("repetition_penalty", 0.0), ("presence_penalty", 3.0),
@@ -84,6 +87,12 @@ def test_fields_that_cannot_be_honoured_are_refused_by_name(schema: type[Generat
         (ChatBody, {"add_special_tokens": True}, "add_special_tokens"),
         (ChatBody, {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         (ChatBody, {"stream": True, "stream_options": {"every": 2}}, "stream_options.every"),
+        (ChatBody, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (ChatBody, {"top_logprobs": 2}, "top_logprobs"),
+        (ChatBody, {"logprobs": 1}, "logprobs"),
+        (ChatBody, {"echo": True}, "echo"),
+        (CompletionBody, {"logprobs": True}, "logprobs"),
+        (ChatBody, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
     ],
 )
 def test_malformed_bodies_name_the_field(schema: type[GenerateBody], fields: dict[str, Any], param: str) -> None:
@@ -114,6 +123,55 @@ def test_fields_reach_the_sampling_parameters() -> None:
     body = CompletionBody.parse({"prompt": "x", "logit_bias": {"3": -1, "4": 2.5}, "stop": "end", **fields})
     expected: dict[str, Any] = {**fields, "stop_token_ids": (5,), "stop": ("end",), "logit_bias": ((3, -1.0), (4, 2.5))}
     assert sampling(body, temperature=1.5, top_k=3) == SamplingParams(**expected)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "source"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            "json_schema",
+            json.dumps(SCHEMA),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json": "{}"}}, "json_schema", "{}"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
+        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        ({"guided_json": SCHEMA}, "json_schema", json.dumps(SCHEMA)),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a"]}, "choice", '["a"]'),
+        ({"guided_grammar": "start: /a/"}, "grammar", "start: /a/"),
+    ],
+)
+def test_structured_output_has_many_names(fields: dict[str, Any], kind: GrammarKind, source: str) -> None:
+    for schema, base in ((ChatBody, {"messages": MESSAGES}), (CompletionBody, {"prompt": "x"})):
+        found = sampling(schema.parse({**base, **fields})).structured_output
+        assert found == StructuredOutput(kind, source)
+        assert found.param in fields
+    neutral = ChatBody.parse({"messages": MESSAGES, "response_format": {"type": "text"}})
+    assert sampling(neutral).structured_output is None
+
+
+def test_log_probabilities_are_asked_for_in_two_ways() -> None:
+    def asked(schema: type[GenerateBody], **fields: Any) -> tuple[int | None, int | None]:
+        base: dict[str, Any] = {"messages": MESSAGES} if schema is ChatBody else {"prompt": "x"}
+        params = sampling(schema.parse({**base, **fields}))
+        return params.logprobs, params.prompt_logprobs
+
+    assert asked(CompletionBody) == asked(ChatBody) == asked(CompletionBody, logprobs=False) == (None, None)
+    assert asked(CompletionBody, logprobs=0) == asked(ChatBody, logprobs=True) == (0, None)
+    assert asked(ChatBody, logprobs=True, top_logprobs=5, prompt_logprobs=1) == (5, 1)
+    assert asked(CompletionBody, logprobs=2, echo=True) == (2, 2)
+    assert asked(CompletionBody, echo=True) == (None, None)
 
 
 def test_defaults_fill_what_the_request_leaves_out_and_openai_fills_the_rest() -> None:

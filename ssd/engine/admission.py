@@ -21,6 +21,8 @@ def check_request(
         ("prediction", request.prediction_token_ids),
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("stop_token_ids", sampling.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("bad_words", [token for word in sampling.bad_words for token in word]),
     ):
         if not all(0 <= token < vocab_size for token in ids):
             raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}", param=name)

@@ -15,9 +15,9 @@ from typing import TypeVar
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
-from ssd.engine.admission import check_request
 from ssd.engine.integrity import settle, violations
 from ssd.engine.metrics import EngineMetrics
+from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.request import FinishReason, Request, RequestOutput
@@ -32,7 +32,7 @@ from ssd.target.draft_loading import load_draft_model
 from ssd.target.loading import load_model, open_target
 from ssd.target.target import Target
 from ssd.text.codec import TextCodec
-from ssd.text.stream import TextStream
+from ssd.text.grammar import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,9 @@ class Engine:
         self._drafter = drafter
         self._eos_token_ids = tuple(
             eos_token_ids if eos_token_ids is not None else codec.eos_token_ids if codec else ()
+        )
+        self.grammars = (
+            GrammarCompiler(codec, vocab_size=target.vocab_size, eos_token_ids=self._eos_token_ids) if codec else None
         )
         self._cost = VerifyCost()
         self._num_source_failures = 0
@@ -125,7 +128,17 @@ class Engine:
 
         Raises RequestError (ContextTooLong among them), QueueFull or EngineStopped; then nothing was queued.
         """
-        sequence = self._checked(request)
+        sequence = open_sequence(
+            request,
+            codec=self.codec,
+            grammars=self.grammars,
+            vocab_size=self.target.vocab_size,
+            max_length=self.max_model_len,
+            eos_token_ids=self._eos_token_ids,
+            seed=self._draw_seed(),
+            acceptance=self._draft_acceptance,
+            takes_priority=self._config.scheduling_policy == "priority",
+        )
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the engine has been stopped")
@@ -280,11 +293,12 @@ class Engine:
         return EMPTY_DRAFT if found is None else found
 
     def _may_branch(self, sequence: Sequence, num_rows: int) -> bool:
-        return branches(self._draft_shape, num_rows) and sequence.sampling.acceptance == "match"
+        is_free = sequence.sampling.acceptance == "match" and sequence.request.sampling.structured_output is None
+        return is_free and branches(self._draft_shape, num_rows)
 
     def _commit(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> RequestOutput:
         """Emit what was accepted, take back the rest of the draft, end or go on."""
-        output = sequence.commit(verdict.token_ids)
+        output = sequence.commit(verdict.token_ids, verdict.logits)
         num_accepted = min(len(verdict.path), len(output.token_ids))
         if draft.parents is not None:
             draft = replace(draft, path=verdict.path[:num_accepted])
@@ -335,28 +349,6 @@ class Engine:
             if self.metrics.drafter_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
                 log.exception("drafting or caching failed (%d times so far)", self.metrics.drafter_failures)
             return None
-
-    def _checked(self, request: Request) -> Sequence:
-        check_request(
-            request,
-            vocab_size=self.target.vocab_size,
-            max_model_len=self.max_model_len,
-            has_tokenizer=self.codec is not None,
-            takes_priority=self._config.scheduling_policy == "priority",
-        )
-        stream = None
-        if self.codec is not None:
-            stream = TextStream(
-                self.codec, stop=request.sampling.stop, include_stop=request.sampling.include_stop_str_in_output
-            )
-        return Sequence(
-            request,
-            max_length=self.max_model_len,
-            eos_token_ids=self._eos_token_ids,
-            stream=stream,
-            seed=self._draw_seed(),
-            acceptance=self._draft_acceptance,
-        )
 
     def _observe_load(self) -> None:
         # A drafter that owns several survives the failure of one, and counts it.

@@ -75,8 +75,8 @@ class PrefixReuse:
         self._used_at = [0] * target.num_slots
 
     def serves(self, sequence: Sequence) -> bool:
-        """True where the sequence may use what was computed for others."""
-        return self._enabled and scope_of(sequence.request) is not None
+        """True where the sequence may use what was computed for others; one whose prompt is scored computes it all."""
+        return self._enabled and scope_of(sequence.request) is not None and not sequence.scores_prompt
 
     def kept_text(self, slot: int) -> KeptText | None:
         """What a free slot keeps."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ssd.config import SamplingParams
+from ssd.target.logprobs import TokenLogprobs
 
 
 class FinishReason(StrEnum):
@@ -66,6 +67,8 @@ class RequestOutput:
         Special tokens and (unless asked for) the stop string are left out. The last output flushes the rest.
     ``finish_reason`` : None while the request goes on.
     ``stop_reason`` : the stop string or stop token id that ended it, None for end of text.
+    ``logprobs`` : one for each of ``token_ids``; None where the request asks for none.
+    ``prompt_logprobs`` : with the first output, where asked for: one for each prompt token, None for the first.
     """
 
     request_id: str
@@ -74,4 +77,6 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     stats: RequestStats

@@ -6,12 +6,15 @@ from collections.abc import Sequence as Tokens
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ssd.config import DraftAcceptance
 from ssd.drafting.protocol import Draft, RequestSampling
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
+from ssd.target.logprobs import TokenLogprobs, token_logprobs
 from ssd.target.rejection import SampledDraft
 from ssd.target.sampling import SamplingRow
+from ssd.text.grammar import GrammarState
 from ssd.text.stream import TextStream
 
 
@@ -22,7 +25,7 @@ class Sequence:
     holds all of the context but its last token, which the next pass feeds.
     ``slot`` : -1 while it waits. ``turn`` : lower goes first; the scheduler sets it.
     ``seed`` : for sampling where the request brings none. ``acceptance`` : how drawn drafts are verified; a request
-    that brings a seed, and a greedy one, are promised one output and keep to "match".
+    that brings a seed, and a greedy one, are promised one output and keep to "match". ``grammar`` : at its beginning.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Sequence:
         stream: TextStream | None,
         seed: int,
         acceptance: DraftAcceptance = "match",
+        grammar: GrammarState | None = None,
     ) -> None:
         sampling = request.sampling
         prompt = np.array(request.prompt_token_ids, np.int32)
@@ -61,6 +65,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self._stream = stream
+        self._grammar = grammar
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._prompt_logprobs_sent = sampling.prompt_logprobs is None
 
     @property
     def context(self) -> npt.NDArray[np.int32]:
@@ -71,6 +78,22 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens that may still be generated."""
         return self.max_length - self.num_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's passes must be scored, see ``score_prompt``: all of them, from the first token on."""
+        return self.request.sampling.prompt_logprobs is not None
+
+    def score_prompt(self, logits: torch.Tensor, first: int) -> None:
+        """Note what the model says after prompt tokens ``first``, ``first + 1``, ...: [n, V]. Comes in order.
+
+        What is scored again, because it had to be computed again, changes nothing.
+        """
+        num_top = self.request.sampling.prompt_logprobs
+        start = len(self._prompt_logprobs)
+        assert num_top is not None and first < start
+        following = self.tokens[start : min(first + len(logits) + 1, self.num_prompt_tokens)].tolist()
+        self._prompt_logprobs += token_logprobs(logits[start - 1 - first :][: len(following)], following, num_top)
 
     def sampling_row(self, draft: Draft) -> SamplingRow:
         """What choosing this sequence's next tokens needs."""
@@ -86,10 +109,14 @@ class Sequence:
             draft=draft.token_ids,
             draft_law=draft.law if by_rejection and isinstance(draft, SampledDraft) else None,
             parents=draft.parents,
+            grammar=self._grammar,
         )
 
-    def commit(self, token_ids: Tokens[int]) -> RequestOutput:
-        """Append verified tokens up to the first that ends the output; nothing after it is sent, counted or kept."""
+    def commit(self, token_ids: Tokens[int], logits: torch.Tensor) -> RequestOutput:
+        """Append verified tokens up to the first that ends the output; nothing after it is sent, counted or kept.
+
+        logits : [>= n, V], the model's own, row i for token i.
+        """
         emitted: list[int] = []
         text: list[str] = []
         stop_reason: str | int | None = None
@@ -114,7 +141,11 @@ class Sequence:
             if stop_reason is None and self._stream.stop_hit is not None:  # completed by the last flush
                 self.finish_reason, stop_reason = FinishReason.STOP, self._stream.stop_hit
         self.stats.num_output_tokens += len(emitted)
-        return self._output(emitted, "".join(text), stop_reason)
+        if self._grammar is not None:
+            self._grammar.advance(emitted)
+        num_top = self.request.sampling.logprobs
+        logprobs = None if num_top is None else token_logprobs(logits, emitted, num_top)
+        return self._output(emitted, "".join(text), stop_reason, logprobs=logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """Close the output without another token."""
@@ -122,8 +153,15 @@ class Sequence:
         return self._output([], "", None, error)
 
     def _output(
-        self, token_ids: list[int], text: str, stop_reason: str | int | None, error: str | None = None
+        self,
+        token_ids: list[int],
+        text: str,
+        stop_reason: str | int | None,
+        error: str | None = None,
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> RequestOutput:
+        prompt_logprobs = None if self._prompt_logprobs_sent else tuple(self._prompt_logprobs)
+        self._prompt_logprobs_sent = True
         return RequestOutput(
             request_id=self.request.request_id,
             token_ids=tuple(token_ids),
@@ -131,5 +169,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=stop_reason,
             error=error,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             stats=self.stats,
         )

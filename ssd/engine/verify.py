@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ssd.config import DraftShape
 from ssd.drafting.protocol import Draft
@@ -25,11 +26,12 @@ class Verdict:
     """What the target says to one row.
 
     ``token_ids`` : the accepted tokens and one more, the target's own. ``path`` : int32[accepted], the accepted
-    tokens' indices in the draft.
+    tokens' indices in the draft. ``logits`` : [>= len(token_ids), V], the model's own, row i for token i.
     """
 
     token_ids: list[int]
     path: npt.NDArray[np.int32]
+    logits: torch.Tensor
 
 
 def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
@@ -89,7 +91,12 @@ def verify(target: Target, batch: Rows[Sequence], drafts: Rows[Draft]) -> list[V
     if has_trees:
         target.keep_paths(slots, counts, nodes)
     return [
-        Verdict(row[path].tolist(), (path[1:] - 1).astype(np.int32)) for row, path in zip(chosen, nodes, strict=True)
+        Verdict(
+            row[path].tolist(),
+            (path[1:] - 1).astype(np.int32),
+            scores if draft.parents is None else scores[torch.from_numpy(path).to(scores.device)],
+        )
+        for row, path, scores, draft in zip(chosen, nodes, logits, drafts, strict=True)
     ]
 
 

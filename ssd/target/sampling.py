@@ -14,9 +14,11 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
+from ssd.target.constraints import bad_word_ends, mask_of, rule_out
 from ssd.target.noise import ACCEPT, CHOICE, RECOVER, UInt64, argmax_with_noise, position_keys
 from ssd.target.rejection import rejection_tokens
 from ssd.target.tree import Parents, depths, path_to
+from ssd.text.grammar import GrammarState
 
 _FIRST_LOOK = 256
 
@@ -29,7 +31,8 @@ class SamplingRow:
     ``prompt`` and ``output`` : int32, tokens so far. ``draft`` : int32[k], the tokens fed after the last one.
     ``draft_law`` : what the draft was drawn from where it is to be verified by rejection, as ``SampledDraft`` has it;
     None where each token is to be the target's own choice. ``parents`` : int32[k] where the draft is a tree, see
-    ``Draft``: a position's prefix then is the path to it.
+    ``Draft``: a position's prefix then is the path to it. ``grammar`` : after ``output``; None where there is none, and
+    of a tree.
     """
 
     params: SamplingParams
@@ -41,10 +44,11 @@ class SamplingRow:
     draft: npt.NDArray[np.int32]
     draft_law: torch.Tensor | None = None
     parents: Parents | None = None
+    grammar: GrammarState | None = None
 
     def at_node(self, node: int) -> SamplingRow:
         """The row that chooses the token after ``node`` of a tree alone: the path to it counts as output."""
-        assert self.parents is not None and self.draft_law is None
+        assert self.parents is not None and self.draft_law is None and self.grammar is None
         path = self.draft[path_to(self.parents, node)]
         return replace(self, output=np.concatenate([self.output, path]), draft=self.draft[:0], parents=None)
 
@@ -83,15 +87,16 @@ def target_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDAr
 
 def with_prefix_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """The logits, [B, T, V], after each row's ``apply_prefix_rules``; the same tensor where no row has any."""
-    if any(needs_prefix(row.params) for row in rows):
+    ruled = [b for b, row in enumerate(rows) if needs_prefix(row.params) or row.grammar is not None]
+    if ruled:
         logits = logits.clone()
-        for b, row in enumerate(rows):
-            if needs_prefix(row.params):
-                if row.parents is None:
-                    apply_prefix_rules(logits[b], row)
-                else:
-                    for node in range(len(row.draft) + 1):
-                        apply_prefix_rules(logits[b, node : node + 1], row.at_node(node))
+        for b in ruled:
+            row = rows[b]
+            if row.parents is None:
+                apply_prefix_rules(logits[b], row)
+            else:
+                for node in range(len(row.draft) + 1):
+                    apply_prefix_rules(logits[b, node : node + 1], row.at_node(node))
     return logits
 
 
@@ -99,7 +104,7 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
     """Log-probabilities up to a constant, -inf where top-k, top-p or min-p rule a token out.
 
     logits : [N, V], row n under params[n] (temperature > 0). Returns float32[N, V].
-    Order as in vLLM and transformers: temperature, top-k, top-p, min-p (top-p on what top-k left).
+    Order as in transformers: temperature, top-k, top-p, min-p (top-p on what top-k left; vLLM cuts by min-p first).
     """
     device = logits.device
     temperature = torch.tensor([p.temperature for p in params], device=device)
@@ -151,14 +156,17 @@ def needs_prefix(params: SamplingParams) -> bool:
         or params.frequency_penalty
         or params.logit_bias
         or params.min_tokens
+        or params.bad_words
+        or params.allowed_token_ids is not None
     )
 
 
 def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Penalties, bias and held-back stop tokens, in place; position t sees the draft's first t tokens.
+    """Bias, penalties and what may not be sampled, in place; position t sees the draft's first t tokens.
 
-    logits : [T, V]. Definitions are vLLM's: the repetition penalty looks at prompt and output (Keskar et al. 2019,
-    section 4.1), presence and frequency penalties (OpenAI) at the output alone.
+    logits : [T, V]. Definitions are vLLM's; bias comes before penalties, as in vLLM and transformers. The repetition
+    penalty looks at prompt and output (Keskar et al. 2019, section 4.1), presence and frequency penalties (OpenAI) and
+    bad words at the output alone.
     """
     params = row.params
     vocab_size = logits.shape[-1]
@@ -166,12 +174,18 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
     seen = counts > 0
     if params.repetition_penalty != 1.0:
         seen[row.prompt] = True
+    text = np.concatenate([row.output, row.draft])
+    allowed = mask_of(params.allowed_token_ids, vocab_size)
+    by_grammar = row.grammar.masks(row.draft) if row.grammar is not None else []
     for t in range(len(row.draft) + 1):
         if t:
             token = row.draft[t - 1]
             counts[token] += 1
             seen[token] = True
         scores = logits[t]
+        for token, bias in params.logit_bias:
+            if token < vocab_size:  # a draft model may have fewer tokens than the target
+                scores[token] += bias
         if params.repetition_penalty != 1.0:
             ids = torch.from_numpy(np.flatnonzero(seen)).to(logits.device)
             old = scores[ids]
@@ -180,10 +194,12 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
         if params.presence_penalty or params.frequency_penalty:
             penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
             scores -= torch.from_numpy(penalty.astype(np.float32)).to(scores)
-        for token, bias in params.logit_bias:
-            scores[token] += bias
-        if row.stop_ids and len(row.output) + t < params.min_tokens:
-            scores[list(row.stop_ids)] = float("-inf")
+        output = text[: len(row.output) + t]
+        forbidden = bad_word_ends(params.bad_words, output)
+        if len(output) < params.min_tokens:
+            forbidden |= set(row.stop_ids)
+        # Positions after a token that the grammar refuses are never used.
+        rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, allowed, forbidden)
 
 
 def _keys(row: SamplingRow, stream: int) -> UInt64:

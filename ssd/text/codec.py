@@ -50,6 +50,7 @@ class TextCodec:
         self.eos_token_id: int | None = eos_token_ids[0] if eos_token_ids else None
         self.bos_token_id: int | None = tokenizer.bos_token_id
         added = tokenizer.added_tokens_decoder
+        self._added_ids = frozenset(added)
         self.special_ids = frozenset(
             {id for id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
         )
@@ -176,6 +177,26 @@ class TextCodec:
         if self.eos_token_id is None or (token_ids and token_ids[-1] == self.eos_token_id):
             return token_ids
         return [*token_ids, self.eos_token_id]
+
+    # Single tokens
+
+    def piece(self, token_id: int) -> str | None:
+        """A token as the tokenizer writes it, which need not be text; None for an id without a token."""
+        found: str | None = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < self.vocab_size else None
+        return found
+
+    def is_added(self, token_id: int) -> bool:
+        """Whether the token was added beside the vocabulary, so that its piece is its text."""
+        return token_id in self._added_ids
+
+    def to_json(self) -> str:
+        """The text of a ``tokenizer.json``; raises ValueError where the tokenizer is not one of Rust's."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"the tokenizer is a {type(self._tokenizer).__name__}, which has no tokenizer.json")
+        with self._lock:
+            text: str = backend.to_str()
+        return text
 
     # Ids to text
 

@@ -63,23 +63,35 @@ def sampled_token(logits: Sequence[float], params: SamplingParams, seed: int, ch
     return max(scores, key=lambda token: (scores[token], -token))
 
 
+def logprobs(logits: Sequence[float]) -> list[float]:
+    """Log of the softmax."""
+    highest = max(logits)
+    whole = highest + math.log(sum(math.exp(logit - highest) for logit in logits))
+    return [logit - whole for logit in logits]
+
+
 def penalised(
     logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop: Sequence[int]
 ) -> list[float]:
-    """Logits after penalties, bias and held-back stop tokens, for one position whose output so far is ``output``."""
+    """Logits after bias, penalties and what is ruled out, for one position whose output so far is ``output``."""
     scores = list(logits)
+    for token, bias in params.logit_bias:
+        scores[token] += bias
     for token in range(len(scores)):
         if params.repetition_penalty != 1.0 and (token in prompt or token in output):
             factor = params.repetition_penalty
             scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
         count = list(output).count(token)
         scores[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
-    for token, bias in params.logit_bias:
-        scores[token] += bias
+    left = set(range(len(scores)))
+    if params.allowed_token_ids is not None:
+        left &= set(params.allowed_token_ids)
+    weaker = {word[-1] for word in params.bad_words if list(output[len(output) - len(word) + 1 :]) == list(word[:-1])
+              and len(word) <= len(output) + 1}  # fmt: skip
     if len(output) < params.min_tokens:
-        for token in stop:
-            scores[token] = -math.inf
-    return scores
+        weaker |= set(stop)
+    left = left - weaker or left
+    return [score if token in left else -math.inf for token, score in enumerate(scores)]
 
 
 @torch.inference_mode()

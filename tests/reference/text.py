@@ -1,6 +1,8 @@
-"""Slow twin of the incremental detokeniser: decode everything, then look at one character after another."""
+"""Slow twins of what is done with text: decode everything, then look at one character after another."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from ssd.text.codec import TextCodec
 
@@ -18,3 +20,12 @@ def stopped_text(text: str, stop: tuple[str, ...], include_stop: bool) -> tuple[
             hit = max(hits, key=len)
             return text[: end if include_stop else end - len(hit)], hit
     return text, None
+
+
+def common_subsequence(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common subsequence, by the textbook's table."""
+    table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, a in enumerate(first):
+        for j, b in enumerate(second):
+            table[i + 1][j + 1] = table[i][j] + 1 if a == b else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]

@@ -1,0 +1,174 @@
+"""Which tokens keep a text within a grammar: llguidance, driven so that a draft can be tried and taken back.
+
+llguidance (Moskal et al., "Making Structured Outputs Go Brrr", 2025) runs a lexer of derivatives under an Earley parser
+along the trie of the vocabulary. It is an optional extra and imported when the first grammar is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.config import StructuredOutput
+from ssd.errors import RequestError
+from ssd.text.codec import TextCodec
+
+log = logging.getLogger(__name__)
+
+Mask = npt.NDArray[np.bool_]
+
+INSTALL = "pip install 'ssd-serving[structured]'"
+
+_MAX_COMPILED = 64
+# Enough to indent with. Without a bound small models write white space between two tokens for ever.
+_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
+
+
+class GrammarState:
+    """A grammar and the output so far. Owned by one thread.
+
+    Once an end-of-text token was put out only those may follow.
+    """
+
+    def __init__(self, start: Any, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        """``start`` : an llguidance matcher at the beginning, which is left as it is."""
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocab_size = vocab_size
+        self._token_ids: list[int] = []
+        self._only_end = np.zeros(vocab_size, np.bool_)
+        self._only_end[list(eos_token_ids)] = True
+        self._ended = False
+
+    def masks(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> list[Mask]:
+        """What may stand at each position: bool[V] for the first draft token, the one after it, and so on.
+
+        k tokens give k + 1 masks, or fewer: there is none after a token that its own mask refuses, since what follows
+        is never accepted. The state stays as it is. A mask has at least one token: an end of text where no other may
+        follow, or where the grammar became too complex to go on.
+        """
+        ended = self._ended
+        masks = [self._only_end if ended else self._mask()]
+        num_tried = 0
+        for token in map(int, draft):
+            if not masks[-1][token]:
+                break
+            if token in self._eos_token_ids:
+                ended = True
+                masks.append(self._only_end)
+                continue
+            self._matcher.consume_token(token)
+            num_tried += 1
+            masks.append(self._mask())
+        if num_tried and (self._matcher.is_error() or not self._matcher.rollback(num_tried)):
+            # A matcher never leaves its error state: begin again and go where the output is.
+            self._matcher = self._start.deep_copy()
+            self._matcher.consume_tokens(self._token_ids)
+        return masks
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens that were put out, each allowed where it stands."""
+        for token in token_ids:
+            if self._ended:
+                return
+            if token in self._eos_token_ids:
+                self._ended = True
+                return
+            self._token_ids.append(token)
+            if not self._matcher.consume_token(token):
+                log.warning("a grammar ends early: %.200s", self._matcher.get_error())
+
+    def _mask(self) -> Mask:
+        if self._matcher.is_stopped():  # complete, or in an error state
+            return self._only_end
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        return mask if mask.any() else self._only_end
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for, and keeps the latest. Safe to use from several threads."""
+
+    def __init__(self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """``vocab_size`` : of the model's logits, at least the tokenizer's. ``eos_token_ids`` : end a text."""
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[StructuredOutput, Any] = OrderedDict()
+
+    def compile(self, output: StructuredOutput) -> GrammarState:
+        """The grammar's beginning; a few milliseconds to a second the first time.
+
+        Raises RequestError where it is wrong, cannot be used with this tokenizer, or llguidance is not installed.
+        """
+        with self._lock:
+            start = self._compiled.get(output)
+        if start is None:  # outside the lock, so that nobody waits for another's grammar
+            start = self._matcher(output)
+        with self._lock:
+            self._compiled[output] = start
+            self._compiled.move_to_end(output)
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return GrammarState(start, self._eos_token_ids, self._vocab_size)
+
+    def _matcher(self, output: StructuredOutput) -> Any:
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ImportError:
+            raise RequestError(
+                f"{output.param} needs llguidance, which is not installed here: {INSTALL}, or leave the field out",
+                param=output.param,
+            ) from None
+        if not self._eos_token_ids:
+            raise RequestError(
+                f"{output.param} needs a tokenizer with an end-of-text token, and this model's has none",
+                param=output.param,
+            )
+        try:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(
+                    self._codec.to_json(), n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
+                )
+            matcher = LLMatcher(self._tokenizer, _grammar_of(output, LLMatcher), log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # much is compiled only now, and may be too complex
+            complaint = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:
+            complaint = str(error)
+        except BaseException as error:  # a panic in Rust is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            complaint = f"llguidance failed: {error}"
+        if complaint:
+            raise RequestError(f"{output.param} cannot be used: {complaint:.1000}", param=output.param)
+        return matcher
+
+
+def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
+    """In llguidance's own form; raises ValueError where the source is malformed."""
+    grammar: str
+    if output.kind == "json_object":
+        grammar = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+    elif output.kind == "json_schema":
+        grammar = matcher.grammar_from_json_schema(output.source, overrides=_JSON_OPTIONS)
+    elif output.kind == "regex":
+        grammar = matcher.grammar_from_regex(output.source)
+    elif output.kind == "choice":
+        choices = json.loads(output.source)
+        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise ValueError("give at least one choice, each a text that is not empty")
+        grammar = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+    else:
+        grammar = matcher.grammar_from_lark(output.source)
+    return grammar

@@ -1,0 +1,231 @@
+"""Structured output: what comes out fits, speculation or not, and drafts leave no trace in the grammar's state."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.exactness import OracleDrafter, RandomDrafter
+from ssd.bundled import MODEL_PATH
+from ssd.config import DraftConfig, SamplingParams, StructuredOutput
+from ssd.drafting import make_drafter
+from ssd.drafting.protocol import Drafter
+from ssd.engine import Engine, FinishReason, Request
+from ssd.errors import RequestError
+from ssd.target.loading import load_model, open_target
+from ssd.text.codec import TextCodec
+from ssd.text.grammar import GrammarCompiler
+from tests.tokenizers_for_tests import byte_level_tokenizer, real_tokenizers, sentencepiece_like_tokenizer
+
+CODEC = TextCodec.load(str(MODEL_PATH))
+EOS = CODEC.eos_token_ids[0]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b\u00e9"]}, "maxItems": 2},
+    },
+    "required": ["name", "size", "tags"],
+    "additionalProperties": False,
+}
+OUTPUTS = {
+    "json_object": StructuredOutput("json_object"),
+    "json_schema": StructuredOutput("json_schema", json.dumps(SCHEMA)),
+    "regex": StructuredOutput("regex", r"[a-c]{2,5}(-[0-9]{1,3}){2}"),
+    "choice": StructuredOutput("choice", json.dumps(["yes", 'it is "no"\n', "n\u00e9"])),
+    "too complex": StructuredOutput("regex", "(a{1,5000}){1,5000}"),
+    "grammar": StructuredOutput("grammar", 'start: "<" body ">"\nbody: /[a-z]{1,8}/ | start'),
+}
+
+
+def fits(kind: str, text: str) -> bool:
+    """By other means than the grammar's own."""
+    if kind == "too complex":  # ends wherever the library gives up
+        return set(text) <= {"a"}
+    if kind == "json_object":
+        return isinstance(json.loads(text), dict)
+    if kind == "json_schema":
+        found = json.loads(text)
+        return (
+            sorted(found) == ["name", "size", "tags"]
+            and isinstance(found["name"], str)
+            and len(found["name"]) <= 6
+            and isinstance(found["size"], int)
+            and 0 <= found["size"] <= 99
+            and len(found["tags"]) <= 2
+            and set(found["tags"]) <= {"a", "b\u00e9"}
+        )
+    if kind == "regex":
+        return re.fullmatch(OUTPUTS["regex"].source, text) is not None
+    if kind == "choice":
+        return text in json.loads(OUTPUTS["choice"].source)
+    return re.fullmatch(r"(<+)[a-z]{1,8}(>+)", text) is not None and text.count("<") == text.count(">")
+
+
+# -- the state -------------------------------------------------------------------------------------------------------
+
+
+def compiler() -> GrammarCompiler:
+    pytest.importorskip("llguidance")
+    return GrammarCompiler(CODEC, vocab_size=CODEC.vocab_size + 5, eos_token_ids=CODEC.eos_token_ids)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(OUTPUTS)), st.integers(0, 1000), st.lists(st.integers(0, 3), max_size=12))
+def test_masks_along_a_draft_are_those_of_each_prefix_alone(kind: str, seed: int, choices: list[int]) -> None:
+    """The slow twin: a new state for every prefix, advanced token by token. Drafts are partly refused."""
+    made = compiler()
+    random = np.random.default_rng(seed)
+    state, output = made.compile(OUTPUTS[kind]), []
+    draft: list[int] = []
+    for choice in choices:  # 0: commit the draft so far; else draft one more token, mostly an allowed one
+        if choice == 0:
+            valid = len(state.masks(draft)) - 1
+            state.advance(draft[:valid])
+            output, draft = output + draft[:valid], []
+        else:
+            allowed = np.flatnonzero(state.masks(draft)[-1])
+            draft.append(int(random.choice(allowed)) if choice > 1 else int(random.integers(CODEC.vocab_size)))
+    masks = state.masks(draft)
+    for t in range(len(draft) + 1):
+        twin = made.compile(OUTPUTS[kind])
+        for token in output + draft[:t]:
+            twin.advance([token])
+        (expected,) = twin.masks([])
+        assert expected.any() and len(expected) == CODEC.vocab_size + 5
+        assert np.array_equal(masks[t], expected)
+        if t < len(draft) and not expected[draft[t]]:
+            assert len(masks) == t + 1
+            break
+    else:
+        assert len(masks) == len(draft) + 1
+
+
+def test_other_tokenizers() -> None:
+    pytest.importorskip("llguidance")
+    codecs = [TextCodec(PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer()), (0,))]
+    codecs += [TextCodec.load(str(path)) for path in real_tokenizers()]
+    random = np.random.default_rng(0)
+    for codec in codecs:
+        if not codec.eos_token_ids:
+            continue
+        made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids)
+        for _ in range(5):
+            state, token_ids = made.compile(StructuredOutput("regex", "(ab|a|c)\u00e9 d\n")), []
+            while not set(token_ids) & set(codec.eos_token_ids):
+                (mask,) = state.masks([])
+                token_ids.append(int(random.choice(np.flatnonzero(mask))))
+                state.advance(token_ids[-1:])
+            assert codec.decode(token_ids[:-1]) in ("ab\u00e9 d\n", "a\u00e9 d\n", "c\u00e9 d\n")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tokenizer_that_the_library_cannot_read_is_a_refusal() -> None:
+    pytest.importorskip("llguidance")
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like_tokenizer()), (2,))
+    with pytest.raises(RequestError, match="llguidance"):
+        GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=(2,)).compile(StructuredOutput("json_object"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", "{"), ("json_schema", '{"type": "nothing"}'), ("json_schema", "3"), ("json_schema", "[]"),
+        ("json_schema", '{"$ref": "#/nowhere"}'), ("regex", "(["), ("choice", "[]"), ("choice", '[""]'),
+        ("grammar", "start: x"), ("grammar", ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_refused_by_the_clients_name(kind: Any, source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiler().compile(StructuredOutput(kind, source, "guided_thing"))
+    assert caught.value.param == "guided_thing"
+    assert "guided_thing" in str(caught.value)
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    made = GrammarCompiler(CODEC, vocab_size=CODEC.vocab_size, eos_token_ids=CODEC.eos_token_ids)
+    with pytest.raises(RequestError, match=r"pip install 'ssd-serving\[structured\]'") as caught:
+        made.compile(StructuredOutput("json_object", param="response_format"))
+    assert caught.value.param == "response_format"
+
+
+# -- the engine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
+    return open_target(model, num_slots=2, max_length=192, max_draft_tokens=8)
+
+
+def output_of(
+    target: Any, drafter: Drafter, prompt: Sequence[int], sampling: SamplingParams, k: int
+) -> tuple[Any, ...]:
+    engine = Engine(target, drafter=drafter, codec=CODEC, draft=DraftConfig(num_speculative_tokens=k))
+    for name, params in (("a", sampling), ("free", replace(sampling, structured_output=None, max_tokens=9))):
+        engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=params))
+    token_ids, text, reason, steps = [], "", None, 0
+    while engine.has_work():
+        for output in engine.step():
+            if output.request_id == "a":
+                token_ids += output.token_ids
+                text += output.text
+                reason, steps = output.finish_reason, output.stats.num_verify_steps
+    return token_ids, text, reason, steps
+
+
+@pytest.mark.parametrize("kind", sorted(OUTPUTS))
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_structured_output_fits_and_speculation_changes_no_token(target: Any, kind: str, temperature: float) -> None:
+    pytest.importorskip("llguidance")
+    for seed in range(3):
+        prompt = CODEC.encode_prompt(f"def f{seed}(a):\n    return")
+        sampling = SamplingParams(
+            max_tokens=60, temperature=temperature, seed=seed, structured_output=OUTPUTS[kind], logprobs=0
+        )
+        plain, text, reason, steps = output_of(target, make_drafter("none", DraftConfig()), prompt, sampling, 0)
+        assert (plain[-1] == EOS) == (reason is FinishReason.STOP)
+        if reason is FinishReason.STOP:
+            assert fits(kind, text), text
+        known = {tuple(prompt): [*plain, EOS, 5]}
+        drafters = [OracleDrafter(known, CODEC.vocab_size), RandomDrafter(CODEC.vocab_size)]
+        for drafter in (*drafters, make_drafter("ssd", DraftConfig())):
+            found = output_of(target, drafter, prompt, sampling, 8)
+            assert found[:3] == (plain, text, reason)
+            if drafter is drafters[0] and len(plain) > 2:
+                assert found[3] < steps
+
+
+def test_a_finished_grammar_only_ends_even_if_the_end_is_ignored(target: Any) -> None:
+    pytest.importorskip("llguidance")
+    sampling = SamplingParams(
+        max_tokens=8, temperature=0.0, ignore_eos=True, structured_output=StructuredOutput("choice", '["yes"]')
+    )
+    prompt = CODEC.encode_prompt("x = ")
+    plain = output_of(target, make_drafter("none", DraftConfig()), prompt, sampling, 0)
+    assert plain[1] == "yes" and plain[0][-1] == EOS and len(plain[0]) == 8
+    known = {tuple(prompt): plain[0]}
+    assert output_of(target, OracleDrafter(known, CODEC.vocab_size), prompt, sampling, 8)[:3] == plain[:3]
+
+
+def test_weaker_rules_give_way_to_the_grammar(target: Any) -> None:
+    pytest.importorskip("llguidance")
+    yes = CODEC.encode_completion("yes")
+    sampling = SamplingParams(
+        max_tokens=8, temperature=0.0, min_tokens=8, allowed_token_ids=(7,), bad_words=(tuple(yes),),
+        structured_output=StructuredOutput("choice", '["yes"]'),
+    )  # fmt: skip
+    text, reason = output_of(target, make_drafter("none", DraftConfig()), CODEC.encode_prompt("x"), sampling, 0)[1:3]
+    assert (text, reason) == ("yes", FinishReason.STOP)
