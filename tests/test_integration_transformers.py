@@ -181,4 +181,4 @@ def test_more_than_one_row_is_refused(model: PreTrainedModel) -> None:
 
 def test_models_that_cannot_take_tokens_back_are_refused() -> None:
     with pytest.raises(RequestError, match="cannot take tokens back"):
-        generate(tiny_model("mamba"), torch.tensor([[5, 6]]))
+        generate(tiny_model("Mamba"), torch.tensor([[5, 6]]))
