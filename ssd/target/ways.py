@@ -54,7 +54,9 @@ def find_way(model: PreTrainedModel) -> Way:
         own = "eager"
     model.set_attn_implementation(own)
     expected = plain_logits(model)
-    limit = _MOST_ERROR if model.dtype == torch.float32 else _MOST_ERROR_LOW_PRECISION
+    # Quantised activations turn the last bit of a float32 into a step of their scale.
+    exact = model.dtype == torch.float32 and getattr(model.config, "quantization_config", None) is None
+    limit = _MOST_ERROR if exact else _MOST_ERROR_LOW_PRECISION
     if keeps_state(model):
         reason = "it keeps a running state"
     else:
