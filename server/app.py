@@ -94,9 +94,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
     settings = service.settings
 
     def model_body(name: str) -> dict[str, Any]:
+        target = service.worker.engine.target
         return {
             "id": name, "object": "model", "created": settings.created, "owned_by": "ssd", "root": settings.model,
             "parent": None, "max_model_len": service.worker.engine.max_model_len, "permission": [],
+            "decoding": target.way, "can_speculate": target.can_roll_back,
         }  # fmt: skip
 
     @app.get("/v1/models")

@@ -26,6 +26,9 @@ API_KEY_VARIABLE = "SSD_API_KEY"
 BUNDLED_NAME = "ssd-bundled"
 """Name of the model that comes with the package."""
 
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Options of ``vllm serve`` that are understood and must be 1."""
+
 _EXAMPLES = """\
 examples:
   ssd-serve                                   the bundled model on http://127.0.0.1:8000
@@ -70,6 +73,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
     try:
         draft = DraftConfig()
         limit = draft.num_speculative_tokens if found.num_speculative_tokens is None else found.num_speculative_tokens
+        _require_one_device(found)
         keys = [*(found.api_key or []), *([environment[API_KEY_VARIABLE]] if environment.get(API_KEY_VARIABLE) else [])]
         if not all(keys):
             raise ConfigError("--api-key must not be empty")
@@ -115,6 +119,17 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
         parser.error(str(error))
 
 
+def _require_one_device(found: argparse.Namespace) -> None:
+    for name in _PARALLEL:
+        size = getattr(found, name)
+        if size != 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {size}: this server drives one device. For one model over several, run "
+                "vLLM with ssd.integrations.vllm, which drafts from the same cache; for more throughput, run several "
+                "servers with one --redis"
+            )
+
+
 def _bundled() -> tuple[str, str]:
     from ssd.bundled import MODEL_PATH
 
@@ -145,6 +160,8 @@ def _build_parser() -> _Parser:
     add = parser.add_argument_group("model").add_argument
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: %(default)s)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: %(default)s)")
+    for name in _PARALLEL:
+        add(f"--{name.replace('_', '-')}", type=int, default=1, help=argparse.SUPPRESS)
     add("--max-num-seqs", type=int, default=engine.max_num_seqs, metavar="S", help="slots (default: %(default)s)")
     add("--max-model-len", type=int, metavar="L", help="prompt and output tokens together (default: the model's limit)")
     add(

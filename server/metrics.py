@@ -77,6 +77,9 @@ class _EngineCollector(Collector):
         engine = self._worker.loaded_engine
         if engine is None:
             return
+        target = GaugeMetricFamily("ssd:target_info", "How the model is driven.", labels=[*LABELS, "way", "speculates"])
+        target.add_metric([*self._labels, engine.target.way, str(engine.target.can_roll_back).lower()], 1.0)
+        yield target
         yield from self._engine(engine.metrics)
         if engine.caches is not None:
             yield from self._by_namespace("ssd:cache", engine.caches.stats())

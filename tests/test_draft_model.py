@@ -64,7 +64,7 @@ def noisy(model: PreTrainedModel, share: float) -> PreTrainedModel:
 
 
 def random_tiny(vocab_size: int) -> PreTrainedModel:
-    return tiny_model("llama", vocab_size=vocab_size, hidden_size=32, num_hidden_layers=1, max_position_embeddings=160)
+    return tiny_model("Llama", vocab_size=vocab_size, hidden_size=32, num_hidden_layers=1, max_position_embeddings=160)
 
 
 @cache
@@ -215,7 +215,7 @@ def tiny_pair() -> tuple[Target, Target, PreTrainedModel]:
     """A target, a draft model, and the target's model once more, driven by nobody."""
 
     def model() -> PreTrainedModel:
-        return tiny_model("llama", vocab_size=TINY_VOCAB, hidden_size=32, num_hidden_layers=1)
+        return tiny_model("Llama", vocab_size=TINY_VOCAB, hidden_size=32, num_hidden_layers=1)
 
     return (
         open_target(model(), num_slots=16, max_length=16, max_draft_tokens=4),
@@ -461,4 +461,4 @@ def test_a_padded_vocabulary_and_a_shorter_context_are_fine(tmp_path: object) ->
 
 def test_a_recurrent_draft_model_is_refused() -> None:
     with pytest.raises(ModelError, match="recurrent"):
-        DraftModelDrafter(open_target(tiny_model("mamba"), num_slots=1, max_length=32))
+        DraftModelDrafter(open_target(tiny_model("Mamba"), num_slots=1, max_length=32))

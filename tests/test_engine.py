@@ -283,12 +283,12 @@ def test_warm_up_leaves_no_trace_in_the_counts() -> None:
 
 
 def test_a_recurrent_model_is_served_without_drafts() -> None:
-    model = tiny_model("mamba")
+    model = tiny_model("Mamba")
     target = open_target(model, num_slots=2, max_length=64)
     engine = Engine(target, drafter=RandomDrafter(VOCAB), eos_token_ids=[EOS])
     for seed in range(3):
         engine.submit(Request(request_id=str(seed), prompt_token_ids=prompt(seed), sampling=GREEDY))
     for name, outputs in finish_all(engine).items():
-        expected = greedy_decode(tiny_model("mamba"), prompt(int(name)), 12)[0]
+        expected = greedy_decode(tiny_model("Mamba"), prompt(int(name)), 12)[0]
         assert tokens_of(outputs) == expected[: len(tokens_of(outputs))]
         assert outputs[-1].stats.num_draft_tokens == 0

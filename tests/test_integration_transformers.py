@@ -79,7 +79,7 @@ def test_greedy_output_is_that_of_generate(model: PreTrainedModel, codec: TextCo
         assert passes[1] <= 8, "the second time everything is known"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mistral", "gpt2"])
+@pytest.mark.parametrize("architecture", ["Llama", "Gemma 3", "Mistral (sliding window)", "GPT-2"])
 def test_greedy_output_is_that_of_generate_on_other_architectures(architecture: str) -> None:
     model = tiny_model(architecture)
     prompt = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -181,4 +181,4 @@ def test_more_than_one_row_is_refused(model: PreTrainedModel) -> None:
 
 def test_models_that_cannot_take_tokens_back_are_refused() -> None:
     with pytest.raises(RequestError, match="cannot take tokens back"):
-        generate(tiny_model("mamba"), torch.tensor([[5, 6]]))
+        generate(tiny_model("Mamba"), torch.tensor([[5, 6]]))

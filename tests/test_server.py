@@ -301,6 +301,7 @@ def test_models(client: openai.OpenAI) -> None:
     extra = client.models.retrieve(MODEL).model_extra
     assert extra is not None
     assert (extra["root"], extra["max_model_len"]) == (str(MODEL_PATH), MAX_MODEL_LEN)
+    assert (extra["decoding"], extra["can_speculate"]) == ("slot attention", True)
 
 
 def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
@@ -348,6 +349,7 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
     assert {s.labels["source"] for s in by_source} <= {"own", "index"}
     assert (after["vllm:num_requests_running", ""], after["vllm:num_requests_waiting", ""]) == (0, 0)
     assert after["ssd:ready", ""] == 1
+    assert after["ssd:target_info", ""] == 1
     assert after["ssd:cache_tokens", ""] > 0
 
 

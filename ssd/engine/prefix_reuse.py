@@ -63,13 +63,13 @@ class PrefixReuse:
     free, is copied. The keys and values of a position are a function of the tokens up to it, so the output stays what
     it is without reuse (a pass of another width may round them differently, as with any chunk of a prompt).
 
-    ``enabled`` False, a model that cannot take tokens back, and a request without a scope: nothing is kept or copied.
-    Owned by the thread that steps the engine.
+    ``enabled`` False, a model that keeps running states or no cache, and a request without a scope: nothing is kept or
+    copied. Owned by the thread that steps the engine.
     """
 
     def __init__(self, target: Target, *, enabled: bool = True) -> None:
         self._target = target
-        self._enabled = enabled and target.can_roll_back
+        self._enabled = enabled and target.can_keep_prefixes
         self._kept: dict[int, KeptText] = {}
         self._clock = count(1)
         self._used_at = [0] * target.num_slots

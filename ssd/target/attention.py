@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from ssd.target.kv_cache import SlotRows
+from ssd.target.llama4 import chunk_size, needs_temperature, temperature_ratio
 
 ATTENTION_NAME = "ssd_slots"
 
@@ -34,15 +35,23 @@ def slot_attention(
 
     query : [B, num_heads, T, head_dim]; key, value : [B, num_kv_heads, T, head_dim], the new positions only.
     softcap : scores become softcap * tanh(scores / softcap). s_aux : [num_heads], a logit that takes weight but
-    carries no value (attention sink). Returns [B, T, num_heads, value_dim].
+    carries no value (attention sink). Returns [B, T, num_heads, value_dim]. Raises TypeError where a layer does not
+    play along: it keeps the rows to itself, or masks more than position and window say.
     """
     if slot_rows is None:
         raise TypeError("this model's layers do not pass slot_rows to the attention function")
-    keys, values = slot_rows.kv_cache.write(module.layer_idx, slot_rows, key, value)  # type: ignore[arg-type]
+    if attention_mask is not None:
+        raise TypeError("this model's layers bring a mask of their own")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    chunk = chunk_size(module)
+    slot_rows.kv_cache.reach[layer] = sliding_window if chunk is None else chunk
+    keys, values = slot_rows.kv_cache.write(layer, slot_rows, key, value)
     batch, heads, width, _dim = query.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
-    mask = slot_rows.mask(sliding_window, _chunk_size(module), groups, query.dtype)
+    mask = slot_rows.mask(sliding_window, chunk, groups, query.dtype)
+    if needs_temperature(module):
+        query = query * temperature_ratio(module, slot_rows.positions).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # The query heads of one key head go into the query axis: grouped heads without copying keys and values.
     packed = query.reshape(batch, kv_heads, groups * width, query.shape[-1])
@@ -78,18 +87,6 @@ def _explicit(
     else:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     return weights.to(values.dtype) @ values
-
-
-def _chunk_size(module: torch.nn.Module) -> int | None:
-    """Chunk of a layer with chunked attention (Llama 4), where the model has any."""
-    config: Any = getattr(module, "config", None)
-    chunk: int | None = getattr(config, "attention_chunk_size", None)
-    if chunk is None:
-        return None
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return None
-    return chunk if layer_types[module.layer_idx] == "chunked_attention" else None
 
 
 AttentionInterface.register(ATTENTION_NAME, slot_attention)

@@ -26,6 +26,8 @@ class SlotKVCache:
         self.num_slots = num_slots
         self.max_length = max_length
         self.lengths: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.reach: dict[int, int | None] = {}
+        """How many positions back each layer attended in its last pass: its window or chunk, None is all."""
         self._device = device
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""What the engine needs of a target model, and the two ways to provide it."""
+"""What the engine needs of a target model, and the ways to provide it for models with attention."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Target(ABC):
     """
 
     can_roll_back: bool = True
+    can_keep_prefixes: bool = True
+    """Whether any beginning of a slot can be copied and gone back to: ``copy_prefix``, and ``rollback`` at little cost."""
     can_verify_trees: bool = False
     """Whether ``forward_trees`` and ``keep_paths`` are to be had."""
     way: str
@@ -39,7 +41,7 @@ class Target(ABC):
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self._keep_last = {"logits_to_keep": 1} if _accepts(model, "logits_to_keep") else {}
+        self._keep_last = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
         self._fed: npt.NDArray[np.int32] = np.full((num_slots, max_length), -1, np.int32)
 
     @abstractmethod
@@ -54,10 +56,10 @@ class Target(ABC):
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
         """Make ``slot`` hold the first ``length`` tokens of ``source`` without computing them.
 
-        What ``slot`` holds already must be the beginning of the same text. Only where ``can_roll_back``.
+        What ``slot`` holds already must be the beginning of the same text. Only where ``can_keep_prefixes``.
         """
         start = self.length(slot)
-        assert self.can_roll_back and slot != source and start <= length <= self.length(source)
+        assert self.can_keep_prefixes and slot != source and start <= length <= self.length(source)
         self._copy(source, slot, start, length)
         self._fed[slot, start:length] = self._fed[source, start:length]
 
@@ -71,9 +73,9 @@ class Target(ABC):
             room[:] = row[: len(room)]
         return self._append(slots, tokens, counts, **kwargs)
 
-    @abstractmethod
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         """Append to ``slot``, which holds ``start`` tokens, positions ``start`` to ``end`` of ``source``."""
+        raise NotImplementedError(f"driven {self.way}, slots keep nothing for others")
 
     @abstractmethod
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
@@ -179,20 +181,16 @@ class SlotTarget(Target):
 
 
 class RowTarget(Target):
-    """Every other model: one Hugging Face cache per slot, rows computed one after another.
+    """Models that slot attention does not reach: one Hugging Face cache per slot, rows computed one after another.
 
-    Slower in a batch, but any cache and any position encoding works. Recurrent models keep a running state instead of
-    keys and values: they can only go on.
+    Slower in a batch, but any position encoding works, and any cache whose end can be cropped.
     """
 
     way = "row by row"
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         super().__init__(model, num_slots, max_length)
-        self.can_roll_back = not is_recurrent(model)
-        # Pure state-space models call theirs by another name.
-        self._cache_argument = "past_key_values" if _accepts(model, "past_key_values") else "cache_params"
-        self._takes_positions = _accepts(model, "position_ids")
+        self._takes_positions = accepts(model, "position_ids")
         self._caches = [self._new_cache() for _ in range(num_slots)]
         self._lengths = [0] * num_slots
 
@@ -201,9 +199,9 @@ class RowTarget(Target):
         return self._lengths[slot]
 
     def rollback(self, slot: int, length: int) -> None:
-        """Crop the slot's cache; only to 0 where the model is recurrent."""
+        """Crop the slot's cache."""
         removed = self._lengths[slot] - length
-        assert removed >= 0 and (self.can_roll_back or length == 0 or removed == 0)
+        assert removed >= 0
         if length == 0:
             self._caches[slot] = self._new_cache()
         elif removed:
@@ -221,26 +219,36 @@ class RowTarget(Target):
         self._lengths[slot] = end
 
     def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
-        rows = []
-        for slot, row, count in zip(slots, tokens, counts, strict=True):
-            start = self._lengths[slot]
-            arguments = {self._cache_argument: self._caches[slot], **kwargs}
-            if self._takes_positions:
-                arguments["position_ids"] = torch.arange(start, start + count, device=self.device)[None]
-            ids = torch.from_numpy(row[None, :count]).to(self.device)
-            output = self.model(input_ids=ids, use_cache=True, **arguments)
-            self._lengths[slot] = start + count
-            rows.append(output.logits[0])
+        rows = [
+            self._append_row(slot, row[:count], **kwargs)
+            for slot, row, count in zip(slots, tokens, counts, strict=True)
+        ]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
+    def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
+        """One pass over one row's new tokens, int64[n]: logits [n or fewer, V]."""
+        start = self._lengths[slot]
+        end = start + len(tokens)
+        if self._takes_positions:
+            kwargs["position_ids"] = torch.arange(start, end, device=self.device)[None]
+        ids = torch.from_numpy(tokens[None]).to(self.device)
+        logits = self._run(slot, ids, **kwargs)
+        self._lengths[slot] = end
+        return logits
+
+    def _run(self, slot: int, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Feed ids, int64[1, n], to the model on top of the slot's cache."""
+        logits: torch.Tensor = self.model(
+            input_ids=ids, use_cache=True, past_key_values=self._caches[slot], **kwargs
+        ).logits[0]
+        return logits
+
     def _new_cache(self) -> Any:
-        return DynamicCache() if self.can_roll_back else DynamicCache(config=self.model.config)
+        # Without the model's configuration every layer keeps all positions, those beyond a window too: the end can be
+        # cropped to any length.
+        return DynamicCache()
 
 
-def is_recurrent(model: PreTrainedModel) -> bool:
-    """True for models that keep a running state (Mamba, linear attention, hybrids), which cannot take tokens back."""
-    return bool(getattr(model, "_is_stateful", False))
-
-
-def _accepts(model: PreTrainedModel, name: str) -> bool:
+def accepts(model: PreTrainedModel, name: str) -> bool:
+    """Whether the model's forward pass has an argument of this name."""
     return name in inspect.signature(model.forward).parameters

@@ -1,0 +1,189 @@
+"""How a model is driven: states are copied and replayed, guards send odd layers another way, encodings hold still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from benchmarks.exactness import reference_greedy
+from ssd.errors import ModelError
+from ssd.target.loading import open_target
+from ssd.target.memory import check_weights_fit
+from ssd.target.recurrent import ReplayTarget
+from ssd.target.target import RowTarget, SlotTarget, Target
+from ssd.target.ways import find_way
+from ssd.target.whole import WholeTarget
+from tests.models import VOCAB, tiny_model
+
+# What transformers has to say about tiny settings, and about kernels that are not installed.
+pytestmark = pytest.mark.filterwarnings("default")
+
+NUM_SLOTS = 2
+HYBRIDS = {name: tiny_model(name) for name in ("Mamba-2", "Qwen3-Next", "LFM2")}
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.integers(0, NUM_SLOTS - 1),
+        st.sampled_from(["forward", "prefill", "rollback"]),
+        st.integers(1, 24),
+        st.integers(0, 2**32 - 1),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(name=st.sampled_from(list(HYBRIDS)), actions=ACTIONS)
+@settings(max_examples=25)
+def test_replay_is_reading_the_whole_text_again(name: str, actions: Sequence[tuple[int, str, int, int]]) -> None:
+    """Against the slow twin that keeps nothing: any passes and rollbacks, to before the kept state as well."""
+    fast, slow = ReplayTarget(HYBRIDS[name], NUM_SLOTS, 512), WholeTarget(HYBRIDS[name], NUM_SLOTS, 512)
+    for slot, action, number, seed in actions:
+        if action == "rollback":
+            for target in (fast, slow):
+                target.rollback(slot, max(0, target.length(slot) - number))
+        else:
+            tokens = np.random.default_rng(seed).integers(3, VOCAB, (1, number))
+            if action == "prefill":
+                fast.prefill([slot], tokens, [number])
+                slow.prefill([slot], tokens, [number])
+            else:
+                found = fast.forward([slot], tokens, [number])
+                assert torch.allclose(found, slow.forward([slot], tokens, [number]), rtol=1e-3, atol=3e-4)
+        assert fast.length(slot) == slow.length(slot)
+
+
+def test_a_replayed_draft_costs_no_pass_of_its_own() -> None:
+    """Accepted tokens are fed again together with the next ones, until they are many."""
+    model = tiny_model("Mamba-2")
+    widths: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    target = ReplayTarget(model, 1, 128)
+    tokens = np.arange(3, 63)[None]
+    target.prefill([0], tokens[:, :5], [5])
+    for accepted in (3, 2):
+        at = target.length(0)
+        target.forward([0], tokens[:, at : at + 6], [6])
+        target.rollback(0, at + accepted)
+    target.forward([0], tokens[:, 10:11], [1])
+    assert widths == [5, 6, 3 + 6, 5 + 1]
+
+
+class Masked(torch.nn.Module):
+    """An attention layer that brings a mask of its own, as sparse attention does."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if "slot_rows" in kwargs:
+            kwargs["attention_mask"] = torch.zeros(1)
+        return self.layer(*args, **kwargs)
+
+
+def test_a_layer_with_a_mask_of_its_own_is_not_driven_by_slots() -> None:
+    model = tiny_model()
+    model.model.layers[0].self_attn = Masked(model.model.layers[0].self_attn)
+    found = find_way(model)
+    assert found.kind is RowTarget
+    assert "mask of their own" in found.reason
+
+
+class WithoutWindow:
+    """A configuration as a layer sees it that does not know of the model's window."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name == "sliding_window" else getattr(self._config, name)
+
+
+def test_a_layer_that_keeps_its_window_to_itself_is_not_driven_by_slots() -> None:
+    """The probe is shorter than this window, so the numbers alone would not tell."""
+    model = tiny_model("Mistral (sliding window)", sliding_window=50)
+    assert find_way(model).kind is SlotTarget
+    model.model.layers[1].self_attn.config = WithoutWindow(model.config)
+    found = find_way(model)
+    assert found.kind is RowTarget
+    assert "layer 1 attends to all" in found.reason
+
+
+@pytest.mark.parametrize("name", ["Mamba-2", "Qwen3-Next", "Falcon-H1", "LFM2", "Jamba", "Mamba", "MiniMax"])
+def test_a_state_is_told_from_attention_in_bfloat16_too(name: str) -> None:
+    """Rounding hides small differences there, so what the configuration declares counts as well."""
+    whole = find_way(tiny_model(name)).kind
+    assert find_way(tiny_model(name).to(torch.bfloat16)).kind is whole
+
+
+LONG_ROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0 + i for i in range(8)],
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def long_rope_model() -> PreTrainedModel:
+    return tiny_model("Phi-3", original_max_position_embeddings=32, **LONG_ROPE)
+
+
+def test_longrope_is_cut_to_its_original_context_unless_more_is_asked() -> None:
+    assert open_target(long_rope_model(), num_slots=2).max_length == 32
+    assert open_target(long_rope_model(), num_slots=2, max_length=100).max_length == 100
+
+
+def test_a_long_text_in_the_batch_does_not_turn_the_short_ones() -> None:
+    """LongRoPE picks its frequencies by the furthest position of a pass; held, every row has what it has alone."""
+    target = open_target(long_rope_model(), num_slots=2, max_length=100)
+    tokens = np.random.default_rng(0).integers(3, VOCAB, (2, 60))
+    target.prefill([0], tokens[:1, :12], [12])
+    alone = target.forward([0], tokens[:1, 12:13], [1]).clone()
+    target.rollback(0, 12)
+    target.prefill([1], tokens[1:, :50], [50])
+    together = target.forward([0, 1], np.array([tokens[0, 12:13], tokens[1, 50:51]]), [1, 1])
+    assert torch.allclose(together[0], alone[0], rtol=1e-4, atol=1e-5)
+
+
+def test_held_longrope_is_what_generate_says_of_the_held_model() -> None:
+    target = open_target(long_rope_model(), num_slots=2, max_length=100)
+    prompt = np.random.default_rng(1).integers(3, VOCAB, 28).tolist()
+    assert greedy(target, prompt, 12) == reference_greedy(target, [prompt], 12, [])[0]
+
+
+def greedy(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    output: list[int] = []
+    fed = list(prompt)
+    for _ in range(num_tokens):
+        logits = target.forward([0], np.array([fed]), [len(fed)])
+        fed = [int(logits[0, -1].argmax())]
+        output += fed
+    return output
+
+
+def test_a_model_that_does_not_fit_names_the_way_out() -> None:
+    config = tiny_model().config
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = 4, 1 << 20, 1 << 20
+    config.num_attention_heads = config.num_key_value_heads = 1 << 13
+    with pytest.raises(ModelError, match=r"GB for its weights.*ssd\.integrations\.vllm"):
+        check_weights_fit("huge", config, torch.float32, torch.device("cpu"))
+
+
+def test_row_targets_crop_to_any_length() -> None:
+    target = open_target(tiny_model("StableLM"), num_slots=1, max_length=64)
+    assert isinstance(target, RowTarget)
+    tokens = np.arange(3, 43)[None]
+    whole = target.forward([0], tokens, [40]).clone()
+    target.rollback(0, 3)
+    assert torch.allclose(target.forward([0], tokens[:, 3:], [37]), whole[:, 3:], rtol=1e-4, atol=1e-4)
