@@ -15,9 +15,9 @@ VOCAB: int = COMMON["vocab_size"]
 def tiny_model(name: str = "Llama", **changes: Any) -> PreTrainedModel:
     """A model of a few thousand weights whose next-token scores are spread out, so that near-ties are rare.
 
-    name : of the table in ``tests/architectures.py``. changes : to the table's settings.
+    name : of the table in ``tests/architectures.py``, or a model type of it. changes : to the table's settings.
     """
-    architecture = ARCHITECTURES[name]
+    architecture = ARCHITECTURES.get(name) or next(a for a in ARCHITECTURES.values() if a.model_type == name)
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture.model_type, **{**COMMON, **architecture.settings, **changes})
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -16,7 +16,8 @@ from ssd.target.sampling import SamplingRow, target_tokens
 from ssd.target.target import RowTarget, SlotTarget
 from ssd.target.tree import TreeShape, accepted_path, depths, is_tree, leading_chain, node_parents, path_to
 from ssd.target.tree_probe import verifies_trees
-from tests.models import ROW_ARCHITECTURES, SLOT_ARCHITECTURES, VOCAB, tiny_model
+from tests.architectures import ARCHITECTURES, SLOTS
+from tests.models import VOCAB, tiny_model
 from tests.reference import target as slow_target
 from tests.reference import tree as slow
 from tests.trees import NUM_TOKENS, trees
@@ -107,7 +108,7 @@ PROMPT_LENGTHS = {3: 17, 0: 4, 2: 11}
 """By slot; the windows and chunks of the tiny models are 6 long."""
 
 
-@pytest.mark.parametrize("architecture", SLOT_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [name for name, each in ARCHITECTURES.items() if each.kind is SLOTS])
 def test_a_pass_over_trees_gives_the_logits_of_every_path_and_keeps_one(architecture: str) -> None:
     target, plain = (open_target(tiny_model(architecture), num_slots=4, max_length=64) for _ in range(2))
     assert isinstance(target, SlotTarget) and isinstance(plain, SlotTarget) and target.can_verify_trees
@@ -169,7 +170,7 @@ def test_only_what_is_not_in_place_is_moved(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_models_that_are_driven_row_by_row_verify_chains_only() -> None:
-    target = open_target(tiny_model(next(iter(ROW_ARCHITECTURES))), num_slots=2, max_length=32)
+    target = open_target(tiny_model("StableLM"), num_slots=2, max_length=32)
     assert isinstance(target, RowTarget) and not target.can_verify_trees
     with pytest.raises(NotImplementedError, match="chains only"):
         target.forward_trees([0], np.array([[5]]), [1], np.array([[-1]]))

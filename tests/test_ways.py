@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from benchmarks.exactness import reference_greedy
 from ssd.errors import ModelError
 from ssd.target.loading import open_target
-from ssd.target.memory import check_weights_fit
 from ssd.target.recurrent import ReplayTarget
 from ssd.target.target import RowTarget, SlotTarget, Target
 from ssd.target.ways import find_way
+from ssd.target.weights import check_weights_fit
 from ssd.target.whole import WholeTarget
 from tests.models import VOCAB, tiny_model
 

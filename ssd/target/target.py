@@ -27,7 +27,7 @@ class Target(ABC):
 
     can_roll_back: bool = True
     can_keep_prefixes: bool = True
-    """Whether any beginning of a slot can be copied and gone back to: ``copy_prefix``, and ``rollback`` at little cost."""
+    """Whether any beginning of a slot can be copied, and gone back to at little cost."""
     can_verify_trees: bool = False
     """Whether ``forward_trees`` and ``keep_paths`` are to be had."""
     way: str
