@@ -47,6 +47,9 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results --json
 	$(BIN)/python -m benchmarks.replay.measure_cost --json
+	$(BIN)/python -m benchmarks.decode --json --out benchmarks/results/decode.json
+	$(BIN)/python -m benchmarks.prefix_reuse --json | tail -n 1 >benchmarks/results/prefix-reuse.json
+	$(BIN)/python -m benchmarks.ties --prompts 32 --json | tail -n 1 >benchmarks/results/ties.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
 		$(BIN)/python -m benchmarks.replay $(TRACES) --tokenizer llama2-32k --drafter ssd --drafter frequency \
 			--drafter prompt-lookup --max-draft 16 --max-output-tokens 120000 --json \
