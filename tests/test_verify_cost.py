@@ -58,22 +58,28 @@ def test_the_width_maximises_expected_tokens_per_second(
                 chance *= probability
                 expected += chance
         rates.append(expected / (fixed + per_position * len(rows) * (width + 1) + wide * (width > 0)))
-    chosen = learned(fixed, per_position, wide).paying_width(drafts)
+    chosen = learned(fixed, per_position, wide).paying_width(drafts, [1.0] * len(drafts))
     assert rates[chosen] == pytest.approx(max(rates), rel=1e-2)
 
 
+def test_what_is_distrusted_has_to_promise_more() -> None:
+    cost = learned(0.01, 0.002)
+    assert cost.paying_width([draft(0.4, 0.9)], [1.0]) == 2
+    assert cost.paying_width([draft(0.4, 0.9)], [0.3]) == 0
+
+
 def test_nothing_is_cut_while_nothing_is_known() -> None:
-    assert VerifyCost().paying_width([draft(0.1, 0.1)]) == 2
-    assert VerifyCost().paying_width([]) == 0
+    assert VerifyCost().paying_width([draft(0.1, 0.1)], [1.0]) == 2
+    assert VerifyCost().paying_width([], []) == 0
 
 
 def test_drafts_without_estimates_are_kept_whole() -> None:
-    assert learned(0.001, 1.0).paying_width([Draft(np.arange(5, dtype=np.int32))]) == 5
+    assert learned(0.001, 1.0).paying_width([Draft(np.arange(5, dtype=np.int32))], [1.0]) == 5
 
 
 def test_a_flat_cost_keeps_every_token_and_a_steep_one_none() -> None:
-    assert learned(1.0, 0.0).paying_width([draft(0.2, 0.2, 0.2)]) == 3
-    assert learned(1e-6, 1.0).paying_width([draft(0.6, 0.6), draft()]) == 0
+    assert learned(1.0, 0.0).paying_width([draft(0.2, 0.2, 0.2)], [1.0]) == 3
+    assert learned(1e-6, 1.0).paying_width([draft(0.6, 0.6), draft()], [1.0, 1.0]) == 0
 
 
 @given(
@@ -93,7 +99,7 @@ def test_what_is_not_worth_its_price_would_be_cut(
     prices = cost.prices(len(rows))
     assert prices is not None
     # Rows that draft alike, as the price takes them to.
-    kept = cost.paying_width([draft(*rows[0])] * len(rows))
+    kept = cost.paying_width([draft(*rows[0])] * len(rows), [1.0] * len(rows))
     assert np.all(np.cumprod(rows[0])[:kept] >= prices[0] * (1 - 1e-6))
 
 
@@ -103,8 +109,8 @@ def test_that_a_second_position_is_dear_does_not_keep_a_long_draft_from_being_ma
         cost.observe(1, 17, 17, 0.0094)  # a token takes half a millisecond, and the first of a draft 1.2
     prices = cost.prices(1)
     assert prices is not None and prices[0] < 0.5
-    assert cost.paying_width([draft(*[0.99] * 16)]) == 16
-    assert cost.paying_width([draft(0.9)]) == 0
+    assert cost.paying_width([draft(*[0.99] * 16)], [1.0]) == 16
+    assert cost.paying_width([draft(0.9)], [1.0]) == 0
 
 
 def test_nothing_is_priced_before_a_pass_was_timed() -> None:

@@ -23,6 +23,7 @@ from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
+from ssd.engine.trust import Trust, is_sure
 from ssd.engine.verify import Verdict, branches, possible_shape, usable, verify
 from ssd.engine.verify_cost import VerifyCost, calibrate
 from ssd.errors import EngineStopped, QueueFull
@@ -78,6 +79,7 @@ class Engine:
             GrammarCompiler(codec, vocab_size=target.vocab_size, eos_token_ids=self._eos_token_ids) if codec else None
         )
         self._cost = VerifyCost()
+        self._trust = Trust()
         self._num_source_failures = 0
         self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
@@ -259,6 +261,7 @@ class Engine:
         if self._draft_limit == 0:
             return nothing
         prices = self._cost.prices(len(batch))
+        shares = [self._trust.share(sequence.request.sampling.temperature) for sequence in batch]
         # One token is always the target's own, so a draft never needs to reach the very end.
         drafts = self._guarded(
             lambda: self._drafter.propose(
@@ -269,19 +272,24 @@ class Engine:
                         prompt_length=sequence.num_prompt_tokens,
                         snapshot=self._snapshot(sequence.request.namespace),
                         limit=min(self._draft_limit, sequence.num_remaining - 1),
-                        prices=prices,
+                        prices=None if prices is None else prices / share,
                         tree=self._may_branch(sequence, len(batch)),
                         prediction=sequence.prediction,
                         sampling=sequence.sampling,
                     )
-                    for sequence in batch
+                    for sequence, share in zip(batch, shares, strict=True)
                 ]
             )
         )
         if drafts is None or len(drafts) != len(batch):
             return nothing
-        kept = [self._usable(draft, sequence, len(batch)) for draft, sequence in zip(drafts, batch, strict=True)]
-        width = self._cost.paying_width(kept)
+        kept = [
+            self._usable(draft, sequence, len(batch))
+            if sequence.stats.num_verify_steps or is_sure(draft, share)
+            else EMPTY_DRAFT
+            for draft, sequence, share in zip(drafts, batch, shares, strict=True)
+        ]
+        width = self._cost.paying_width(kept, shares)
         return [draft.cut(width) for draft in kept]
 
     def _usable(self, draft: Draft, sequence: Sequence, num_rows: int) -> Draft:
@@ -302,6 +310,9 @@ class Engine:
         num_accepted = min(len(verdict.path), len(output.token_ids))
         if draft.parents is not None:
             draft = replace(draft, path=verdict.path[:num_accepted])
+        if draft.probabilities is not None or not len(draft.token_ids):
+            promised = 0.0 if draft.probabilities is None else float(draft.chances().sum())
+            self._trust.observe(sequence.request.sampling.temperature, promised, len(verdict.path))
         stats = sequence.stats
         if not stats.num_verify_steps:
             self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))

@@ -92,11 +92,12 @@ class VerifyCost:
             return None
         return np.array([self._worth.price(num_rows, float(pass_time.of(num_rows, 1)), pass_time.per_position)])
 
-    def paying_width(self, drafts: Sequence[Draft]) -> int:
+    def paying_width(self, drafts: Sequence[Draft], shares: Sequence[float]) -> int:
         """Draft tokens per row that give most, see `Worth`; drafts without estimates are kept whole.
 
-        With the draft cut to w tokens a row is expected to emit 1 + P1 + ... + Pw tokens, where Pi is the estimated
-        chance that its i-th token is accepted. Every row is padded to the widest. O(tokens drafted).
+        With the draft cut to w tokens a row is expected to emit 1 + s (P1 + ... + Pw) tokens, where Pi is the estimated
+        chance that its i-th token is accepted and s, of ``shares``, how far the row's estimates are trusted. Every row
+        is padded to the widest. O(tokens drafted).
         """
         widest = max((len(draft.token_ids) for draft in drafts), default=0)
         if widest == 0 or any(d.probabilities is None and len(d.token_ids) for d in drafts):
@@ -105,9 +106,9 @@ class VerifyCost:
         if pass_time is None:
             return widest
         gain = np.zeros(widest + 1)
-        for draft in drafts:
+        for draft, share in zip(drafts, shares, strict=True):
             if draft.probabilities is not None:
-                gain[1 : len(draft.token_ids) + 1] += draft.chances()
+                gain[1 : len(draft.token_ids) + 1] += share * draft.chances()
         expected = len(drafts) + np.cumsum(gain)
         return self._worth.best(expected, pass_time.of(len(drafts), np.arange(1, widest + 2)))
 
