@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
@@ -43,6 +44,7 @@ class FailingEngine:
     def __init__(self, *, step_s: float = 0.0, max_waiting: int = 100, fail_at_step: int | None = None) -> None:
         self.codec = CharCodec()
         self.max_model_len = 512
+        self.target = SimpleNamespace(way="in tests", can_roll_back=True)
         self.metrics = EngineMetrics()
         self.caches = None
         self.closed = False
