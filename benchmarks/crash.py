@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import logging
 import os
@@ -38,7 +37,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.environment import describe
+from benchmarks.environment import head
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked
 from ssd.retrieval.cache import DEFAULT_NAMESPACE, CacheSet
@@ -479,9 +478,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tally.seen.clear()  # what follows is about the random moments
         kill_at_random(Setting(args.seed, index), args.kills, Path(home), tally)
     result = {
-        "benchmark": "crash",
-        "date": datetime.date.today().isoformat(),
-        "environment": describe(),
+        **head("crash"),
         "parameters": {"capacity": args.capacity, "seal_tokens": index.seal_tokens, "seed": args.seed},
         "kills": args.kills,
         "kills_at_file_operations": num_operations,

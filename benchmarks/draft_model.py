@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.environment import describe
+from benchmarks.environment import head
 from benchmarks.exactness import TIE_MARGIN, score_margin
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
@@ -88,8 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"draft_model: {len(prompts)} prompts, {args.max_tokens} tokens each, batch {args.batch}, seed {args.seed}")
     bench, slower = (Bench(target, codec, prompts, args) for target in targets)
     result: dict[str, Any] = {
-        "benchmark": "draft_model",
-        "environment": describe(),
+        **head("draft_model"),
         "parameters": {key: value for key, value in vars(args).items() if key not in ("model", "draft_model", "json")},
         "acceptance": [],
         "speed": [],

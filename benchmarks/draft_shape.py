@@ -10,7 +10,6 @@ compared with the other's, token by token. Prints a table and, at the end, one J
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,9 +19,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.environment import describe
+from benchmarks.environment import head, model_facts, model_name
 from benchmarks.exactness import TIE_MARGIN, score_margin
-from benchmarks.growth import complete, model_name
+from benchmarks.growth import complete
 from benchmarks.workloads import MIXED, NO_REPEATS, Mix, checksum, stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, DraftShape, EngineConfig, SamplingParams
@@ -48,12 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     runs = [compare_shapes(model, codec, mix, args) for mix in (MIXED, NO_REPEATS)]
     print(json.dumps({
-        "benchmark": "draft_shape",
-        "date": datetime.date.today().isoformat(),
-        "environment": describe(),
-        "model": model_name(args.model),
-        "device": str(model.device),
-        "dtype": str(model.dtype),
+        **head("draft_shape"),
+        **model_facts(model_name(args.model), model),
         "parameters": {k: v for k, v in vars(args).items() if k != "model"},
         "runs": runs,
     }))  # fmt: skip

@@ -1,13 +1,44 @@
-"""What a result was measured on: printed at the head of every run and kept in its JSON."""
+"""What a result was measured on, and with what: kept at the head of its JSON."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ssd.bundled import MODEL_PATH
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ssd.target.target import Target
+
+
+def head(benchmark: str) -> dict[str, Any]:
+    """The first keys of every result: what was run, when and where."""
+    return {"benchmark": benchmark, "date": datetime.date.today().isoformat(), "environment": describe()}
+
+
+def model_name(model: str | Path) -> str:
+    """What a model is called in results; no path."""
+    return "bundled model" if Path(model) == MODEL_PATH else Path(model).name
+
+
+def model_facts(name: str, model: Target | PreTrainedModel) -> dict[str, Any]:
+    """What ran and on what device."""
+    import torch
+
+    on_gpu = model.device.type == "cuda"
+    return {
+        "model": name,
+        "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
+        "dtype": str(model.dtype),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def describe() -> dict[str, Any]:

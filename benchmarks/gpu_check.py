@@ -13,7 +13,6 @@ Ends stdout with one JSON line. ``--device cpu`` runs the same for a look at the
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Sequence
@@ -24,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.environment import describe
+from benchmarks.environment import head, model_name
 from benchmarks.exactness import Report, Setting, compare, covering_settings, reference_greedy, run
-from benchmarks.growth import model_name, run_stream
+from benchmarks.growth import run_stream
 from benchmarks.workloads import MIXED, snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
@@ -49,10 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     print(f"gpu_check: {model_name(args.model)} on {name}, {args.prompts} prompts, {args.max_tokens} new tokens each")
     result: dict[str, Any] = {
-        "benchmark": "gpu_check",
-        "date": datetime.date.today().isoformat(),
+        **head("gpu_check"),
         "device": name,
-        "environment": describe(),
     }
     result["exactness"] = exactness(args, codec)
     result["growth"] = growth(args, codec)

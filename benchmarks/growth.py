@@ -12,7 +12,6 @@ Every output is compared token by token. Prints a table, writes ``growth.png`` a
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from benchmarks.environment import describe
+from benchmarks.environment import head, model_facts, model_name
 from benchmarks.exactness import TIE_MARGIN, score_margin
 from benchmarks.workloads import MIXED, NO_REPEATS, Mix, checksum, shares, snippets, stream
 from ssd.bundled import MODEL_PATH
@@ -120,12 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot(runs, args.out / "growth.png")
         print(f"wrote {args.out / 'growth.png'}")
     result = {
-        "benchmark": "growth",
-        "date": datetime.date.today().isoformat(),
-        "environment": describe(),
-        "model": model_name(args.model),
-        "device": str(model.device),
-        "dtype": str(model.dtype),
+        **head("growth"),
+        **model_facts(model_name(args.model), model),
         "parameters": {k: v for k, v in vars(args).items() if k not in ("model", "out", "json")},
         "repeated_requests": repeated,
         "runs": [run.summary() for run in runs],
@@ -137,11 +132,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(line)
     if repeated["mismatches"] or any(run.num_mismatches for run in runs):
         raise SystemExit("outputs differ: speculation changed a token")
-
-
-def model_name(model: str | Path) -> str:
-    """What a model is called in results; no path."""
-    return "bundled model" if Path(model) == MODEL_PATH else Path(model).name
 
 
 def repeat(

@@ -16,7 +16,6 @@ object.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import time
@@ -26,12 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
-from benchmarks.environment import describe
+from benchmarks.environment import head, model_facts, model_name
 from benchmarks.exactness import TIE_MARGIN, score_margin
-from benchmarks.growth import model_name
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
@@ -86,13 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
     result = {
-        "benchmark": "overhead",
-        "date": datetime.date.today().isoformat(),
-        "environment": describe(),
-        "model": model_name(args.model),
-        "device": str(model.device),
-        "dtype": str(model.dtype),
-        "threads": torch.get_num_threads(),
+        **head("overhead"),
+        **model_facts(model_name(args.model), model),
         "parameters": parameters,
         "near_ties": num_ties,
         "mismatches": num_mismatches,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.environment import describe
+from benchmarks.environment import head, model_facts, model_name
 from benchmarks.exactness import TIE_MARGIN, score_margin
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
@@ -88,8 +88,7 @@ def main() -> None:
                 f"{off['num_computed']:6} without; seconds {on['seconds']:.2f} and {off['seconds']:.2f}: "
                 f"{results[name]['speedup']:.2f}x"
             )
-    settings = {
-        "model": "bundled" if args.model == str(MODEL_PATH) else args.model,
+    parameters = {
         "slots": args.slots,
         "rounds": args.rounds,
         "system_tokens": SYSTEM_TOKENS,
@@ -99,7 +98,8 @@ def main() -> None:
         "answer_tokens": ANSWER_TOKENS,
         "choices": CHOICES,
     }
-    print(json.dumps({"benchmark": "prefix_reuse", **settings, "ties": num_ties, "results": results, **describe()}))
+    facts = {**head("prefix_reuse"), **model_facts(model_name(args.model), model)}
+    print(json.dumps({**facts, "parameters": parameters, "ties": num_ties, "results": results}))
 
 
 def pieces(codec: TextCodec, seed: int) -> Iterator[tuple[int, ...]]:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.environment import describe
+from benchmarks.environment import head
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.target.loading import DTYPES, load_model, open_target
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rate = 1e4 * row["flips"] / max(1, row["tokens"])
             say(f"{row['size']:3} {row['kind']:10} {row['tokens']:7} {row['flips']:6} {rate:11.1f}{at_most}")
     parameters = {key: value for key, value in vars(args).items() if key not in ("model", "json")}
-    result = {"benchmark": "ties", "environment": describe(), "parameters": parameters, "edges": EDGES, "runs": runs}
+    result = {**head("ties"), "parameters": parameters, "edges": EDGES, "runs": runs}
     print(json.dumps(result))
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+import openai
+
 
 class Answer:
     """Status, headers and body of one response."""
@@ -49,6 +51,18 @@ def ask(
 def post(port: int, path: str, body: Any, **options: Any) -> Answer:
     """POST of a JSON body."""
     return ask(port, "POST", path, body, **options)
+
+
+def greedy_completion(port: int, **fields: Any) -> Answer:
+    """A greedy completion, which must succeed."""
+    answer = post(port, "/v1/completions", {"temperature": 0, **fields})
+    assert answer.status == 200, answer.content
+    return answer
+
+
+def official_client(port: int) -> openai.OpenAI:
+    """OpenAI's own client, which fails at once where a request does. To be closed."""
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
 
 def get(port: int, path: str, **options: Any) -> Answer:

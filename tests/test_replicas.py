@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.redis_server import RedisServer, redis_server
-from tests.server_client import get, post, wait_until
+from tests.server_client import get, greedy_completion, wait_until
 from tests.test_server_process import SMALL, answers, running
 
 __all__ = ["redis_server"]  # a fixture
@@ -38,9 +38,7 @@ def replicas(redis_server: RedisServer) -> Iterator[tuple[int, int]]:
 
 
 def complete(port: int, prompt: str) -> str:
-    answer = post(port, "/v1/completions", {"prompt": prompt, "max_tokens": 48, "temperature": 0})
-    assert answer.status == 200, answer.content
-    text: str = answer.json["choices"][0]["text"]
+    text: str = greedy_completion(port, prompt=prompt, max_tokens=48).json["choices"][0]["text"]
     return text
 
 

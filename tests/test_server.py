@@ -21,7 +21,7 @@ from ssd.config import CacheConfig, EngineConfig
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
-from tests.server_client import Answer, ask, get, post, wait_until
+from tests.server_client import Answer, ask, get, greedy_completion, official_client, post, wait_until
 from tests.server_engine import RunningServer, serving
 
 MODEL = "test-model"
@@ -48,14 +48,12 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+    with official_client(server.port) as made:
         yield made
 
 
 def completion(server: RunningServer, **fields: Any) -> Answer:
-    answer = post(server.port, "/v1/completions", {"prompt": PROMPT, "temperature": 0, **fields})
-    assert answer.status == 200, answer.content
-    return answer
+    return greedy_completion(server.port, **{"prompt": PROMPT, **fields})
 
 
 # -- completions and chat ------------------------------------------------------------------------------------------

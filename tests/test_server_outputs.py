@@ -19,7 +19,7 @@ from server.prediction import common_tokens
 from ssd.bundled import MODEL_PATH
 from ssd.target.loading import load_model
 from tests.reference.text import common_subsequence
-from tests.server_client import Answer, post
+from tests.server_client import Answer, greedy_completion, official_client, post
 from tests.server_engine import RunningServer, serving
 from tests.test_server import MESSAGES, MODEL, PROMPT, load
 
@@ -32,14 +32,12 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+    with official_client(server.port) as made:
         yield made
 
 
 def complete(server: RunningServer, **fields: Any) -> Answer:
-    answer = post(server.port, "/v1/completions", {"prompt": PROMPT, "temperature": 0, **fields})
-    assert answer.status == 200, answer.content
-    return answer
+    return greedy_completion(server.port, **{"prompt": PROMPT, **fields})
 
 
 @pytest.fixture(scope="module")

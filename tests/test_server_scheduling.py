@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig
 from ssd.engine import Engine
-from tests.server_client import get, post
+from tests.server_client import get, greedy_completion, post
 from tests.server_engine import RunningServer, serving
 
 PROMPT = list(range(40, 90))
@@ -35,10 +35,8 @@ def server() -> Iterator[RunningServer]:
 
 
 def complete(server: RunningServer, **body: Any) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **body}
-    found = post(server.port, "/v1/completions", body)
-    assert found.status == 200, found.json
-    answer: dict[str, Any] = found.json
+    fields = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, **body}
+    answer: dict[str, Any] = greedy_completion(server.port, **fields).json
     return answer
 
 

@@ -12,7 +12,6 @@ the last line of stdout is one JSON object.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +24,7 @@ import torch
 from benchmarks.decode.baselines import time_generate
 from benchmarks.decode.shapes import SHAPES, random_model
 from benchmarks.decode.steps import Shape, Tokens, copy_bytes_per_second, moved_bytes, time_steps
-from benchmarks.environment import describe
-from benchmarks.growth import model_name
+from benchmarks.environment import head, model_facts, model_name
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.target.loading import load_model, open_target
@@ -86,14 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for way, found in baselines.items():
         print(f"generate, {way}: {found.get('tokens_per_s') or found.get('error')}")
     result = {
-        "benchmark": "decode",
-        "date": datetime.date.today().isoformat(),
-        "environment": describe(),
-        "model": name,
-        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
-        "dtype": str(target.dtype),
+        **head("decode"),
+        **model_facts(name, target),
         "way": target.way,
-        "threads": torch.get_num_threads(),
         "parameters": parameters,
         "changed_outputs": num_changed,
         "rows": rows,

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.environment import describe
+from benchmarks.environment import head
 from benchmarks.index.data import DEFAULT_VOCABULARY, KINDS, LONGEST, completions
 from benchmarks.index.live import TOKENS_PER_S
 from benchmarks.index.phases import compare_peers, measure_index, sort_worst_cases
@@ -88,8 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     say = _Report(options.json)
-    result: dict[str, Any] = {"benchmark": "index", "tokens": options.tokens, "parameters": vars(options)}
-    result["environment"] = describe()
+    result: dict[str, Any] = {**head("index"), "tokens": options.tokens, "parameters": vars(options)}
     say(f"index: {json.dumps(result['parameters'])}")
     say(f"machine: {json.dumps(result['environment'])}")
     result |= measure_index(options, say)

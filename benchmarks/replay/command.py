@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe
+from benchmarks.environment import head
 from benchmarks.peers import PeerError
 from benchmarks.replay import table
 from benchmarks.replay.comparison import compare_results
@@ -146,8 +146,7 @@ def _run(
     if comparison and not quiet:
         print(*table.comparison_lines(comparison), sep="\n")
     return {
-        "benchmark": "replay",
-        "environment": describe(),
+        **head("replay"),
         "parameters": parameters,
         "results": results,
         "comparison": comparison,

@@ -11,7 +11,6 @@ single steps chose. Prints a table, writes the file that `benchmarks.replay` rea
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import time
@@ -21,11 +20,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from benchmarks.environment import describe
+from benchmarks.environment import head, model_facts, model_name
 from benchmarks.exactness import TIE_MARGIN
-from benchmarks.growth import model_name
 from benchmarks.replay.cost import MEASURED_PATH
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
@@ -51,13 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds, num_ties = time_rounds(target, chosen, options.rounds)
     ratios = seconds / seconds[:, :1]
     result: dict[str, Any] = {
-        "benchmark": "verify-cost",
-        "date": datetime.date.today().isoformat(),
-        "environment": describe(),
-        "model": model_name(options.model),
-        "device": str(target.device),
-        "dtype": str(target.dtype),
-        "threads": torch.get_num_threads(),
+        **head("verify-cost"),
+        **model_facts(model_name(options.model), target),
         "parameters": {"context": options.context, "rounds": options.rounds},
         "near_ties": num_ties,
         "widths": list(WIDTHS),

@@ -10,7 +10,6 @@ ends stdout with one JSON line; exits with an error when outputs differ.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, head
 from benchmarks.exactness import TIE_MARGIN, score_margin
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.vllm.engines import METHODS
@@ -105,8 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     handover = hand_over(codec, prompts[: args.handover], args.max_tokens, args.max_model_len)
     print_handover(handover)
     result = {
-        "benchmark": "vllm",
-        "date": datetime.date.today().isoformat(),
+        **head("vllm"),
         "environment": {**describe(), "vllm": versions()},
         "parameters": {**vars(args), "methods": {name: METHODS[name] for name in args.method}},
         "stream": {"shares": shares(requests), "checksum": checksum(requests)},

@@ -225,12 +225,7 @@ def draft_gain(draft: Draft, estimates: Estimates, prices: Prices) -> float:
     """
     if not len(estimates):
         return 0.0
-    chances = np.cumprod(estimates)
-    if draft.parents is not None:
-        chances = estimates.copy()
-        for i, parent in enumerate(draft.parents):
-            if parent >= 0:
-                chances[i] *= chances[parent]
+    chances = replace(draft, probabilities=estimates).chances()
     return max(0.0, float(np.cumsum(chances - _of_first(prices, len(chances))).max()))
 
 

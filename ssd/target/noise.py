@@ -13,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
+
+from ssd.retrieval.memory import kernel
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -83,7 +84,7 @@ def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int6
     return chosen
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _argmax_with_noise(
     scores: npt.NDArray[np.float32],
     weights: npt.NDArray[np.float32],
