@@ -22,6 +22,9 @@ from ssd.target.target import SlotTarget, Target
 
 Tokens = npt.NDArray[np.int32]
 
+_TURN = 8
+"""Steps, and then bare forwards, one after another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -99,10 +102,21 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_steps(target: Target, prompts: Sequence[Tokens], shape: Shape, rounds: int, known: list[list[int]]) -> Timing:
-    """``rounds`` steps of the engine over ``shape.batch`` of the prompts, each followed by a bare forward.
+def time_steps(
+    target: Target,
+    prompts: Sequence[Tokens],
+    shape: Shape,
+    rounds: int,
+    known: list[list[int]],
+    library: PreTrainedModel,
+) -> Timing:
+    """``rounds`` steps of the engine over ``shape.batch`` of the prompts, and as many bare forwards, by turns.
+
+    A turn is some of the one and then some of the other, the first of each not timed: it finds the caches full of what
+    the other read.
 
     ``known`` : what each prompt's request says, at least ``rounds * width`` tokens; with a draft of 0 it may be empty.
+    ``library`` : the model of the bare forwards, as its library loads it.
     """
     timed = TimedTarget(target)
     engine = Engine(
@@ -126,18 +140,22 @@ def time_steps(target: Target, prompts: Sequence[Tokens], shape: Shape, rounds: 
 
     while not all(outputs):  # prompts are read beside the first steps
         step()
-    before = sum(map(len, outputs))
-    forward = BareForward(target.model, shape, len(prompts[0]) + num_tokens // 2)
-    steps, targets, forwards = [], [], []
+    forward = BareForward(library, shape, len(prompts[0]) + num_tokens // 2)
+    steps, targets, forwards, num_steps = [], [], [], 0
+    put_out = 0
     while engine.has_work() and min(map(len, outputs)) <= num_tokens - shape.width + 1:
         timed.seconds = 0.0
         began = time.perf_counter()
-        step()
+        new = step()
         synchronize(target.device)
-        steps.append(time.perf_counter() - began)
-        targets.append(timed.seconds)
-        forwards.append(forward.seconds())
-    put_out = sum(map(len, outputs)) - before
+        if turn := num_steps % _TURN:
+            steps.append(time.perf_counter() - began)
+            targets.append(timed.seconds)
+            put_out += new
+        num_steps += 1
+        if turn == _TURN - 1:
+            forwards += [forward.seconds() for _ in range(_TURN)][1:]
+    forwards += [forward.seconds() for _ in range(len(steps) - len(forwards) + 1)][1:]
     while engine.has_work():
         step()
     return Timing(steps, targets, forwards, outputs, put_out)
@@ -186,15 +204,19 @@ class OwnAttention:
             self._model.set_attn_implementation(ATTENTION_NAME)
 
 
-def moved_bytes(target: Target, shape: Shape) -> int:
-    """Bytes a pass must read at least: every weight once, and what the rows hold of the KV cache."""
-    weights: int = sum(p.numel() * p.element_size() for p in target.model.parameters())
-    embedding = target.model.get_input_embeddings()
-    head = target.model.get_output_embeddings()
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a pass reads, each once; of a model that no target has been opened for."""
+    weights: int = sum(p.numel() * p.element_size() for p in model.parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is not None and (head is None or embedding.weight is not head.weight):
         weights -= embedding.weight.numel() * embedding.weight.element_size()  # a few rows of it are read
+    return weights
+
+
+def cache_bytes(target: Target, shape: Shape) -> int:
+    """Bytes of the KV cache that a pass reads at least: what the rows hold."""
     held = target.kv_cache.bytes_per_token if isinstance(target, SlotTarget) else 0
-    return weights + held * shape.batch * shape.context
+    return held * shape.batch * shape.context
 
 
 def copy_bytes_per_second(device: torch.device, num_bytes: int) -> float:

@@ -67,7 +67,7 @@ def _explicit(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None,
     scale: float,
     softcap: float | None,
     s_aux: torch.Tensor | None,
@@ -78,7 +78,8 @@ def _explicit(
     scores = query @ keys.transpose(-1, -2) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + mask
+    if mask is not None:
+        scores = scores + mask
     if s_aux is not None:
         kv_heads = keys.shape[1]
         sink = s_aux.reshape(1, kv_heads, groups, 1).expand(len(query), -1, -1, width).reshape(*scores.shape[:3], 1)

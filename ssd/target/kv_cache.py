@@ -43,9 +43,14 @@ class SlotKVCache:
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(keys), self._allocate(values))
         stored_keys, stored_values = self._layers[layer]
-        at = (rows.slots[:, None], slice(None), rows.places)
-        stored_keys[at] = keys.transpose(1, 2)
-        stored_values[at] = values.transpose(1, 2)
+        if rows.only_place is not None:  # two copies instead of two scatters
+            slot, place = rows.only_place
+            stored_keys[slot, :, place] = keys[0]
+            stored_values[slot, :, place] = values[0]
+        else:
+            at = (rows.slots[:, None], slice(None), rows.places)
+            stored_keys[at] = keys.transpose(1, 2)
+            stored_values[at] = values.transpose(1, 2)
         return self._read(stored_keys, rows), self._read(stored_values, rows)
 
     def move(
@@ -90,6 +95,7 @@ class SlotRows:
     ``slots`` : int64[B], distinct. ``positions`` : int64[B, T], where each new token stands in its text. ``places`` :
     int64[B, T], where it is written: one behind the other. The same tensor, unless rows are trees.
     ``num_keys`` : keys visible to the furthest query. ``first_slot`` : where the slots are neighbours in order.
+    ``only_place`` : of a single row its slot and places. ``is_full`` : every query sees all of ``num_keys``.
     ``sees`` : where rows are trees bool[B, T, T], which new tokens are on the path to which, itself included.
     """
 
@@ -99,6 +105,8 @@ class SlotRows:
     places: torch.Tensor
     num_keys: int
     first_slot: int | None
+    only_place: tuple[int, slice] | None
+    is_full: bool
     sees: torch.Tensor | None
     _masks: dict[tuple[int | None, int | None, int, torch.dtype], torch.Tensor]
 
@@ -113,6 +121,7 @@ class SlotRows:
     ) -> SlotRows:
         """Rows that append ``num_tokens`` positions to each of ``slots``, of chains or ``trees``."""
         starts = kv_cache.lengths[slots]
+        first, last = int(starts.min()), int(starts.max())
         places = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)
         positions = places if trees is None else torch.from_numpy(starts[:, None] + trees.depths).to(device)
         return cls(
@@ -120,8 +129,10 @@ class SlotRows:
             torch.tensor(slots, device=device),
             positions,
             places,
-            int(starts.max()) + num_tokens,
+            last + num_tokens,
             slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None,
+            (slots[0], slice(first, first + num_tokens)) if len(slots) == 1 else None,
+            num_tokens == 1 and first == last,
             None if trees is None else torch.from_numpy(trees.sees).to(device),
             {},
         )
@@ -131,14 +142,16 @@ class SlotRows:
         """Rows of this pass."""
         return len(self.slots)
 
-    def mask(self, window: int | None, chunk: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """What each query may see, to be added to the scores: 0 or -inf, [B, 1, groups * T, num_keys].
+    def mask(self, window: int | None, chunk: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """What each query may see, to be added to the scores: 0 or -inf, [B, 1, groups * T, num_keys]; None: all.
 
         A query at position p sees keys j with j <= p, with a sliding ``window`` only j > p - window, and with chunked
         attention only keys of p's own ``chunk``. A node of a tree sees the text before the tree and the path to
         itself; the rules go by where keys stand in the text. Built once a pass for each kind of layer, repeated for the
         query heads that share a key head.
         """
+        if self.is_full and all(reach is None or self.num_keys <= reach for reach in (window, chunk)):
+            return None
         key = (window, chunk, groups, dtype)
         if key not in self._masks:
             query = self.positions[:, :, None]

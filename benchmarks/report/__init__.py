@@ -1,0 +1,1 @@
+"""Splice measured figures into the README: ``python -m benchmarks.report``."""

