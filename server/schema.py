@@ -75,6 +75,10 @@ class GenerateBody(OutputFields, Body):
     return_token_ids: bool = False
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     priority: int = 0
+    num_speculative_tokens: int | None = Field(
+        default=None,
+        description="most draft tokens per step of this request; 0: plain decoding. The output is the same",
+    )
 
     def output_limit(self) -> tuple[str, int | None]:
         """The field that limits the output and its value; None where the client set no limit."""

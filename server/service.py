@@ -170,6 +170,7 @@ class Service:
                     namespace=self._namespace(body),
                     priority=body.priority,
                     cache_salt=body.cache_salt,
+                    num_speculative_tokens=body.num_speculative_tokens,
                     prediction_token_ids=prediction or (),
                 )
                 for choice in range(body.n)

@@ -20,6 +20,9 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"
 MAX_LOGPROBS = 20
 """Most alternatives that are reported beside a token."""
 
+MAX_SPECULATIVE_TOKENS = 128
+"""Longest draft."""
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -85,8 +88,8 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         _require(
-            0 <= self.num_speculative_tokens <= 128,
-            f"num_speculative_tokens must be within 0..128, got {self.num_speculative_tokens}",
+            0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+            f"num_speculative_tokens must be within 0..{MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}",
         )
         _require(
             1 <= self.max_match_length <= 256, f"max_match_length must be within 1..256, got {self.max_match_length}"

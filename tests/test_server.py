@@ -238,6 +238,8 @@ def test_chat_template_fields(server: RunningServer) -> None:
         ({"prompt": [-1]}, "prompt"),
         ({"logit_bias": {"99999999": 1}}, "logit_bias"),
         ({"stop_token_ids": [99999999]}, "stop_token_ids"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 129}, "num_speculative_tokens"),
     ],
 )
 def test_bad_fields_answer_400_with_param(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
@@ -316,17 +318,39 @@ def test_state_endpoints(server: RunningServer) -> None:
     assert get(server.port, "/version").json["version"]
 
 
-def test_metrics_count_what_was_served(server: RunningServer) -> None:
-    def values() -> dict[tuple[str, str], float]:
-        text = get(server.port, "/metrics").content.decode()
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        return {(s.name, s.labels.get("finished_reason", s.labels.get("position", ""))): s.value for s in samples}
+def metrics(server: RunningServer) -> dict[tuple[str, str], float]:
+    """Values by name and label."""
+    text = get(server.port, "/metrics").content.decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(s.name, s.labels.get("finished_reason", s.labels.get("position", ""))): s.value for s in samples}
 
-    before = values()
+
+def test_speculation_is_limited_by_request(server: RunningServer) -> None:
+    ids = [7, 8, 9] * 20
+
+    def drafted(**fields: Any) -> tuple[float, str]:
+        before = metrics(server)
+        text = completion(server, prompt=ids, max_tokens=24, ignore_eos=True, **fields).json["choices"][0]["text"]
+        after = metrics(server)
+        tokens, steps = (
+            after[name, ""] - before[name, ""]
+            for name in ("vllm:spec_decode_num_draft_tokens_total", "ssd:verify_steps_total")
+        )
+        return tokens / steps, text
+
+    freely, text = drafted()
+    assert freely > 2
+    assert drafted(num_speculative_tokens=0) == (0, text)
+    a_few, same = drafted(num_speculative_tokens=2)
+    assert 0 < a_few <= 2 and same == text
+
+
+def test_metrics_count_what_was_served(server: RunningServer) -> None:
+    before = metrics(server)
     ids = [7, 8, 9] * 20
     for _ in range(2):
         completion(server, prompt=ids, max_tokens=30, ignore_eos=True)
-    after = values()
+    after = metrics(server)
 
     def grown(name: str, label: str = "") -> float:
         return after[name, label] - before.get((name, label), 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ssd.config import MAX_SPECULATIVE_TOKENS
 from ssd.engine.request import Request
 from ssd.errors import ContextTooLong, RequestError
 
@@ -40,5 +41,11 @@ def check_request(
         )
     if request.priority and not takes_priority:
         raise RequestError("priorities are off on this server: leave priority out", param="priority")
+    limit = request.num_speculative_tokens
+    if limit is not None and not 0 <= limit <= MAX_SPECULATIVE_TOKENS:
+        raise RequestError(
+            f"num_speculative_tokens must be within 0..{MAX_SPECULATIVE_TOKENS}, got {limit}",
+            param="num_speculative_tokens",
+        )
     if sampling.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer", param="stop")

@@ -262,7 +262,6 @@ class Engine:
             return nothing
         prices = self._cost.prices(len(batch))
         shares = [self._trust.share(sequence.request.sampling.temperature) for sequence in batch]
-        # One token is always the target's own, so a draft never needs to reach the very end.
         drafts = self._guarded(
             lambda: self._drafter.propose(
                 [
@@ -271,7 +270,7 @@ class Engine:
                         context=sequence.context,
                         prompt_length=sequence.num_prompt_tokens,
                         snapshot=self._snapshot(sequence.request.namespace),
-                        limit=min(self._draft_limit, sequence.num_remaining - 1),
+                        limit=sequence.most_drafted(self._draft_limit),
                         prices=None if prices is None else prices / share,
                         tree=self._may_branch(sequence, len(batch)),
                         prediction=sequence.prediction,
@@ -294,7 +293,7 @@ class Engine:
 
     def _usable(self, draft: Draft, sequence: Sequence, num_rows: int) -> Draft:
         """The draft, or nothing where a token or parent cannot be; cut to what may still be generated."""
-        limit = max(0, min(self._draft_limit, sequence.num_remaining - 1))
+        limit = sequence.most_drafted(self._draft_limit)
         allow_tree = self._may_branch(sequence, num_rows)
         found = usable(draft, limit, vocab_size=self.target.vocab_size, allow_tree=allow_tree)
         self.metrics.drafter_failures += found is None

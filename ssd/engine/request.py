@@ -32,6 +32,7 @@ class Request:
     ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
     ``priority`` : lower is earlier, 0 is usual; -100..100.
     ``cache_salt`` : keys and values are reused among requests of one namespace and one salt only.
+    ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class Request:
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str | None = None
+    num_speculative_tokens: int | None = None
 
 
 @dataclass(slots=True)

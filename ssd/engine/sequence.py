@@ -79,6 +79,11 @@ class Sequence:
         """Tokens that may still be generated."""
         return self.max_length - self.num_tokens
 
+    def most_drafted(self, limit: int) -> int:
+        """Longest draft of at most ``limit`` tokens: one token is always the target's own, so none reaches the end."""
+        own = self.request.num_speculative_tokens
+        return max(0, min(limit, self.num_remaining - 1, limit if own is None else own))
+
     @property
     def scores_prompt(self) -> bool:
         """Whether the prompt's passes must be scored, see ``score_prompt``: all of them, from the first token on."""
