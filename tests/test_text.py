@@ -216,10 +216,14 @@ load_once = cache(TextCodec.load)
 
 
 def streamed(codec: TextCodec, token_ids: list[int], **options: Any) -> tuple[str, str | None]:
-    """All that a stream returns, checking that it never takes back a character."""
+    """All that a stream returns, token by token or several at once."""
     stream = TextStream(codec, **options)
-    text = "".join([stream.push_token(token_id) for token_id in token_ids])
-    return text + stream.finish(), stream.stop_hit
+    text = "".join([stream.push_token(token_id) for token_id in token_ids]) + stream.finish()
+    for size in (2, 3, 7):
+        together = TextStream(codec, **options)
+        pieces = [together.push(token_ids[at : at + size]) for at in range(0, len(token_ids), size)]
+        assert ("".join(pieces) + together.finish(), together.stop_hit) == (text, stream.stop_hit)
+    return text, stream.stop_hit
 
 
 @given(st.data())

@@ -123,6 +123,7 @@ class Sequence:
         logits : [>= n, V], the model's own, row i for token i.
         """
         emitted: list[int] = []
+        spelled: list[int] = []
         text: list[str] = []
         stop_reason: str | int | None = None
         for token_id in token_ids:
@@ -134,13 +135,18 @@ class Sequence:
             elif token_id in self.stop_token_ids:
                 self.finish_reason, stop_reason = FinishReason.STOP, token_id
             elif self._stream is not None:
-                text.append(self._stream.push_token(token_id))
+                spelled.append(token_id)
+                if self._stream.may_stop:
+                    text.append(self._stream.push(spelled))
+                    spelled.clear()
                 if self._stream.stop_hit is not None:
                     self.finish_reason, stop_reason = FinishReason.STOP, self._stream.stop_hit
             if self.finish_reason is None and self.num_remaining == 0:
                 self.finish_reason = FinishReason.LENGTH
             if self.finish_reason is not None:
                 break
+        if self._stream is not None and spelled:
+            text.append(self._stream.push(spelled))
         if self.finish_reason is not None and self._stream is not None:
             text.append(self._stream.finish())
             if stop_reason is None and self._stream.stop_hit is not None:  # completed by the last flush

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from ssd.text.codec import TextCodec
 
@@ -36,9 +36,15 @@ class TextStream:
         self._context_text = ""
         self._unsent = ""
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """New text that is safe to send."""
-        return "".join([self.push_token(token_id) for token_id in token_ids])
+    @property
+    def may_stop(self) -> bool:
+        """Whether a string may end the text: then it matters which token it came with."""
+        return bool(self._stop)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """New text that is safe to send; as ``push_token`` of each, decoded at once where that cannot differ."""
+        together = self._push_together(token_ids) if len(token_ids) > 1 else None
+        return "".join([self.push_token(token_id) for token_id in token_ids]) if together is None else together
 
     def push_token(self, token_id: int) -> str:
         """New text that is safe to send; look at ``stop_hit`` afterwards."""
@@ -60,6 +66,18 @@ class TextStream:
         self._num_context = len(pending) - kept
         self._context_text = codec.decode(pending[: self._num_context])
         return self._send(piece)
+
+    def _push_together(self, token_ids: Sequence[int]) -> str | None:
+        """None, and nothing was pushed, where a string may stop the text or a character may be incomplete."""
+        codec, special = self._codec, self._codec.special_ids
+        if self._stop or any(t in special or not 0 <= t < codec.vocab_size for t in token_ids):
+            return None
+        text, last = codec.decode([*self._window, *token_ids]), codec.decode(token_ids[-1:])
+        if _REPLACEMENT in text or _REPLACEMENT in last or not last or not text.startswith(self._context_text):
+            return None
+        piece = text[len(self._context_text) :]
+        self._window, self._num_context, self._context_text = [token_ids[-1]], 1, last
+        return piece
 
     def finish(self) -> str:
         """The rest, incomplete characters as U+FFFD. It may complete a stop string."""
