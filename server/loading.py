@@ -53,8 +53,9 @@ class EngineLoader:
         caches = self._open_caches(codec, resources) if options.draft.num_speculative_tokens > 0 else None
 
         from ssd.engine import Engine
+        from ssd.target.threads import settle_threads
 
-        return Engine.from_pretrained(
+        engine = Engine.from_pretrained(
             options.model,
             dtype=options.dtype,
             device=options.device,
@@ -64,6 +65,8 @@ class EngineLoader:
             draft=options.draft,
             draft_model=options.draft_model,
         )
+        settle_threads(engine.target)  # before the warm-up times passes, and on the thread that will make them
+        return engine
 
     def sharing_stats(self) -> Mapping[str, SharingStats]:
         """Counts by namespace; empty where nothing is shared."""
