@@ -144,4 +144,8 @@ def _candidates(
 
 
 def _triton_kernel() -> AttentionKernel | None:
-    return None
+    try:
+        from ssd.target.triton_attention import triton_attention
+    except ImportError:  # it comes with CUDA builds of torch; without it, torch attends
+        return None
+    return triton_attention
