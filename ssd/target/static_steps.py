@@ -55,12 +55,14 @@ class StaticSteps:
         record: Recorder,
         tolerance: float,
         kernel: AttentionKernel | None = None,
+        name: str = "static shapes",
     ) -> None:
         """``max_length`` : of a slot's text; ``max_width`` positions beyond it are there and never hold any.
 
-        tolerance : greatest relative error of the logits of a recorded pass.
+        tolerance : greatest relative error of the logits of a recorded pass. name : how passes are run, for reports.
         """
         assert kv_cache.max_length >= max_length + max_width
+        self.name = name
         self._score = score
         self._kv_cache = kv_cache
         self._max_length = max_length

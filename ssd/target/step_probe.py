@@ -36,7 +36,7 @@ def attach_steps(target: SlotTarget, *, tolerance: float, enforce_eager: bool = 
         return
     for name, make_recorder, kernel in _candidates(target.device, enforce_eager):
         try:
-            target.steps = make_steps(target, make_recorder(), kernel=kernel, tolerance=tolerance)
+            target.steps = make_steps(target, make_recorder(), kernel=kernel, tolerance=tolerance, name=name)
             error = steps_error(target)
             if error <= tolerance:
                 log.info("scoring by %s: relative error %.2g", name, error)
@@ -53,7 +53,12 @@ def attach_steps(target: SlotTarget, *, tolerance: float, enforce_eager: bool = 
 
 
 def make_steps(
-    target: SlotTarget, record: Recorder, *, tolerance: float, kernel: AttentionKernel | None = None
+    target: SlotTarget,
+    record: Recorder,
+    *,
+    tolerance: float,
+    kernel: AttentionKernel | None = None,
+    name: str = "static shapes",
 ) -> StaticSteps:
     """Static steps over the target's model and slots."""
     return StaticSteps(
@@ -64,6 +69,7 @@ def make_steps(
         record=record,
         tolerance=tolerance,
         kernel=kernel,
+        name=name,
     )
 
 
@@ -134,7 +140,7 @@ def _candidates(
     device: torch.device, enforce_eager: bool
 ) -> Iterator[tuple[str, Callable[[], Recorder], AttentionKernel | None]]:
     """What to try, fastest first: its name, what makes the recorder, the attention kernel."""
-    kernel = _triton_kernel()
+    kernel = triton_kernel()
     if not enforce_eager:
         if kernel is not None:
             yield "CUDA graphs with our attention kernel", lambda: CudaGraphs(device), kernel
@@ -143,7 +149,8 @@ def _candidates(
         yield "eager passes with our attention kernel", lambda: eagerly, kernel
 
 
-def _triton_kernel() -> AttentionKernel | None:
+def triton_kernel() -> AttentionKernel | None:
+    """Our attention kernel where Triton is installed."""
     try:
         from ssd.target.triton_attention import triton_attention
     except ImportError:  # it comes with CUDA builds of torch; without it, torch attends
