@@ -6,6 +6,7 @@ either way, so that what runs as a graph is tested where there is no GPU.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,9 +46,14 @@ class CudaGraphs:
                     step()
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # Other threads of the process may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                step()
+            try:
+                # Other threads of the process may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    step()
+            except BaseException:  # torch may leave its recording stream in place
+                torch.cuda.set_stream(current)
+                torch.cuda.synchronize()
+                raise
         return graph.replay
 
 
@@ -55,7 +61,9 @@ class CudaGraphs:
 def _refusing_to_wait() -> Iterator[None]:
     """A step that waits for the device raises here: a failure while recording would cost more than the recording."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not see every wait; the recording itself sees the others
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
