@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
-from ssd.target.graphs import Step, eagerly
+from ssd.target.graphs import Recorder, Step, eagerly
 from ssd.target.loading import open_target
 from ssd.target.sampling import SamplingRow, target_tokens
 from ssd.target.static_steps import StaticSteps
 from ssd.target.step_buffers import StepShape, powers_of_two
-from ssd.target.step_probe import attach_steps, make_steps, steps_error
+from ssd.target.step_probe import Candidate, attach_first, attach_steps, make_steps, steps_error
 from ssd.target.target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
@@ -217,6 +218,35 @@ def test_the_probe_finds_steps_that_compute_something_else() -> None:
         tolerance=1e-4,
     )
     assert steps_error(static) > 0.1
+
+
+def no_such_device() -> Recorder:
+    raise RuntimeError("no such device")
+
+
+def shifted(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """An attention kernel that is wrong."""
+    query, _keys, stored_values = args[:3]
+    return torch.ones(len(query), query.shape[2], query.shape[1], stored_values.shape[3])
+
+
+def test_the_first_steps_that_run_and_agree_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    target = open_target(tiny_model(), num_slots=3, max_length=64, max_draft_tokens=8)
+    assert isinstance(target, SlotTarget)
+    wrong = [
+        Candidate("absent", no_such_device),
+        Candidate("unrecordable", lambda: failing),
+        Candidate("a wrong kernel", lambda: eagerly, shifted),
+    ]
+    attach_first(
+        target, [*wrong, Candidate("right", lambda: eagerly), Candidate("late", lambda: eagerly)], tolerance=1e-3
+    )
+    assert target.steps is not None and target.steps.name == "right"
+    assert [target.length(slot) for slot in range(3)] == [0, 0, 0]
+    for said in ("no absent: no such device", "no unrecordable: cannot be", "a wrong kernel differ from plain"):
+        assert said in caplog.text
+    attach_first(target, wrong, tolerance=1e-3)
+    assert target.steps is None
 
 
 def test_on_a_cpu_passes_are_plain() -> None:

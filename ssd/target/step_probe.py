@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +27,27 @@ _COUNTS = ([1, 1, 1], [5, 1, 3], [9, 9, 9])
 _TREE = np.array([-1, 0, 0, 1, 2, 0, 5])
 
 
+class Candidate(NamedTuple):
+    """One way to run static steps. ``make_recorder`` may raise, as all that needs a device may."""
+
+    name: str
+    make_recorder: Callable[[], Recorder]
+    kernel: AttentionKernel | None = None
+
+
 def attach_steps(target: SlotTarget, *, tolerance: float, enforce_eager: bool = False) -> None:
     """Give ``target``, which must be empty, the fastest static steps that agree with its plain passes.
 
     On CUDA only: elsewhere launching is not what a pass waits for. tolerance : greatest relative error of the logits.
     enforce_eager : record nothing, which saves the graphs' memory.
     """
-    if target.device.type != "cuda":
-        return
-    for name, make_recorder, kernel in _candidates(target.device, enforce_eager):
+    if target.device.type == "cuda":
+        attach_first(target, _candidates(target.device, enforce_eager), tolerance=tolerance)
+
+
+def attach_first(target: SlotTarget, candidates: Iterable[Candidate], *, tolerance: float) -> None:
+    """Take the first candidate that runs and agrees with plain passes; without one, passes stay plain."""
+    for name, make_recorder, kernel in candidates:
         try:
             target.steps = make_steps(target, make_recorder(), kernel=kernel, tolerance=tolerance, name=name)
             error = steps_error(target)
@@ -136,17 +149,15 @@ def _scored(
     return logits
 
 
-def _candidates(
-    device: torch.device, enforce_eager: bool
-) -> Iterator[tuple[str, Callable[[], Recorder], AttentionKernel | None]]:
-    """What to try, fastest first: its name, what makes the recorder, the attention kernel."""
+def _candidates(device: torch.device, enforce_eager: bool) -> Iterator[Candidate]:
+    """What to try, fastest first."""
     kernel = triton_kernel()
     if not enforce_eager:
         if kernel is not None:
-            yield "CUDA graphs with our attention kernel", lambda: CudaGraphs(device), kernel
-        yield "CUDA graphs", lambda: CudaGraphs(device), None
+            yield Candidate("CUDA graphs with our attention kernel", lambda: CudaGraphs(device), kernel)
+        yield Candidate("CUDA graphs", lambda: CudaGraphs(device))
     if kernel is not None:
-        yield "eager passes with our attention kernel", lambda: eagerly, kernel
+        yield Candidate("eager passes with our attention kernel", lambda: eagerly, kernel)
 
 
 def triton_kernel() -> AttentionKernel | None:
