@@ -140,6 +140,7 @@ def flex(problem: Problem) -> Attend:
 
     batch, _, width, _ = problem.query.shape
     mask = create_block_mask(is_visible, batch, None, width, keys.shape[2], device=keys.device)
+    torch.compiler.reset()  # each problem is a new shape: old ones would count against a limit
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     query = problem.query.contiguous()
     return lambda: compiled(query, keys, values, block_mask=mask, scale=problem.scale, enable_gqa=True).transpose(1, 2)

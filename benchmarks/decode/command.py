@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.decode.baselines import time_generate
 from benchmarks.decode.shapes import SHAPES, random_model
-from benchmarks.decode.steps import Shape, Tokens, copy_bytes_per_second, moved_bytes, time_steps
+from benchmarks.decode.steps import Shape, Tokens, copy_bytes_per_second, moved_bytes, passes_of, time_steps
 from benchmarks.environment import describe
 from benchmarks.growth import model_name
 from benchmarks.workloads import snippets
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else "cpu",
         "dtype": str(target.dtype),
         "way": target.way,
-        "enforce_eager": args.enforce_eager,
+        "passes": passes_of(target),
         "threads": torch.get_num_threads(),
         "parameters": parameters,
         "changed_outputs": num_changed,

@@ -186,6 +186,13 @@ class OwnAttention:
             self._model.set_attn_implementation(ATTENTION_NAME)
 
 
+def passes_of(target: Target) -> str:
+    """How a target's passes are run, as it was opened."""
+    if not isinstance(target, SlotTarget) or target.steps is None:
+        return "plain"
+    return target.steps.failure or target.steps.name
+
+
 def moved_bytes(target: Target, shape: Shape) -> int:
     """Bytes a pass must read at least: every weight once, and what the rows hold of the KV cache."""
     weights: int = sum(p.numel() * p.element_size() for p in target.model.parameters())

@@ -84,7 +84,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     """A few shapes, in the type that models are served in, and in float32."""
     device = torch.device(args.device)
     contexts = [1024, 8192] if device.type == "cuda" else [64]
-    rows = compare([1, 8], [1, 16, 64], contexts, (32, 8, 128), args.attention_dtype, device, args.rounds)
+    rows = compare([1, 8], [1, 16], contexts, (32, 8, 128), args.attention_dtype, device, args.rounds)
     exact = compare([3], [5], [300], (8, 2, 64), "float32", device, 2)
     return {
         "passed": all(row.get("is_right", True) for row in [*rows, *exact] if row["candidate"] == "ours"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from benchmarks.decode.steps import passes_of
 from benchmarks.exactness import Report, Setting, compare, covering_settings, reference_greedy, run
 from benchmarks.growth import run_stream
 from benchmarks.workloads import MIXED, snippets
 from ssd.config import SamplingParams
 from ssd.target.loading import load_model, open_target
-from ssd.target.target import SlotTarget
 from ssd.text.codec import TextCodec
 
 
@@ -64,10 +64,3 @@ def growth(args: argparse.Namespace) -> dict[str, Any]:
     print(f"growth: on/off {summary['speedup_first']} at first, {summary['speedup_last']} at last, "
           f"tokens per step {summary['acceptance_length_first']} to {summary['acceptance_length_last']}")  # fmt: skip
     return summary
-
-
-def passes_of(target: object) -> str:
-    """How a target's passes are run, as it was opened."""
-    if not isinstance(target, SlotTarget) or target.steps is None:
-        return "plain"
-    return target.steps.failure or target.steps.name

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.decode.steps import synchronize
-from benchmarks.gpu_check.engine import passes_of
+from benchmarks.decode.steps import passes_of, synchronize
 from ssd.target.graphs import CudaGraphs, eagerly
 from ssd.target.loading import load_model, open_target
 from ssd.target.static_steps import StaticSteps
