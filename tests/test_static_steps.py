@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
 from ssd.target.graphs import Recorder, Step, eagerly
+from ssd.target.kv_cache import SlotKVCache
 from ssd.target.loading import open_target
 from ssd.target.sampling import SamplingRow, target_tokens
+from ssd.target.static_moves import StaticMoves
 from ssd.target.static_steps import StaticSteps
 from ssd.target.step_buffers import StepShape, powers_of_two
 from ssd.target.step_probe import Candidate, attach_first, attach_steps, make_steps, steps_error
@@ -275,3 +277,38 @@ def test_the_argmax_of_the_pass_is_not_used_where_rules_change_the_logits() -> N
 def row_of(params: SamplingParams) -> SamplingRow:
     nothing = np.zeros(0, np.int32)
     return SamplingRow(params, 0, 0, (), nothing, nothing, nothing)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 300))
+@settings(max_examples=40)
+def test_static_moves_move_what_moves_move(seed: int, num_moves: int) -> None:
+    random = np.random.default_rng(seed)
+    plain, static = (SlotKVCache(3, 204, torch.device("cpu")) for _ in range(2))
+    for layer, dim in enumerate((4, 6)):
+        values = torch.from_numpy(random.normal(size=(2, 3, 2, 204, dim)))
+        plain._layers[layer] = values[0].clone(), values[1].clone()
+        static._layers[layer] = values[0].clone(), values[1].clone()
+    pairs = random.permutation(3 * 200)[:num_moves]  # distinct slots and targets, of the text alone
+    slots, targets, sources = pairs // 200, pairs % 200, random.integers(0, 200, num_moves)
+    moves = StaticMoves(static, scratch=200, record=eagerly)
+    plain.move(slots, sources, targets)
+    if not moves.run(slots, sources, targets):
+        assert num_moves > 256
+        return
+    for layer, pair in plain._layers.items():
+        for ours, theirs in zip(static._layers[layer], pair, strict=True):
+            assert torch.equal(ours[:, :, :200], theirs[:, :, :200])
+
+
+@pytest.mark.parametrize("record", [failing, lambda step: lambda: None])
+def test_moves_that_fail_are_left_to_the_plain_one(
+    record: Callable[[Step], Step], caplog: pytest.LogCaptureFixture
+) -> None:
+    kv_cache = SlotKVCache(2, 12, torch.device("cpu"))
+    kv_cache._layers[0] = torch.randn(2, 1, 12, 4), torch.randn(2, 1, 12, 4)
+    before = [stored[:, :, :10].clone() for stored in kv_cache._layers[0]]
+    moves = StaticMoves(kv_cache, scratch=10, record=record)
+    for _ in range(2):
+        assert not moves.run(np.array([1]), np.array([5]), np.array([2]))
+    assert all(torch.equal(stored[:, :, :10], was) for stored, was in zip(kv_cache._layers[0], before, strict=True))
+    assert sum("layer by layer" in record.message for record in caplog.records) == 1

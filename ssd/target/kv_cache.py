@@ -64,7 +64,10 @@ class SlotKVCache:
         All int64[n]; the pairs (slot, target) are distinct. Everything is read before anything is written. One gather
         and one scatter per tensor, of n positions.
         """
-        at, source, target = (torch.from_numpy(each).to(self.device) for each in (slots, sources, targets))
+        self.move_at(*(torch.from_numpy(each).to(self.device) for each in (slots, sources, targets)))
+
+    def move_at(self, at: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """``move`` by tensors on the device, int64[n]; pairs (slot, target) that are equal must have equal sources."""
         for layer in self._layers.values():
             for stored in layer:
                 stored[at, :, target] = stored[at, :, source]
@@ -73,6 +76,16 @@ class SlotKVCache:
         """Overwrite positions ``start`` to ``end`` of ``slot`` with those of ``source``; lengths stay as they are."""
         for stored in (stored for pair in self._layers.values() for stored in pair):
             stored[slot, :, start:end] = stored[source, :, start:end]
+
+    def spoil(self, slot: int, position: int) -> None:
+        """Change what every layer holds at one position that holds no text."""
+        for stored in (stored for pair in self._layers.values() for stored in pair):
+            stored[slot, :, position] += 1
+
+    def is_equal(self, slot: int, first: int, second: int) -> bool:
+        """Whether two positions hold the same in every layer."""
+        tensors = [stored for pair in self._layers.values() for stored in pair]
+        return all(torch.equal(stored[slot, :, first], stored[slot, :, second]) for stored in tensors)
 
     @property
     def bytes_per_token(self) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from ssd.target.graphs import Recorder, Step
 from ssd.target.kv_cache import AttentionKernel, SlotKVCache, SlotRows
+from ssd.target.static_moves import StaticMoves
 from ssd.target.step_buffers import Ints, StepBuffers, StepShape, powers_of_two
 from ssd.target.tree import TreeShape
 
@@ -75,6 +76,8 @@ class StaticSteps:
         self._most_positions = max(_MOST_POSITIONS, kv_cache.num_slots)
         self._buffers = StepBuffers(kv_cache.num_slots, self._most_positions, max_width, kv_cache.device)
         self._steps: OrderedDict[StepShape, Step] = OrderedDict()
+        self.moves = StaticMoves(kv_cache, scratch=max_length, record=record)
+        """For what follows a pass over trees."""
         self.failure: str | None = None
         """Why there are no static steps any more."""
 
@@ -117,6 +120,7 @@ class StaticSteps:
         shapes = {(rows, width, False) for rows in self._rows for width in self._widths}
         if with_trees:
             shapes |= {(1, width, True) for width in self._widths}
+            self.moves.warm_up()
         for rows, width, is_tree in sorted(shapes, reverse=True):
             tokens = torch.zeros(rows, width, dtype=torch.int64).numpy()
             chain = torch.arange(-1, width - 1).repeat(rows, 1).numpy()
