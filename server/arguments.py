@@ -102,6 +102,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
                 kv_cache_memory_bytes=found.kv_cache_memory_bytes,
                 scheduling_policy=found.scheduling_policy,
                 enable_prefix_caching=found.enable_prefix_caching,
+                enforce_eager=found.enforce_eager,
             ),
             draft=DraftConfig(
                 num_speculative_tokens=0 if found.no_speculation else limit,
@@ -184,6 +185,10 @@ def _build_parser() -> _Parser:
     add(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=engine.enable_prefix_caching,
         help="keep the keys and values of ended requests for those that begin alike (default: on)",
+    )  # fmt: skip
+    add(
+        "--enforce-eager", action="store_true",
+        help="record no CUDA graphs: slower steps, less memory (default: graphs where there is a GPU)",
     )  # fmt: skip
     add(
         "--generation-config", default="auto", metavar="auto|vllm|DIR",

@@ -127,6 +127,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """Most memory of the KV cache; None takes half of what is free. Where not all slots fit there are fewer."""
 
+    enforce_eager: bool = False
+    """Launch every kernel of the target from Python, on CUDA too: slower, but without the memory of recorded graphs."""
+
     enable_prefix_caching: bool = True
     """Slots keep their keys and values, and requests of the same namespace and cache salt go on with them."""
 

@@ -1,6 +1,6 @@
 """How long is a step, and how much of it is the model?
 
-``python -m benchmarks.decode [MODEL] [--batch B...] [--context L...] [--draft K...] [--shape 1b|8b] [--json]``
+``python -m benchmarks.decode [MODEL] [--batch B...] [--context L...] [--draft K...] [--shape tiny|1b|8b] [--json]``
 
 For every (batch, context, T = 1 + K): engine steps whose drafts are what the model will say, so that every token is
 accepted; by turns with them bare forwards of the same shape, as transformers runs it. K = 0 is plain decoding. Outputs
@@ -29,6 +29,7 @@ from benchmarks.decode.steps import (
     Tokens,
     cache_bytes,
     copy_bytes_per_second,
+    passes_of,
     time_steps,
     weight_bytes,
 )
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_slots=max(args.batch),
         max_length=max(args.context) + args.rounds * (max(args.draft) + 1) + 8,
         max_draft_tokens=max(args.draft),
+        enforce_eager=args.enforce_eager,
     )
     copied = copy_bytes_per_second(target.device, args.copy_mb << 20)
     rows, num_changed = [], 0
@@ -99,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **head("decode"),
         **model_facts(name, target),
         "way": target.way,
+        "passes": passes_of(target),
         "parameters": parameters,
         "changed_outputs": num_changed,
         "rows": rows,
@@ -125,6 +128,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--copy-mb", type=int, default=256, help="size of the copy that tells the memory's speed")
     add("--baseline-tokens", type=int, default=64)
     add("--baseline-rounds", type=int, default=3)
+    add("--enforce-eager", action="store_true", help="record no CUDA graphs")
     add("--no-baselines", action="store_true", help="leave model.generate out")
     add("--out", type=Path, help="also write the JSON line to this file")
     add("--json", action="store_true", help="accepted for symmetry: the JSON line is always the last")

@@ -8,6 +8,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from ssd.target.loading import DTYPES
 
 SHAPES = {
+    "tiny": LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    ),
     "1b": LlamaConfig(
         vocab_size=128_256,
         hidden_size=2048,
@@ -28,7 +37,8 @@ SHAPES = {
         max_position_embeddings=131_072,
     ),
 }
-"""As Llama 3.2 1B and Llama 3.1 8B are cut. Steps take what theirs take; what they say means nothing."""
+"""The larger ones are cut as Llama 3.2 1B and Llama 3.1 8B: steps take what theirs take; what they say means nothing.
+The tiny one is for a look at the scripts."""
 
 
 def random_model(shape: str, *, dtype: str, device: str, seed: int = 0) -> PreTrainedModel:

@@ -204,6 +204,13 @@ class OwnAttention:
             self._model.set_attn_implementation(ATTENTION_NAME)
 
 
+def passes_of(target: Target) -> str:
+    """How a target's passes are run, as it was opened."""
+    if not isinstance(target, SlotTarget) or target.steps is None:
+        return "plain"
+    return target.steps.failure or target.steps.name
+
+
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights that a pass reads, each once; of a model that no target has been opened for."""
     weights: int = sum(p.numel() * p.element_size() for p in model.parameters())

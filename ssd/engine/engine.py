@@ -117,6 +117,7 @@ class Engine:
             max_length=config.max_model_len,
             max_draft_tokens=draft.num_speculative_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            enforce_eager=config.enforce_eager,
         )
         chosen = make_drafter(drafter, draft)
         if draft_model is not None:
@@ -207,10 +208,9 @@ class Engine:
         repeated = tuple([1, 2, 3] * min(12, self.max_model_len // 6))
         sampled = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True)
         greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-        for index, sampling in enumerate((greedy, sampled)):
-            self.submit(
-                Request(request_id=f"warm-up-{index}", prompt_token_ids=repeated, sampling=sampling, namespace=None)
-            )
+        self.target.warm_up()
+        for i, params in enumerate((greedy, sampled)):
+            self.submit(Request(request_id=f"warm-up-{i}", prompt_token_ids=repeated, sampling=params, namespace=None))
         while self.has_work():
             self.step()
         if self._draft_limit > 0:

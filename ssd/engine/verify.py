@@ -86,7 +86,8 @@ def verify(target: Target, batch: Rows[Sequence], drafts: Rows[Draft]) -> list[V
         logits = target.forward_trees(slots, fed, counts, parents)
     else:
         logits = target.forward(slots, fed, counts)
-    chosen = target_tokens(logits, [s.sampling_row(draft) for s, draft in zip(batch, drafts, strict=True)])
+    rows = [s.sampling_row(draft) for s, draft in zip(batch, drafts, strict=True)]
+    chosen = target_tokens(logits, rows, target.best)
     nodes = [_agreeing(draft, row) for draft, row in zip(drafts, chosen, strict=True)]
     if has_trees:
         target.keep_paths(slots, counts, nodes)

@@ -45,14 +45,18 @@ def slot_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     chunk = chunk_size(module)
     slot_rows.kv_cache.reach[layer] = sliding_window if chunk is None else chunk
+    if needs_temperature(module):
+        query = query * temperature_ratio(module, slot_rows.positions).to(query.dtype)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if slot_rows.kernel is not None:
+        stored = slot_rows.kv_cache.store(layer, slot_rows, key, value)
+        rules: dict[str, Any] = {"window": sliding_window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
+        return slot_rows.kernel(query, *stored, slot_rows, scale=scale, **rules), None
     keys, values = slot_rows.kv_cache.write(layer, slot_rows, key, value)
     batch, heads, width, _dim = query.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
     mask = slot_rows.mask(sliding_window, chunk, groups, query.dtype)
-    if needs_temperature(module):
-        query = query * temperature_ratio(module, slot_rows.positions).to(query.dtype)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # The query heads of one key head go into the query axis: grouped heads without copying keys and values.
     packed = query.reshape(batch, kv_heads, groups * width, query.shape[-1])
     if softcap is None and s_aux is None:

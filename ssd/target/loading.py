@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ssd.errors import ModelError
 from ssd.target.memory import fit_slots, usable_bytes
 from ssd.target.rope import settle_rope
+from ssd.target.step_probe import attach_steps
 from ssd.target.target import RowTarget, SlotTarget, Target
 from ssd.target.tree_probe import verifies_trees
 from ssd.target.ways import find_way, row_bytes_per_token
@@ -65,12 +66,13 @@ def open_target(
     max_length: int | None = None,
     max_draft_tokens: int = 16,
     kv_cache_memory_bytes: int | None = None,
+    enforce_eager: bool = False,
 ) -> Target:
     """The fastest way to drive ``model`` that reproduces its own logits.
 
     num_slots : most slots; fewer where memory lacks, see `fit_slots`. max_length : tokens a slot holds; None takes the
     model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use; None takes half of what is free.
-    Raises ModelError when an explicit ``max_length`` cannot be had.
+    enforce_eager: record no CUDA graphs. Raises ModelError when an explicit ``max_length`` cannot be had.
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
@@ -94,6 +96,7 @@ def open_target(
         return other
     target = SlotTarget(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
     target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
+    attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager)
     return target
 
 

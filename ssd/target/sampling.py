@@ -53,20 +53,25 @@ class SamplingRow:
         return replace(self, output=np.concatenate([self.output, path]), draft=self.draft[:0], parents=None)
 
 
-def target_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+def target_tokens(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], best: torch.Tensor | None = None
+) -> npt.NDArray[np.int64]:
     """The token the target chooses at each position.
 
-    logits : [B, T, V], any float type; row b is used at its first ``len(rows[b].draft) + 1`` positions.
+    logits : [B, T, V], any float type; row b is used at its first ``len(rows[b].draft) + 1`` positions. best :
+    int64[B, T], their argmax where it is known.
     Returns int64[B, T]; what lies past a row's positions is meaningless. Where a draft is verified by rejection, the
     row holds the draft as far as it was accepted and then the token that follows it.
     """
-    logits = with_prefix_rules(logits, rows)
+    ruled = with_prefix_rules(logits, rows)
+    if ruled is not logits:
+        logits, best = ruled, None
     sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
     if not sampled:
-        return logits.argmax(-1).cpu().numpy()
+        return (logits.argmax(-1) if best is None else best).cpu().numpy()
     chosen = np.zeros(logits.shape[:2], np.int64)
     if len(sampled) < len(rows):
-        chosen[:] = logits.argmax(-1).cpu().numpy()
+        chosen[:] = (logits.argmax(-1) if best is None else best).cpu().numpy()
     # Only real positions: a short draft's padding would cost as much as its tokens.
     picks = [(b, t) for b in sampled for t in range(len(rows[b].draft) + 1)]
     at_row, at_position = (list(index) for index in zip(*picks, strict=True))

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ssd.target.attention import ATTENTION_NAME
 from ssd.target.kv_cache import SlotKVCache, SlotRows
+from ssd.target.static_steps import Scored, StaticSteps
 from ssd.target.tree import TreeShape
 
 TokenMatrix = npt.NDArray[np.int64]
@@ -30,6 +31,8 @@ class Target(ABC):
     """Whether any beginning of a slot can be copied, and gone back to at little cost."""
     can_verify_trees: bool = False
     """Whether ``forward_trees`` and ``keep_paths`` are to be had."""
+    best: torch.Tensor | None = None
+    """int64[B, T], the most probable tokens of the pass just scored, where the pass itself found them."""
     way: str
     """How the model is driven, for logs."""
 
@@ -86,7 +89,8 @@ class Target(ABC):
         """Append tokens to slots and score every position in one pass.
 
         slots : B distinct slots. tokens : int64[B, T], row b valid in its first ``counts[b]`` (>= 1) entries, the
-        rest any valid token id. Returns logits [B, T, V]; ``[b, t]`` predicts the token after ``tokens[b, t]``.
+        rest any valid token id. Returns logits [B, T, V]; ``[b, t]`` predicts the token after ``tokens[b, t]``. They
+        are valid until the next pass.
         """
         return self._feed(slots, tokens, counts)
 
@@ -107,6 +111,10 @@ class Target(ABC):
         """
         raise NotImplementedError(f"driven {self.way}, a model verifies chains only")
 
+    def warm_up(self) -> None:
+        """Prepare what later passes would otherwise have to wait for."""
+        return
+
     @torch.inference_mode()
     def prefill(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
         """Append tokens to slots without scoring them."""
@@ -124,6 +132,8 @@ class SlotTarget(Target):
         model.set_attn_implementation(ATTENTION_NAME)
         self.max_width = max_width
         self.kv_cache = SlotKVCache(num_slots, max_length + max_width, self.device)
+        self.steps: StaticSteps | None = None
+        """Where passes that score tokens are repeated rather than launched anew."""
 
     def length(self, slot: int) -> int:
         """Tokens the slot holds."""
@@ -153,7 +163,9 @@ class SlotTarget(Target):
             if len(to):
                 moves.append(np.stack([np.full(len(to), slot), start + path[to], start + to]))
         if moves:
-            self.kv_cache.move(*np.concatenate(moves, axis=1))
+            slots_and_places = np.concatenate(moves, axis=1)
+            if self.steps is None or not self.steps.moves.run(*slots_and_places):
+                self.kv_cache.move(*slots_and_places)
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         self.kv_cache.copy(source, slot, start, end)
@@ -167,17 +179,30 @@ class SlotTarget(Target):
         trees: TreeShape | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device, trees)
+        scored = None if self.steps is None or kwargs else self.steps.run(slots, tokens, trees)
+        if scored is None:
+            rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device, trees)
+            scored = Scored(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs), None)
+        self.kv_cache.lengths[list(slots)] += np.asarray(counts)
+        self.best = scored.best
+        return scored.logits
+
+    def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
+        """The model over new tokens, int64[B, T], of rows: logits [B, T or fewer, V]. Lengths stay as they are."""
         logits: torch.Tensor = self.model(
-            input_ids=torch.from_numpy(tokens).to(self.device),
+            input_ids=tokens,
             # Padding may point past the model's last position, where learned position embeddings have no row.
             position_ids=rows.positions.clamp_max(self.max_length - 1),
             use_cache=False,
             slot_rows=rows,
             **kwargs,
         ).logits
-        self.kv_cache.lengths[list(slots)] += np.asarray(counts)
         return logits
+
+    def warm_up(self) -> None:
+        """Record the passes that are made most."""
+        if self.steps is not None:
+            self.steps.warm_up(with_trees=self.can_verify_trees)
 
 
 class RowTarget(Target):

@@ -1,0 +1,150 @@
+"""Passes on the device: plain, of static shapes, as graphs, with our kernel. Same logits, same text, how long?"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.decode.steps import passes_of, synchronize
+from ssd.target.graphs import CudaGraphs, eagerly
+from ssd.target.loading import load_model, open_target
+from ssd.target.static_steps import StaticSteps
+from ssd.target.step_probe import make_steps, steps_error, triton_kernel
+from ssd.target.target import SlotTarget
+
+_CONTEXT = 256
+_NUM_TOKENS = 32
+_MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.08}
+"""As `find_way` allows."""
+
+
+def passes(args: argparse.Namespace) -> dict[str, Any]:
+    """For each type and way: error against plain passes, greedy tokens that differ, milliseconds of a pass.
+
+    Float32 must say the same tokens; where bfloat16 differs it is counted.
+    """
+    found: dict[str, Any] = {"passed": True}
+    for dtype in ("float32", "bfloat16"):
+        target = open_target(
+            load_model(args.model, dtype=dtype, device=args.device),
+            num_slots=max(args.batch),
+            max_length=512,
+            max_draft_tokens=64,
+        )
+        if not isinstance(target, SlotTarget):
+            return {"passed": False, "reason": f"driven {target.way}"}
+        ways: list[dict[str, Any]] = []
+        found[dtype] = {"chosen": passes_of(target), "ways": ways}
+        plain_text: list[list[int]] = []
+        for name, steps in _ways(target, _MOST_ERROR[dtype]):
+            way: dict[str, Any] = {"way": name}
+            ways.append(way)
+            try:
+                target.steps = steps
+                way |= _measure(target, args)
+                text = way.pop("text")
+                plain_text = plain_text or text
+                differing = sum(a != b for row, plain in zip(text, plain_text, strict=True)
+                                for a, b in zip(row, plain, strict=True))  # fmt: skip
+                way["tokens_that_differ"] = differing
+                way["passed"] = way["failure"] is None and way["error"] <= _MOST_ERROR[dtype]
+                way["passed"] &= dtype != "float32" or differing == 0
+            except Exception as failure:  # said, and the other ways are tried
+                way |= {"passed": False, "failure": f"{type(failure).__name__}: {str(failure).splitlines()[:1]}"}
+            finally:
+                _empty(target)
+            found["passed"] &= way["passed"]
+            _print(dtype, way)
+    return found
+
+
+def _ways(target: SlotTarget, tolerance: float) -> Iterator[tuple[str, StaticSteps | None]]:
+    yield "plain", None
+    yield "static shapes", make_steps(target, eagerly, tolerance=tolerance)
+    if target.device.type == "cuda":
+        yield "graphs", make_steps(target, CudaGraphs(target.device), tolerance=tolerance)
+        if (kernel := triton_kernel()) is not None:
+            yield "static shapes, our kernel", make_steps(target, eagerly, tolerance=tolerance, kernel=kernel)
+            graphs = CudaGraphs(target.device)
+            yield "graphs, our kernel", make_steps(target, graphs, tolerance=tolerance, kernel=kernel)
+
+
+def _measure(target: SlotTarget, args: argparse.Namespace) -> dict[str, Any]:
+    steps = target.steps
+    error = 0.0 if steps is None else steps_error(target)
+    _empty(target)
+    free, began = _free_bytes(target), time.perf_counter()
+    if args.device != "cpu":
+        target.warm_up()
+    synchronize(target.device)
+    return {
+        "error": float(f"{error:.2g}"),
+        "warm_up_s": round(time.perf_counter() - began, 2),
+        "warm_up_bytes": free - _free_bytes(target),
+        "recorded": 0 if steps is None else steps.num_recorded,
+        "text": _greedy(target),
+        "times": [
+            {"batch": batch, "T": width, "ms_p50": round(1e3 * median(_seconds(target, batch, width, args.rounds)), 4)}
+            for batch in args.batch
+            for width in args.width
+        ],
+        "failure": None if steps is None else steps.failure,
+    }
+
+
+def _greedy(target: SlotTarget) -> list[list[int]]:
+    """What the model says after prompts of different length, all slots at once."""
+    random, slots = np.random.default_rng(0), list(range(target.num_slots))
+    for slot in slots:
+        target.prefill([slot], random.integers(3, target.vocab_size, (1, 5 + 9 * slot)), [5 + 9 * slot])
+    fed, text = np.full((len(slots), 1), 3), []
+    for _ in range(_NUM_TOKENS):
+        logits = target.forward(slots, fed, [1] * len(slots))
+        fed = (logits.argmax(-1) if target.best is None else target.best).cpu().numpy()
+        text.append(fed[:, 0].tolist())
+    _empty(target)
+    return text
+
+
+def _seconds(target: SlotTarget, batch: int, width: int, rounds: int) -> list[float]:
+    """Of passes that score ``width`` positions of each row and bring the most probable tokens to the host."""
+    slots = list(range(batch))
+    for slot in slots:
+        target.prefill([slot], np.full((1, _CONTEXT), 5), [_CONTEXT])
+    tokens, seconds = np.full((batch, width), 7), []
+    for _ in range(rounds + 1):
+        synchronize(target.device)
+        began = time.perf_counter()
+        logits = target.forward(slots, tokens, [width] * batch)
+        (logits.argmax(-1) if target.best is None else target.best).cpu()
+        seconds.append(time.perf_counter() - began)
+        for slot in slots:
+            target.rollback(slot, _CONTEXT)
+    _empty(target)
+    return seconds[1:]
+
+
+def _empty(target: SlotTarget) -> None:
+    for slot in range(target.num_slots):
+        target.rollback(slot, 0)
+
+
+def _free_bytes(target: SlotTarget) -> int:
+    return int(torch.cuda.mem_get_info(target.device)[0]) if target.device.type == "cuda" else 0
+
+
+def _print(dtype: str, way: dict[str, Any]) -> None:
+    if "times" not in way:
+        print(f"passes {dtype} {way['way']}: {way['failure']}")
+        return
+    taken = f"{way['recorded']} shapes in {way['warm_up_s']} s and {way['warm_up_bytes'] / 1e6:.0f} MB"
+    agreement = f"error {way['error']:.1e}, {way['tokens_that_differ']} tokens differ"
+    print(f"passes {dtype} {way['way']}: {agreement}, {taken}, {way['failure'] or 'no failure'}")
+    for row in way["times"]:
+        print(f"  batch {row['batch']:>2} T {row['T']:>2}: {row['ms_p50']:8.3f} ms")

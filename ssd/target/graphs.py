@@ -1,0 +1,70 @@
+"""Running a step again and again: eagerly, or as a CUDA graph.
+
+A **step** is a function without arguments that reads and writes tensors which stay where they are. The same step runs
+either way, so that what runs as a graph is tested where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Step = Callable[[], None]
+Recorder = Callable[[Step], Step]
+"""Makes of a step one that does the same. The step has run before, so that it allocates no lasting memory."""
+
+_WARM_UPS = 2
+
+
+def eagerly(step: Step) -> Step:
+    """The step as it is: every kernel is launched from Python."""
+    return step
+
+
+class CudaGraphs:
+    """Records steps as CUDA graphs of one memory pool: they never run at the same time, so they share intermediates.
+
+    Raises whatever a step does that cannot be recorded: RuntimeError where it waits for the device (a mixture of
+    experts that asks which ones were chosen), torch.AcceleratorError, torch.OutOfMemoryError.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> Step:
+        """One launch in place of hundreds. What the step allocates belongs to the graph and must not be kept."""
+        with torch.cuda.device(self._device):
+            current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(current)
+            with torch.cuda.stream(side), _refusing_to_wait():
+                for _ in range(_WARM_UPS):  # libraries set themselves up in their first calls on a stream
+                    step()
+            current.wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads of the process may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    step()
+            except BaseException:  # torch may leave its recording stream in place
+                torch.cuda.set_stream(current)
+                torch.cuda.synchronize()
+                raise
+        return graph.replay
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """A step that waits for the device raises here: a failure while recording would cost more than the recording."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not see every wait; the recording itself sees the others
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,125 @@
+"""Tensors that stay where they are: what a pass of fixed shape reads, and what it leaves behind.
+
+A CUDA graph repeats the very kernels it recorded on the very addresses it recorded. So the inputs of every pass are put
+into the same memory, and passes are padded to few shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd.target.tree import TreeShape
+
+Ints = npt.NDArray[np.int64]
+
+
+class StepShape(NamedTuple):
+    """A pass of ``rows`` rows of ``width`` positions each, trees or chains, over the first ``num_keys`` keys."""
+
+    rows: int
+    width: int
+    num_keys: int
+    is_tree: bool
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all rows."""
+        return self.rows * self.width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What a pass of one shape reads.
+
+    ``tokens``, ``positions``, ``places`` : int64[B, T]. ``slots`` : int64[B]. ``starts`` : int64[B, 1], keys before the
+    new ones. ``sees`` : bool[B, T, T] of trees. As `SlotRows` has them.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    places: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    sees: torch.Tensor | None
+
+
+class StepBuffers:
+    """Inputs and outputs of all shapes in one memory: only one pass is under way at a time.
+
+    Outputs last until the next pass.
+    """
+
+    def __init__(self, max_rows: int, max_positions: int, max_width: int, device: torch.device) -> None:
+        """``max_positions`` : rows times width of the largest pass."""
+        self._ints = torch.zeros(3 * max_positions + 2 * max_rows, dtype=torch.int64, device=device)
+        self._sees = torch.zeros(max_positions * max_width, dtype=torch.bool, device=device)
+        self._best = torch.zeros(max_positions, dtype=torch.int64, device=device)
+        self._logits: torch.Tensor | None = None
+        self._max_positions = max_positions
+
+    def inputs(self, shape: StepShape) -> StepInputs:
+        """Views of what `fill` fills."""
+        n, b = shape.num_positions, shape.rows
+        tokens, positions, places, slots, starts = torch.split(self._ints[: 3 * n + 2 * b], [n, n, n, b, b])
+        grid = (b, shape.width)
+        sees = self._sees[: n * shape.width].view(*grid, shape.width) if shape.is_tree else None
+        return StepInputs(tokens.view(grid), positions.view(grid), places.view(grid), slots, starts.view(b, 1), sees)
+
+    def fill(
+        self, shape: StepShape, slots: Sequence[int], starts: Ints, tokens: Ints, trees: TreeShape | None, scratch: int
+    ) -> None:
+        """Put a pass of at most ``shape`` into place, with one copy to the device, two where rows are trees.
+
+        starts : int64[B], the slots' lengths. tokens : int64[B, T]. Rows that are too many stand at the beginning of
+        the text of the first row's slot, and write from ``scratch`` on, where no slot has text: they change nothing.
+        Positions too many go on as chains behind their row's own, where nothing is valid yet.
+        """
+        num_rows, width = tokens.shape
+        assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree
+        ahead = np.arange(shape.width)
+        grid = np.empty((3, shape.rows, shape.width), np.int64)
+        grid[0] = 0
+        grid[0, :num_rows, :width] = tokens
+        grid[1, :num_rows] = grid[2, :num_rows] = starts[:, None] + ahead
+        grid[1, num_rows:], grid[2, num_rows:] = ahead, scratch + ahead
+        if trees is not None:
+            grid[1, :num_rows, :width] = starts[:, None] + trees.depths
+            sees = np.broadcast_to(np.eye(shape.width, dtype=np.bool_), (shape.rows, shape.width, shape.width)).copy()
+            sees[:num_rows, :width, :width] = trees.sees
+            self._sees[: sees.size].copy_(torch.from_numpy(sees.reshape(-1)), non_blocking=True)
+        row = np.empty((2, shape.rows), np.int64)
+        row[0, :num_rows], row[1, :num_rows] = slots, starts
+        row[0, num_rows:], row[1, num_rows:] = slots[0], 0
+        ints = np.concatenate([grid.reshape(-1), row.reshape(-1)])
+        # From pageable memory, which the driver has read when the call returns: nothing here is used again.
+        self._ints[: len(ints)].copy_(torch.from_numpy(ints), non_blocking=True)
+
+    def store(self, logits: torch.Tensor) -> None:
+        """Keep the logits of a pass, [rows, width, V], and the most probable token of each position."""
+        flat = logits.flatten(0, 1)
+        if self._logits is None:  # the first pass tells what a model gives; it runs before anything is recorded
+            self._logits = torch.empty(self._max_positions, flat.shape[-1], dtype=flat.dtype, device=flat.device)
+        self._logits[: len(flat)].copy_(flat)
+        self._best[: len(flat)].copy_(flat.argmax(-1))
+
+    def outputs(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [rows, width, V] and the most probable tokens, int64[rows, width], of the last pass: views."""
+        assert self._logits is not None
+        n, grid = shape.num_positions, (shape.rows, shape.width)
+        return self._logits[:n].view(*grid, -1), self._best[:n].view(grid)
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    """``first``, twice that, ... up to ``last``, which is always the last of them."""
+    sizes = [last]
+    size = first
+    while size < last:
+        sizes.append(size)
+        size *= 2
+    return sorted(sizes)

@@ -1,0 +1,42 @@
+"""Targets whose passes have few fixed shapes, beside plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from ssd.target.graphs import CudaGraphs, Recorder, eagerly
+from ssd.target.kv_cache import AttentionKernel
+from ssd.target.step_probe import make_steps
+from ssd.target.target import SlotTarget
+
+RECORDERS = [
+    "eagerly",
+    pytest.param(
+        "as a CUDA graph", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+    ),
+]
+"""Ways to run a step; the tests are the same, so where there is a GPU graphs are tested too."""
+
+
+def recorder_of(name: str) -> Recorder:
+    """A fresh one."""
+    return eagerly if name == "eagerly" else CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
+
+
+def pair_of_targets(
+    model: PreTrainedModel,
+    recorder: str = "eagerly",
+    *,
+    num_slots: int = 5,
+    max_length: int = 64,
+    max_width: int = 9,
+    kernel: AttentionKernel | None = None,
+) -> tuple[SlotTarget, SlotTarget]:
+    """One that makes plain passes and one that makes static ones, over the same weights."""
+    if recorder != "eagerly":
+        model = model.to("cuda")
+    plain, static = (SlotTarget(model, num_slots, max_length, max_width) for _ in range(2))
+    static.steps = make_steps(static, recorder_of(recorder), tolerance=1e-4, kernel=kernel)
+    return plain, static

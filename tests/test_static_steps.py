@@ -1,0 +1,314 @@
+"""Passes of fixed shape: what they score, write and leave alone is what plain passes do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
+from ssd.config import SamplingParams
+from ssd.target.graphs import Recorder, Step, eagerly
+from ssd.target.kv_cache import SlotKVCache
+from ssd.target.loading import open_target
+from ssd.target.sampling import SamplingRow, target_tokens
+from ssd.target.static_moves import StaticMoves
+from ssd.target.static_steps import StaticSteps
+from ssd.target.step_buffers import StepShape, powers_of_two
+from ssd.target.step_probe import Candidate, attach_first, attach_steps, make_steps, steps_error
+from ssd.target.target import SlotTarget
+from tests.architectures import ARCHITECTURES, SLOTS
+from tests.models import VOCAB, tiny_model
+from tests.static_targets import RECORDERS, pair_of_targets
+
+# What transformers has to say about tiny settings.
+pytestmark = pytest.mark.filterwarnings("default")
+
+MIXED = ["Llama", "Mistral (sliding window)", "Gemma 2 (soft caps)", "gpt-oss (sinks)", "Mixtral", "Qwen3-MoE",
+         "Llama 4 (chunks, temperature)", "DeepSeek-V3 (latent attention)", "GPT-2"]  # fmt: skip
+MODELS = {name: tiny_model(name) for name in MIXED}
+
+
+def assert_same_state(plain: SlotTarget, static: SlotTarget) -> None:
+    """Every slot holds the same text, and keys and values of it."""
+    for slot in range(plain.num_slots):
+        length = plain.length(slot)
+        assert static.length(slot) == length
+        assert np.array_equal(plain.fed_tokens(slot), static.fed_tokens(slot))
+        for layer, pair in plain.kv_cache._layers.items():
+            for ours, theirs in zip(static.kv_cache._layers[layer], pair, strict=True):
+                assert torch.allclose(ours[slot, :, :length], theirs[slot, :, :length], rtol=1e-3, atol=2e-4)
+
+
+def random_walk(plain: SlotTarget, static: SlotTarget, seed: int, num_actions: int) -> None:
+    """Passes over chains and trees, prompts, rollbacks and copies, the same on both; everything compared after each."""
+    random = np.random.default_rng(seed)
+    num_slots, most = plain.num_slots, plain.max_width
+    for _ in range(num_actions):
+        slots = random.permutation(num_slots)[: int(random.integers(1, num_slots + 1))].tolist()
+        slots = [slot for slot in slots if plain.length(slot) + most <= plain.max_length]
+        action = random.choice(["chains", "chains", "trees", "prefill", "rollback"])
+        if not slots or action == "rollback":
+            slot = int(random.integers(num_slots))
+            length = int(random.integers(0, plain.length(slot) + 1))
+            for target in (plain, static):
+                target.rollback(slot, length)
+        elif action == "prefill":
+            tokens = random.integers(3, VOCAB, (1, int(random.integers(1, most + 1))))
+            for target in (plain, static):
+                target.prefill(slots[:1], tokens, [tokens.shape[1]])
+        else:
+            counts = random.integers(1, int(random.integers(1, most + 1)) + 1, len(slots)).tolist()
+            tokens = random.integers(3, VOCAB, (len(slots), max(counts)))
+            if action == "chains":
+                logits = [target.forward(slots, tokens, counts) for target in (plain, static)]
+            else:
+                parents = np.array(
+                    [[-1, *(int(random.integers(0, node)) for node in range(1, max(counts)))] for _ in slots]
+                )
+                logits = [target.forward_trees(slots, tokens, counts, parents) for target in (plain, static)]
+            best = static.best
+            assert plain.best is None and best is not None
+            for b, count in enumerate(counts):
+                assert torch.allclose(logits[0][b, :count], logits[1][b, :count], rtol=1e-3, atol=2e-4)
+                assert torch.equal(best[b, :count], logits[0][b, :count].argmax(-1))
+            if action == "trees":
+                paths = [path_of(parents[b], int(random.integers(count))) for b, count in enumerate(counts)]
+                for target in (plain, static):
+                    target.keep_paths(slots, counts, paths)
+            else:
+                for slot, count in zip(slots, counts, strict=True):
+                    length = plain.length(slot) - int(random.integers(0, count))
+                    for target in (plain, static):
+                        target.rollback(slot, length)
+        assert_same_state(plain, static)
+
+
+def path_of(parents: np.ndarray, node: int) -> np.ndarray:
+    path = [node]
+    while path[-1]:
+        path.append(int(parents[path[-1]]))
+    return np.array(path[::-1])
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("architecture", [name for name, each in ARCHITECTURES.items() if each.kind is SLOTS])
+def test_static_steps_are_plain_passes(architecture: str, recorder: str) -> None:
+    plain, static = pair_of_targets(tiny_model(architecture), recorder)
+    random_walk(plain, static, seed=3, num_actions=12)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(MIXED), st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 12))
+def test_any_batch_and_width_comes_out_as_from_plain_passes(name: str, seed: int, slots: int, width: int) -> None:
+    plain, static = pair_of_targets(MODELS[name], num_slots=slots, max_width=width, max_length=48)
+    random_walk(plain, static, seed, num_actions=6)
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_an_engine_over_static_steps_says_what_the_model_says(recorder: str) -> None:
+    plain, static = pair_of_targets(tiny_model("Mistral (sliding window)"), recorder, num_slots=16, max_length=96)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, VOCAB, int(random.integers(2, 20))).tolist() for _ in range(12)]
+    greedy = [SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)] * 12
+    sampled = [SamplingParams(max_tokens=24, temperature=0.9, seed=i, repetition_penalty=1.1) for i in range(12)]
+    expected = reference_greedy(plain, prompts, 24, [])
+    drawn, _ = run(plain, prompts, sampled, None, eos_token_ids=[])
+    report = Report()
+    for setting in (Setting("oracle", 8, 5), Setting("random", 3, 12), Setting("ssd", 8, 1)):
+        compare(static, prompts, greedy, expected, setting, eos_token_ids=[], report=report)
+        compare(static, prompts, sampled, drawn, setting, eos_token_ids=[], report=report)
+    assert report.passed, report.mismatches
+    assert static.steps is not None and static.steps.failure is None and static.steps.num_recorded >= 3
+
+
+def shape_of(
+    steps: StaticSteps, num_rows: int, width: int, longest: int, is_tree: bool = False
+) -> tuple[int, int, int, bool] | None:
+    shape = steps.shape_of(num_rows, width, longest, is_tree=is_tree)
+    return None if shape is None else tuple(shape)
+
+
+def test_shapes_are_few_and_large_passes_have_none() -> None:
+    target = SlotTarget(tiny_model(), 24, 1000, 65)
+    steps = make_steps(target, eagerly, tolerance=1e-4)
+    assert shape_of(steps, 1, 1, 0) == (1, 1, 256, False)
+    assert shape_of(steps, 3, 5, 200) == (4, 8, 256, False)
+    assert shape_of(steps, 3, 5, 249) == (4, 8, 512, False)
+    assert shape_of(steps, 5, 33, 900, True) == (8, 64, 1024, True)
+    assert shape_of(steps, 1, 65, 1000) == (1, 65, 1065, False)
+    assert shape_of(steps, 17, 1, 999) == (24, 1, 1024, False)
+    assert shape_of(steps, 24, 24, 10) is None
+    assert shape_of(steps, 1, 66, 10) is None
+    assert shape_of(steps, 25, 1, 10) is None
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_sizes_double_up_to_the_last(first: int, more: int) -> None:
+    sizes = powers_of_two(first, first + more)
+    assert sizes[0] == first and sizes[-1] == first + more
+    assert all(small < large <= 2 * small for small, large in itertools.pairwise(sizes))
+
+
+def test_warming_up_records_common_shapes_and_touches_no_text() -> None:
+    plain, static = pair_of_targets(tiny_model(), num_slots=3, max_width=5)
+    static.can_verify_trees = True
+    for target in (plain, static):
+        target.prefill([1], np.arange(3, 13)[None], [10])
+    static.warm_up()
+    plain.warm_up()
+    assert static.steps is not None and static.steps.num_recorded == 3 * 4 + 4
+    assert_same_state(plain, static)
+
+
+def test_prompts_are_read_by_plain_passes() -> None:
+    _, static = pair_of_targets(tiny_model())
+    static.prefill([0], np.arange(3, 8)[None], [5])
+    static.forward([0], np.arange(3, 23)[None], [20])  # wider than a draft: a prompt that is scored
+    assert static.steps is not None and static.steps.num_recorded == 0 and static.best is None
+
+
+def failing(step: Step) -> Step:
+    raise RuntimeError("cannot be recorded\nfor some reason")
+
+
+def broken(step: Step) -> Step:
+    """Replays nothing but noise, as a graph whose inputs moved away might."""
+
+    def replay() -> None:
+        step()
+        outputs = step.__closure__
+        assert outputs is not None
+        buffers = next(cell.cell_contents._buffers for cell in outputs if hasattr(cell.cell_contents, "_buffers"))
+        buffers.outputs(StepShape(1, 1, 64, False))[0].add_(1.0)
+
+    return replay
+
+
+@pytest.mark.parametrize(("record", "said"), [(failing, "cannot be recorded"), (broken, "logits differ by")])
+def test_what_cannot_be_recorded_or_differs_is_run_plainly_and_said_once(
+    record: Callable[[Step], Step], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, static = pair_of_targets(tiny_model())
+    static.steps = make_steps(static, record, tolerance=1e-4)
+    for token in (5, 6, 7):
+        logits = [target.forward([2], np.array([[token]]), [1]) for target in (plain, static)]
+        assert torch.equal(*logits) and static.best is None
+    assert static.steps.failure is not None and said in static.steps.failure
+    assert sum("kernel by kernel" in record.message for record in caplog.records) == 1
+
+
+def test_the_probe_finds_steps_that_compute_something_else() -> None:
+    _, static = pair_of_targets(tiny_model(), max_length=96)
+    static.can_verify_trees = True
+    assert steps_error(static) < 1e-4
+    for slot in range(static.num_slots):
+        static.rollback(slot, 0)
+    score = static.score
+    static.steps = StaticSteps(
+        lambda tokens, rows: score(tokens, rows) + rows.starts[:, :, None],
+        static.kv_cache,
+        max_length=static.max_length,
+        max_width=static.max_width,
+        record=eagerly,
+        tolerance=1e-4,
+    )
+    assert steps_error(static) > 0.1
+
+
+def no_such_device() -> Recorder:
+    raise RuntimeError("no such device")
+
+
+def shifted(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """An attention kernel that is wrong."""
+    query, _keys, stored_values = args[:3]
+    return torch.ones(len(query), query.shape[2], query.shape[1], stored_values.shape[3])
+
+
+def test_the_first_steps_that_run_and_agree_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    target = open_target(tiny_model(), num_slots=3, max_length=64, max_draft_tokens=8)
+    assert isinstance(target, SlotTarget)
+    wrong = [
+        Candidate("absent", no_such_device),
+        Candidate("unrecordable", lambda: failing),
+        Candidate("a wrong kernel", lambda: eagerly, shifted),
+    ]
+    attach_first(
+        target, [*wrong, Candidate("right", lambda: eagerly), Candidate("late", lambda: eagerly)], tolerance=1e-3
+    )
+    assert target.steps is not None and target.steps.name == "right"
+    assert [target.length(slot) for slot in range(3)] == [0, 0, 0]
+    for said in ("no absent: no such device", "no unrecordable: cannot be", "a wrong kernel differ from plain"):
+        assert said in caplog.text
+    attach_first(target, wrong, tolerance=1e-3)
+    assert target.steps is None
+
+
+def test_on_a_cpu_passes_are_plain() -> None:
+    target = open_target(tiny_model(), num_slots=2, max_length=32)
+    assert isinstance(target, SlotTarget) and target.steps is None
+    attach_steps(target, tolerance=1e-3)
+    assert target.steps is None
+
+
+def test_only_so_many_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssd.target.static_steps._MOST_SHAPES", 2)
+    _, static = pair_of_targets(tiny_model())
+    assert static.steps is not None
+    for width in (1, 2, 1, 4):
+        static.forward([0], np.full((1, width), 5), [width])
+    assert [shape.width for shape in static.steps._steps] == [1, 4]
+
+
+def test_the_argmax_of_the_pass_is_not_used_where_rules_change_the_logits() -> None:
+    logits = torch.tensor([[[0.0, 2.0, 1.0]]])
+    plain, biased = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logit_bias=((1, -5.0),))
+    for params, expected in ((plain, 0), (biased, 2)):
+        assert target_tokens(logits, [row_of(params)], torch.tensor([[0]])).tolist() == [[expected]]
+
+
+def row_of(params: SamplingParams) -> SamplingRow:
+    nothing = np.zeros(0, np.int32)
+    return SamplingRow(params, 0, 0, (), nothing, nothing, nothing)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 300))
+@settings(max_examples=40)
+def test_static_moves_move_what_moves_move(seed: int, num_moves: int) -> None:
+    random = np.random.default_rng(seed)
+    plain, static = (SlotKVCache(3, 204, torch.device("cpu")) for _ in range(2))
+    for layer, dim in enumerate((4, 6)):
+        values = torch.from_numpy(random.normal(size=(2, 3, 2, 204, dim)))
+        plain._layers[layer] = values[0].clone(), values[1].clone()
+        static._layers[layer] = values[0].clone(), values[1].clone()
+    pairs = random.permutation(3 * 200)[:num_moves]  # distinct slots and targets, of the text alone
+    slots, targets, sources = pairs // 200, pairs % 200, random.integers(0, 200, num_moves)
+    moves = StaticMoves(static, scratch=200, record=eagerly)
+    plain.move(slots, sources, targets)
+    if not moves.run(slots, sources, targets):
+        assert num_moves > 256
+        return
+    for layer, pair in plain._layers.items():
+        for ours, theirs in zip(static._layers[layer], pair, strict=True):
+            assert torch.equal(ours[:, :, :200], theirs[:, :, :200])
+
+
+@pytest.mark.parametrize("record", [failing, lambda step: lambda: None])
+def test_moves_that_fail_are_left_to_the_plain_one(
+    record: Callable[[Step], Step], caplog: pytest.LogCaptureFixture
+) -> None:
+    kv_cache = SlotKVCache(2, 12, torch.device("cpu"))
+    kv_cache._layers[0] = torch.randn(2, 1, 12, 4), torch.randn(2, 1, 12, 4)
+    before = [stored[:, :, :10].clone() for stored in kv_cache._layers[0]]
+    moves = StaticMoves(kv_cache, scratch=10, record=record)
+    for _ in range(2):
+        assert not moves.run(np.array([1]), np.array([5]), np.array([2]))
+    assert all(torch.equal(stored[:, :, :10], was) for stored, was in zip(kv_cache._layers[0], before, strict=True))
+    assert sum("layer by layer" in record.message for record in caplog.records) == 1

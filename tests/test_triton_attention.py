@@ -1,0 +1,129 @@
+"""The attention kernel against torch, compiled where there is a GPU, else interpreted: TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU and "triton" not in sys.modules:  # read when triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="triton is not installed; it comes with CUDA builds of torch")
+if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from ssd.target.attention import slot_attention  # noqa: E402
+from ssd.target.kv_cache import SlotKVCache, SlotRows  # noqa: E402
+from ssd.target.tree import TreeShape  # noqa: E402
+from ssd.target.triton_attention import triton_attention  # noqa: E402
+from tests.models import tiny_model  # noqa: E402
+from tests.static_targets import pair_of_targets  # noqa: E402
+from tests.test_static_steps import random_walk  # noqa: E402
+from tests.trees import trees  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+# The interpreter computes with numpy, which has no bfloat16.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3} | ({torch.bfloat16: 3e-2} if HAS_GPU else {})
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    """Heads, sizes, lengths and rules."""
+    rows = draw(st.integers(1, 3))
+    drafts = draw(st.one_of(st.none(), st.lists(trees(max_size=9), min_size=rows, max_size=rows)))
+    return {
+        "lengths": draw(st.lists(st.integers(0, 150), min_size=rows, max_size=rows)),
+        "width": 10 if drafts else draw(st.sampled_from([1, 2, 3, 7, 20])),
+        "parents": [parents for _, parents in drafts] if drafts else None,
+        "kv_heads": draw(st.sampled_from([1, 2, 3])),
+        "groups": draw(st.sampled_from([1, 2, 3, 4])),
+        "dims": draw(st.sampled_from([(16, 16), (8, 8), (24, 16), (40, 40)])),
+        "window": draw(st.sampled_from([None, None, 1, 6, 70])),
+        "chunk": draw(st.sampled_from([None, None, 8, 50])),
+        "softcap": draw(st.sampled_from([None, 20.0])),
+        "has_sinks": draw(st.booleans()),
+        "dtype": draw(st.sampled_from(list(TOLERANCES))),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+    }
+
+
+@settings(max_examples=40, phases=[p for p in Phase if p is not Phase.explain])
+@given(problems())
+def test_the_kernel_computes_what_torch_computes(problem: dict[str, Any]) -> None:
+    found, expected = (attend(problem, kernel) for kernel in (triton_attention, None))
+    assert found.shape == expected.shape and found.dtype == problem["dtype"]
+    assert float((found.float() - expected).norm() / expected.norm()) < TOLERANCES[problem["dtype"]]
+
+
+def attend(problem: dict[str, Any], kernel: Any) -> torch.Tensor:
+    """The kernel in the type asked for, or torch in float32 on the same rounded numbers."""
+    generator = torch.Generator().manual_seed(problem["seed"])
+    dtype = problem["dtype"] if kernel is not None else torch.float32
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(problem["dtype"]).to(dtype).to(DEVICE)
+
+    lengths, width, kv_heads = problem["lengths"], problem["width"], problem["kv_heads"]
+    heads, (dim, value_dim) = kv_heads * problem["groups"], problem["dims"]
+    slots = list(range(len(lengths) + 1))[::-1][: len(lengths)]
+    kv_cache = SlotKVCache(len(lengths) + 1, 200, DEVICE)
+    kv_cache._layers[0] = (
+        numbers(len(lengths) + 1, kv_heads, 200, dim),
+        numbers(len(lengths) + 1, kv_heads, 200, value_dim),
+    )
+    kv_cache.lengths[slots] = lengths
+    shape = None
+    if problem["parents"] is not None:
+        parents = np.tile(np.arange(-1, width - 1), (len(lengths), 1))
+        for b, row in enumerate(problem["parents"]):
+            parents[b, 1 : len(row) + 1] = np.array(row, np.int64) + 1
+        shape = TreeShape.build(parents)
+    rows = SlotRows.build(kv_cache, slots, width, DEVICE, shape)
+    rows.kernel = kernel
+    # As the layers of a model hand it over: transposed.
+    query = numbers(len(lengths), width, heads, dim).transpose(1, 2)
+    key, value = numbers(len(lengths), kv_heads, width, dim), numbers(len(lengths), kv_heads, width, value_dim)
+    chunked = SimpleNamespace(attention_chunk_size=problem["chunk"], layer_types=["chunked_attention"])
+    module: Any = SimpleNamespace(layer_idx=0, config=chunked if problem["chunk"] else None)
+    sinks = numbers(heads) if problem["has_sinks"] else None
+    out, _ = slot_attention(
+        module, query, key, value, None, 0.3, problem["window"], problem["softcap"], sinks, slot_rows=rows
+    )
+    return out
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Llama", "Mistral (sliding window)", "Gemma 2 (soft caps)", "gpt-oss (sinks)",
+                     "Llama 4 (chunks, temperature)", "DeepSeek-V3 (latent attention)"]
+)  # fmt: skip
+def test_models_say_the_same_with_the_kernel(architecture: str) -> None:
+    recorder = "as a CUDA graph" if HAS_GPU else "eagerly"
+    plain, static = pair_of_targets(tiny_model(architecture), recorder, num_slots=3, kernel=triton_attention)
+    random_walk(plain, static, seed=1, num_actions=10)
+    assert static.steps is not None and static.steps.failure is None
+
+
+def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.compile_kernels"],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    sizes = [int(size) for size in re.findall(r"(\d+) bytes", done.stdout)]
+    assert len(sizes) == 12 and max(sizes) <= 99 * 1024  # what a block may take on the smaller GPUs of these kinds
