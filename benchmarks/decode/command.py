@@ -31,6 +31,7 @@ from benchmarks.decode.steps import (
     copy_bytes_per_second,
     passes_of,
     time_steps,
+    tokens_said,
     weight_bytes,
 )
 from benchmarks.environment import head, model_facts, model_name
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = open_target(
         model,
         num_slots=max(args.batch),
-        max_length=max(args.context) + args.rounds * (max(args.draft) + 1) + 8,
+        max_length=max(args.context) + tokens_said(args.rounds, max(args.draft) + 1) + 8,
         max_draft_tokens=max(args.draft),
         enforce_eager=args.enforce_eager,
     )
@@ -76,11 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             known: list[list[int]] = [[] for _ in range(batch)]
             for draft in sorted({0, *args.draft}):
                 shape = Shape(batch, context, draft)
-                prompts = _prompts(args, batch, max(8, context - args.rounds * shape.width // 2), target.vocab_size)
+                num_tokens = tokens_said(args.rounds, shape.width)
+                prompts = _prompts(args, batch, max(8, context - num_tokens // 2), target.vocab_size)
                 if draft:  # the text the drafts are taken from begins where this prompt ends
-                    known = time_steps(
-                        target, prompts, Shape(batch, context, 0), args.rounds * shape.width, [], library
-                    ).outputs
+                    known = time_steps(target, prompts, Shape(batch, context, 0), num_tokens, [], library).outputs
                 timing = time_steps(target, prompts, shape, args.rounds, known, library)
                 num_changed += (
                     sum(

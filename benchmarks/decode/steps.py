@@ -102,6 +102,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def tokens_said(rounds: int, width: int) -> int:
+    """Most tokens that a row says in ``rounds`` timed steps, and in those that are not timed."""
+    return (rounds + -(-rounds // (_TURN - 1)) + 1) * width
+
+
 def time_steps(
     target: Target,
     prompts: Sequence[Tokens],
@@ -115,7 +120,7 @@ def time_steps(
     A turn is some of the one and then some of the other, the first of each not timed: it finds the caches full of what
     the other read.
 
-    ``known`` : what each prompt's request says, at least ``rounds * width`` tokens; with a draft of 0 it may be empty.
+    ``known`` : what each prompt's request says, as many tokens as `tokens_said`; with a draft of 0 it may be empty.
     ``library`` : the model of the bare forwards, as its library loads it.
     """
     timed = TimedTarget(target)
@@ -125,7 +130,7 @@ def time_steps(
         config=EngineConfig(max_num_seqs=target.num_slots),
         draft=DraftConfig(num_speculative_tokens=shape.draft),
     )
-    num_tokens = rounds * shape.width
+    num_tokens = tokens_said(rounds, shape.width)
     for row in range(shape.batch):
         sampling = SamplingParams(max_tokens=num_tokens + 2, temperature=0.0, ignore_eos=True)
         engine.submit(Request(request_id=str(row), prompt_token_ids=tuple(prompts[row].tolist()), sampling=sampling))

@@ -121,7 +121,10 @@ class Engine:
         )
         chosen = make_drafter(drafter, draft)
         if draft_model is not None:
-            chosen = Arbiter([chosen, load_draft_model(draft_model, target, codec, dtype=dtype, device=device)])
+            smaller = load_draft_model(
+                draft_model, target, codec, dtype=dtype, device=device, enforce_eager=config.enforce_eager
+            )
+            chosen = Arbiter([chosen, smaller])
         return cls(target, drafter=chosen, codec=codec, caches=caches, config=config, draft=draft)
 
     # -- from any thread ---------------------------------------------------------------------------------------------
