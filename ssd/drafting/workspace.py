@@ -123,6 +123,15 @@ def frame_at(address: int) -> Frame:
 
 
 @kernel
+def begin_state(address: int, state: int, prompt_length: int) -> None:
+    """What is kept of a request in the workspace at an address: nothing yet."""
+    words = int64_array(address, _FRAME_WORDS)
+    int64_array(words[_STATES] + 8 * STATE_INT64S * state, 1)[0] = NO_TABLE
+    forget_lessons(int64_array(words[_LESSONS] + 8 * LESSONS_INT64S * state, LESSONS_INT64S))
+    begin_prediction(int64_array(words[_PREDICTING] + 8 * PREDICTION_INT64S * state, PREDICTION_INT64S), prompt_length)
+
+
+@kernel
 def place(
     address: int, row: int, context: TokenIds, limit: int, state: int, is_new: bool, prompt_length: int, wish: int
 ) -> None:
@@ -136,11 +145,7 @@ def place(
     at[4] = prompt_length
     at[5:] = int64_array(wish, ROW_COLUMNS - 5)
     if is_new:
-        int64_array(words[_STATES] + 8 * STATE_INT64S * state, 1)[0] = NO_TABLE
-        forget_lessons(int64_array(words[_LESSONS] + 8 * LESSONS_INT64S * state, LESSONS_INT64S))
-        begin_prediction(
-            int64_array(words[_PREDICTING] + 8 * PREDICTION_INT64S * state, PREDICTION_INT64S), prompt_length
-        )
+        begin_state(address, state, prompt_length)
 
 
 class Wishes:
@@ -235,6 +240,13 @@ class Workspace:
             return state, False
         state = self._state_of[request_id] = self._free_states.pop()
         return state, True
+
+    def begun_state(self, request_id: str, prompt_length: int) -> int:
+        """Where what is kept of a request lies; begun here when nothing is yet."""
+        state, is_new = self.state_of(request_id)
+        if is_new:
+            begin_state(self.address, state, prompt_length)
+        return state
 
     def known_state(self, request_id: str) -> int | None:
         """Where what is kept of a request lies; None when nothing is."""
