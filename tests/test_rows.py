@@ -14,6 +14,7 @@ from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting.rows import RowDrafter, Text
 from ssd.drafting.workspace import NO_SNAPSHOT
 from ssd.retrieval.cache import CacheSet, SuffixCache
+from tests.reference.drafting import make_snapshot
 from tests.reference.rows import SlowRowDrafter
 
 WIDTH = 96
@@ -140,3 +141,10 @@ def test_more_rows_than_there_was_room_for(drafter: RowDrafter) -> None:
     drafts = drafter.draft([[5]] * count, lengths, rows, NO_SNAPSHOT, 0.0, is_seated=True)
     assert drafts is not None and len(drafts) == count and drafts[0] == drafts[-1] != []
     assert drafter.seat(texts, lengths.tolist())
+
+
+def test_more_segments_than_there_was_room_for(drafter: RowDrafter) -> None:
+    text, rows, lengths = seated(drafter, [1, 2, 4, 5])
+    snapshot = make_snapshot([[1, 2, 4, 5, 6, 8, 9, -1]] * 40)
+    assert drafter.draft([[5]], lengths, rows, snapshot, 0.0) == [[6, 8, 9]]
+    assert text.length == 4

@@ -180,9 +180,9 @@ def is_own(pool: Pool, sample: int) -> bool:
 
 @kernel
 def _find_in(text: TokenIds, start: int, stop: int, context: TokenIds, longest: int, hits: Hits) -> tuple[int, int]:
-    """Scan into ``hits``: how many, and the longest."""
+    """Scan into ``hits``: how many, and the longest. Counts are of the lengths up to ``longest``."""
     found = scan(text, start, stop, context, longest, hits.positions, hits.lengths)
-    hits.counts[:] = 0
+    hits.counts[: longest + 1] = 0
     most = 0
     for i in range(found):
         hits.counts[hits.lengths[i]] += 1
@@ -196,8 +196,11 @@ def _take_scanned(
 ) -> tuple[int, int]:
     """Add the most recent hits that agree on ``length`` tokens or more but fewer than ``below``: (size, taken) then."""
     new = 0
-    for agreeing in range(length, min(below, len(hits.counts))):
-        new += hits.counts[agreeing]
+    if found > 0:
+        for agreeing in range(length, below):
+            new += hits.counts[agreeing]
+    if new == 0:
+        return size, taken
     room = min(new, MAX_SCANNED_SAMPLES - taken)
     recency = np.int64(_OWN_RECENCY if kind == _OWN else _TAIL_RECENCY)
     stop = size + room
@@ -230,12 +233,15 @@ def _take_segments(
     stride = (new + room - 1) // room
     for lane in range(num_lanes - 1, -1, -1):
         here = num_new(walkers, lane)
+        if here == 0:
+            continue
         samples = (here + stride - 1) // stride
-        if samples == 0 or taken + samples > 2 * MAX_SEGMENT_SAMPLES:
+        if taken + samples > 2 * MAX_SEGMENT_SAMPLES:
             continue
         width, base = width_of(lanes, lane), np.int64(_RING_RECENCY if lane >= static_lanes else 0)
         for i in range(samples):
-            position = position_at(lanes, lane, new_rank(lanes, walkers, lane, i * here // samples))
+            number = i if stride == 1 else i * here // samples
+            position = position_at(lanes, lane, new_rank(lanes, walkers, lane, number))
             pool.kind[size] = _IN_SEGMENT
             pool.at[size] = code_address(lanes, lane, position)
             pool.width[size] = width
@@ -277,7 +283,7 @@ def gather(
     num_tail, index_length = _find_in(texts.ring, texts.tail_start, texts.tail_stop, context, longest, tail)
     index_length = max(index_length, longest_in_lanes(lanes, num_lanes))
     length, num_levels, other = max(own_length, index_length), 0, min(own_length, index_length)
-    size, below, support = 0, MAX_MATCH_LENGTH + 1, 0.0
+    size, below, support = 0, longest + 1, 0.0
     own_taken, tail_taken, segments_taken = 0, 0, 0
     while length >= max(1, min_length) and num_levels < max_levels:
         first = size

@@ -109,13 +109,14 @@ def _keep_greatest(votes: Votes, size: int, most: int, num_levels: int, predicte
     for row in range(size):
         cast, greatest, sum_votes, sum_support = votes.by_token[row], 0.0, 0.0, 0.0
         for level in range(num_levels):
-            sum_votes += cast[INDEX_VOTES + level] + cast[OWN_VOTES + level]
+            here = cast[INDEX_VOTES + level] + cast[OWN_VOTES + level]
             sum_support += votes.support[0, level] + votes.support[1, level]
-            if sum_support > 0.0:
+            if here > 0.0:  # without a vote the share does not grow
+                sum_votes += here
                 greatest = max(greatest, sum_votes / sum_support)
-        if index_top < NOWHERE:
+        if index_top < NOWHERE and cast[INDEX_VOTES + index_top] > 0.0:
             greatest = max(greatest, cast[INDEX_VOTES + index_top] / votes.support[0, index_top])
-        if own_top < NOWHERE:
+        if own_top < NOWHERE and cast[OWN_VOTES + own_top] > 0.0:
             greatest = max(greatest, cast[OWN_VOTES + own_top] / votes.support[1, own_top])
         cast[_GREATEST] = 2.0 if votes.tokens[row] == predicted else greatest
     for place in range(most):

@@ -214,15 +214,16 @@ class Workspace:
 
     def _make_rows(self, count: int) -> None:
         self._num_rows = self._words[_NUM_ROWS] = count
-        self._tokens = np.empty((count, MAX_DRAFT), np.int32)
-        self._probabilities = np.empty((count, MAX_DRAFT), np.float64)
-        self._parents = np.empty((count, MAX_DRAFT), np.int32)
-        self._results = np.zeros((count, RESULT_COLUMNS), np.int64)
+        tokens, parents = np.empty((count, MAX_DRAFT), np.int32), np.empty((count, MAX_DRAFT), np.int32)
+        probabilities, results = np.empty((count, MAX_DRAFT), np.float64), np.zeros((count, RESULT_COLUMNS), np.int64)
+        # Views of each row, made once: they are read at every step.
+        self._tokens, self._parents, self._probabilities = list(tokens), list(parents), list(probabilities)
+        self._results = memoryview(results.reshape(-1))  # type: ignore[arg-type]
         self._put(_ROWS, np.zeros((count, ROW_COLUMNS), np.int64))
-        self._put(_TOKENS, self._tokens)
-        self._put(_PROBABILITIES, self._probabilities)
-        self._put(_PARENTS, self._parents)
-        self._put(_RESULTS, self._results)
+        self._put(_TOKENS, tokens)
+        self._put(_PROBABILITIES, probabilities)
+        self._put(_PARENTS, parents)
+        self._put(_RESULTS, results)
 
     def room_for(self, num_requests: int, snapshot: Snapshot) -> None:
         """Grow, if a call for so many requests of ``snapshot`` asks for it."""
@@ -264,12 +265,12 @@ class Workspace:
 
     def draft(self, row: int, *, with_probabilities: bool = False) -> Draft:
         """The draft that a kernel wrote in ``row``."""
-        size, match_length, source, is_tree = self._results[row].tolist()
+        size, match_length, source, is_tree = self._results[RESULT_COLUMNS * row : RESULT_COLUMNS * (row + 1)].tolist()
         if size == 0:
             return EMPTY_DRAFT
-        estimates = self._probabilities[row, :size].copy() if with_probabilities else None
-        parents = self._parents[row, :size].copy() if is_tree else None
-        return Draft(self._tokens[row, :size].copy(), match_length, SOURCES[source], estimates, parents)
+        estimates = self._probabilities[row][:size].copy() if with_probabilities else None
+        parents = self._parents[row][:size].copy() if is_tree else None
+        return Draft(self._tokens[row][:size].copy(), match_length, SOURCES[source], estimates, parents)
 
 
 def contiguous(context: TokenIds) -> TokenIds:
