@@ -15,6 +15,7 @@ from ssd.drafting.acceptance import (
     INPUTS,
     LENGTHS,
     LEVEL,
+    LEVEL_VIEWS,
     OFFSETS,
     ORIGINS,
     OWN,
@@ -36,7 +37,7 @@ from ssd.drafting.acceptance import (
     support_bucket,
     weight_set,
 )
-from ssd.drafting.evidence import MAX_LEVELS, Levels, origin_of, own_position
+from ssd.drafting.evidence import MAX_LEVELS, Levels, Pool, Texts, next_token, origin_of, own_position
 from ssd.drafting.votes import (
     INDEX_VOTES,
     MAX_CANDIDATES,
@@ -49,9 +50,11 @@ from ssd.drafting.votes import (
     tops,
     votes_at,
 )
-from ssd.retrieval.memory import Int64s, float64_array, inlined, int64_array
+from ssd.retrieval.memory import Int64s, float64_array, inlined, int64_array, prefetch
 
 CANDIDATES_WORDS: Final = VOTES_WORDS + MAX_CANDIDATES * (INPUTS + 2) + 3 * MAX_LEVELS
+
+assert MAX_LEVELS <= LEVEL_VIEWS, "a level without a view"
 
 
 class Candidates(NamedTuple):
@@ -168,6 +171,24 @@ def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model
         inputs[BEFORE] = OFFSETS[BEFORE] + hash_of(at.before) * COARSE_LENGTHS * COARSE_SHARES + coarse
         inputs[PAIR] = OFFSETS[PAIR] + hash_of_pair(at.before, token) * COARSE_LENGTHS * COARSE_SHARES + coarse
         found.sets[row], found.chances[row] = chosen, chance_of(model, inputs, chosen)
+
+
+@inlined
+def bring_near(
+    texts: Texts, pool: Pool, sample: int, passed: int, run: int, before: int, model: Model, found: Candidates
+) -> None:
+    """Have what ``judge_again`` looks up at the next ``run`` positions brought near, where all say what a sample says.
+
+    The tables are larger than the near caches. ``before`` : the token before the first of them.
+    """
+    rows, log_odds = COARSE_LENGTHS * COARSE_SHARES, model.log_odds.ctypes.data
+    coarse = (found.inputs[0, TOKEN] - OFFSETS[TOKEN]) % rows
+    for ahead in range(run):
+        token = next_token(pool, sample, passed + ahead, texts)
+        prefetch(log_odds + 8 * (OFFSETS[TOKEN] + hash_of(token) * rows + coarse))
+        prefetch(log_odds + 8 * (OFFSETS[BEFORE] + hash_of(before) * rows + coarse))
+        prefetch(log_odds + 8 * (OFFSETS[PAIR] + hash_of_pair(before, token) * rows + coarse))
+        before = token
 
 
 @inlined

@@ -43,7 +43,7 @@ _TAIL_RECENCY: Final = 1 << 61
 _RING_RECENCY: Final = 1 << 60  # of ring-born segments; static ones are older than anything
 _SEGMENT_BITS: Final = 40
 
-_IN_SEGMENT: Final = 0
+IN_SEGMENT: Final = 0
 _IN_TAIL: Final = 1
 _OWN: Final = 2
 
@@ -136,7 +136,7 @@ def next_token(pool: Pool, sample: int, depth: int, texts: Texts) -> int:
     repetition is taken to go on.
     """
     kind, at = pool.kind[sample], pool.at[sample]
-    if kind == _IN_SEGMENT:
+    if kind == IN_SEGMENT:
         width = pool.width[sample]
         code = load_uint32(at + width * depth) & ((1 << (8 * width)) - 1)
         return code - 1  # type: ignore[no-any-return]
@@ -151,7 +151,7 @@ def next_token(pool: Pool, sample: int, depth: int, texts: Texts) -> int:
 @inlined
 def move_sample(pool: Pool, sample: int, tokens: int) -> None:
     """Put a sample ``tokens`` places further; its sequence must not end before."""
-    pool.at[sample] += tokens * (pool.width[sample] if pool.kind[sample] == _IN_SEGMENT else 1)
+    pool.at[sample] += tokens * (pool.width[sample] if pool.kind[sample] == IN_SEGMENT else 1)
 
 
 @inlined
@@ -242,7 +242,7 @@ def _take_segments(
         for i in range(samples):
             number = i if stride == 1 else i * here // samples
             position = position_at(lanes, lane, new_rank(lanes, walkers, lane, number))
-            pool.kind[size] = _IN_SEGMENT
+            pool.kind[size] = IN_SEGMENT
             pool.at[size] = code_address(lanes, lane, position)
             pool.width[size] = width
             prefetch(pool.at[size])

@@ -18,7 +18,8 @@ from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.expansion import MAX_DRAFT
 from ssd.drafting.rows_kernel import BATCH_WORDS, NO_ROOM, NOT_SEATED, TEXT_WORDS, draft_rows, goes_on, take_over
 from ssd.drafting.step_cost import StepCost
-from ssd.drafting.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
+from ssd.drafting.wishes import contiguous
+from ssd.drafting.workspace import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import Snapshot, address
 

@@ -29,7 +29,6 @@ _OWN_NEWEST: Final = 4
 _INDEX_SAYS: Final = 5
 _OWN_SAYS: Final = 6
 _SUMMARY_WORDS: Final = 7
-
 VOTES_WORDS: Final = MAX_SAMPLES + _MOST_TOKENS * (1 + _COLUMNS) + 2 * MAX_LEVELS + _SUMMARY_WORDS
 
 
@@ -193,20 +192,9 @@ def count_votes(
 
 
 @inlined
-def same_voice(texts: Texts, pool: Pool, alive: Int64s, num_alive: int, passed: int, votes: Votes) -> bool:
-    """Where the last count was of the same samples and found one token: whether they again all say one, and count it.
-
-    Most positions of a long draft are so, and most of a count is the same as before. O(samples).
-    """
-    first, differ = next_token(pool, alive[0], passed, texts), 0
-    for i in range(num_alive):
-        token = next_token(pool, alive[i], passed, texts)
-        votes.nexts[i] = token
-        differ |= token ^ first
-    if differ != 0 or first < 0:
-        return False
-    votes.tokens[0] = first
+def count_again(token: int, votes: Votes) -> None:
+    """Where the last count was of the same samples and found one token: all of them say ``token`` now."""
+    votes.tokens[0] = token
     summary = votes.summary
-    summary[_INDEX_SAYS] = first if summary[_INDEX_TOP] < NOWHERE else NOTHING
-    summary[_OWN_SAYS] = first if summary[_OWN_TOP] < NOWHERE else NOTHING
-    return True
+    summary[_INDEX_SAYS] = token if summary[_INDEX_TOP] < NOWHERE else NOTHING
+    summary[_OWN_SAYS] = token if summary[_OWN_TOP] < NOWHERE else NOTHING

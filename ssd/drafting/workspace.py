@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,11 +24,12 @@ from ssd.drafting.evidence import (
 from ssd.drafting.expansion import EXPANSION_WORDS, MAX_DRAFT, SOURCES
 from ssd.drafting.lessons import LESSONS_INT64S, forget_lessons
 from ssd.drafting.prediction import PREDICTION_INT64S, begin_prediction
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
+from ssd.drafting.wishes import Wishes, contiguous
 from ssd.errors import ConfigError
 from ssd.retrieval.lanes import LANE_COLUMNS, WALKER_COLUMNS
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
-from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
+from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES
 from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, address, make_snapshot
 
 ROW_COLUMNS: Final = 10
@@ -67,8 +68,6 @@ _LESSONS: Final = 19
 _PREDICTING: Final = 20
 _FRAME_WORDS: Final = 21
 
-_INT32 = np.dtype(np.int32)
-NO_TOKENS = np.zeros(0, np.int32)
 NO_SNAPSHOT = make_snapshot(0, (), np.zeros((0, TABLE_COLUMNS), np.int64), np.zeros(1, np.int32), 0, 0)
 
 
@@ -148,27 +147,6 @@ def place(
         begin_state(address, state, prompt_length)
 
 
-class Wishes:
-    """What a request asks for beyond the usual, as the kernels take it: prediction, prices, a tree.
-
-    ``address`` : of int64[5], the last columns of a row. Keeps alive what these point to.
-    """
-
-    def __init__(self, prices: Prices, prediction: TokenIds | None = None, tree: bool = False) -> None:
-        self._prices = np.ascontiguousarray(prices, np.float64)
-        self._prediction = NO_TOKENS if prediction is None else contiguous(prediction)
-        held, asked = self._prediction, self._prices
-        self._words = np.array([address(held), len(held), address(asked), len(asked), int(tree)], np.int64)
-        self.address = address(self._words)
-
-    def of(self, request: DraftRequest) -> Wishes:
-        """Those of a request; itself, the usual ones, when it has none of its own."""
-        if request.prices is None and request.prediction is None and not request.tree:
-            return self
-        prices = self._prices if request.prices is None or not len(request.prices) else request.prices
-        return Wishes(prices, request.prediction, request.tree)
-
-
 class Workspace:
     """Rows, results and scratch memory of one drafter; grows, never shrinks. ``address`` : of the frame's words."""
 
@@ -219,6 +197,8 @@ class Workspace:
         # Views of each row, made once: they are read at every step.
         self._tokens, self._parents, self._probabilities = list(tokens), list(parents), list(probabilities)
         self._results = memoryview(results.reshape(-1))  # type: ignore[arg-type]
+        self.spare = [Wishes(np.zeros(1)) for _ in range(count)]
+        """Of each row, wishes that are written anew at every call."""
         self._put(_ROWS, np.zeros((count, ROW_COLUMNS), np.int64))
         self._put(_TOKENS, tokens)
         self._put(_PROBABILITIES, probabilities)
@@ -258,7 +238,7 @@ class Workspace:
         held = []
         for row, request in enumerate(requests):
             context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
-            wishes = usual.of(request)
+            wishes = usual.of(request, self.spare[row])
             held.append((context, wishes))
             place(self.address, row, context, request.limit, state, is_new, request.prompt_length, wishes.address)
         return held
@@ -273,40 +253,8 @@ class Workspace:
         return Draft(self._tokens[row][:size].copy(), match_length, SOURCES[source], estimates, parents)
 
 
-def contiguous(context: TokenIds) -> TokenIds:
-    """``context`` as the kernels take it: itself, or a copy. Ids that int32 cannot hold become -1, which is no token.
-
-    A copy also of what is read-only: the kernels are compiled for one kind of array.
-    """
-    flags = context.flags
-    if context.dtype is _INT32 and flags.c_contiguous and flags.writeable:
-        return context
-    context = as_context(context)
-    return context if context.flags.writeable else context.copy()
-
-
 def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
     """These, the second at least 1. Raises ConfigError where the kernels have no room for the first."""
     if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
         raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
     return max_match_length, max(1, min_match_length)
-
-
-def propose_by_snapshot(
-    requests: Sequence[DraftRequest], propose: Callable[[Snapshot, Sequence[DraftRequest]], list[Draft]]
-) -> list[Draft]:
-    """Call ``propose`` once for the requests of each snapshot; no snapshot is an empty one. Drafts in order."""
-    if not requests:
-        return []
-    snapshot = requests[0].snapshot
-    if all(request.snapshot is snapshot for request in requests):
-        return propose(snapshot or NO_SNAPSHOT, requests)
-    members: dict[int, list[int]] = {}
-    for i, request in enumerate(requests):
-        members.setdefault(id(request.snapshot), []).append(i)
-    drafts = [EMPTY_DRAFT] * len(requests)
-    for indices in members.values():
-        same = [requests[i] for i in indices]
-        for i, draft in zip(indices, propose(same[0].snapshot or NO_SNAPSHOT, same), strict=True):
-            drafts[i] = draft
-    return drafts
