@@ -288,7 +288,7 @@ def test_every_request_is_learned_once_however_rows_move(data: st.DataObject) ->
             assert (request is not None) or row.num_new == 0
             if request is not None:
                 assert request.begins(row.tokens)
-                request.follow(row)
+                request.take_over(row.tokens, row.num_new)
         assert len({id(request) for request in found if request is not None}) == sum(r is not None for r in found)
     truth.update(tuple(request.text) for request in batch.requests.values() if request.said)
     note(table.end_all())
@@ -522,7 +522,7 @@ def test_a_redis_log_is_shared_with_our_server(redis_server: RedisServer) -> Non
         learner = proposer._learner
         assert learner is not None
         caches.get().append(ours.prompt + ours.output, prompt_length=len(ours.prompt))
-        wait_until(lambda: learner.namespace.snapshot().num_tokens > 0)
+        wait_until(lambda: learner.namespace.cache.snapshot().num_tokens > 0)
         batch = VllmBatch()
         batch.add("a", ours)
         batch.step(proposer)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
-from ssd.integrations.step_cost import StepCost
+from ssd.drafting.step_cost import StepCost
+from tests.reference.step_cost import SlowStepCost
 
 
 def draft(*probabilities: float) -> Draft:
@@ -64,8 +65,7 @@ def test_a_position_has_a_price_once_its_cost_is_known() -> None:
 def test_no_other_beginnings_give_more_tokens_per_second(
     rows: list[list[float]], fixed: float, per_position: float
 ) -> None:
-    cost = StepCost()
-    cost.fixed_s, cost.per_position_s = fixed, per_position
+    cost = StepCost(fixed, per_position)
 
     def rate(lengths: tuple[int, ...]) -> float:
         expected = sum(1 + sum(np.cumprod(row[:n])) for row, n in zip(rows, lengths, strict=True))
@@ -74,3 +74,27 @@ def test_no_other_beginnings_give_more_tokens_per_second(
     got = tuple(len(cut.token_ids) for cut in cost.paying([draft(*row) for row in rows]))
     best = max(map(rate, itertools.product(*(range(len(row) + 1) for row in rows))))
     assert rate(got) >= best * (1 - 1e-9)
+
+
+steps = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20), st.floats(1e-4, 1.0)), max_size=40)
+
+
+@given(steps, st.lists(chances, min_size=1, max_size=4))
+def test_what_is_learned_and_what_is_cut_are_those_of_the_twin(
+    seen: list[tuple[int, int, float]], rows: list[list[float]]
+) -> None:
+    cost, slow = StepCost(), SlowStepCost()
+    for step in seen:
+        cost.observe(*step)
+        slow.observe(*step)
+        assert (cost.fixed_s, cost.per_position_s) == (
+            pytest.approx(slow.fixed_s, abs=1e-12),
+            pytest.approx(slow.per_position_s, abs=1e-12),
+        )
+    price, expected = cost.prices(len(rows)), slow.prices(len(rows))
+    assert (price is None) == (expected is None)
+    if price is not None and expected is not None:
+        assert price == pytest.approx(expected)
+    drafts = [draft(*row) for row in rows]
+    got, want = cost.paying(drafts), slow.paying(drafts)
+    assert [len(cut.token_ids) for cut in got] == [len(cut.token_ids) for cut in want]

@@ -37,7 +37,7 @@ from ssd.drafting.acceptance import (
     support_bucket,
     weight_set,
 )
-from ssd.drafting.evidence import Levels, origin_of, own_position
+from ssd.drafting.evidence import MAX_LEVELS, Levels, Pool, Texts, next_token, origin_of, own_position
 from ssd.drafting.votes import (
     INDEX_VOTES,
     MAX_CANDIDATES,
@@ -50,9 +50,11 @@ from ssd.drafting.votes import (
     tops,
     votes_at,
 )
-from ssd.retrieval.memory import Int64s, float64_array, inlined, int64_array
+from ssd.retrieval.memory import Int64s, float64_array, inlined, int64_array, prefetch
 
-CANDIDATES_WORDS: Final = VOTES_WORDS + MAX_CANDIDATES * (INPUTS + 2)
+CANDIDATES_WORDS: Final = VOTES_WORDS + MAX_CANDIDATES * (INPUTS + 2) + 3 * MAX_LEVELS
+
+assert MAX_LEVELS <= LEVEL_VIEWS, "a level without a view"
 
 
 class Candidates(NamedTuple):
@@ -60,12 +62,18 @@ class Candidates(NamedTuple):
 
     Of each: ``inputs`` : int64[MAX_CANDIDATES, INPUTS], its table entries, ``sets`` : its weight set, ``chances`` :
     float64, what the model says.
+
+    Scratch of ``judge``, of each level with a place: ``filled`` : which one, ``keys`` : buckets of length and support,
+    ``supports`` : float64, places down to it.
     """
 
     votes: Votes
     inputs: Int64s
     sets: Int64s
     chances: npt.NDArray[np.float64]
+    filled: Int64s
+    keys: Int64s
+    supports: npt.NDArray[np.float64]
 
 
 @inlined
@@ -73,11 +81,15 @@ def candidates_at(address: int) -> Candidates:
     """The candidates in the CANDIDATES_WORDS words at ``address``."""
     inputs = address + 8 * VOTES_WORDS
     sets = inputs + 8 * MAX_CANDIDATES * INPUTS
+    filled = sets + 16 * MAX_CANDIDATES
     return Candidates(
         votes_at(address),
         int64_array(inputs, MAX_CANDIDATES * INPUTS).reshape((MAX_CANDIDATES, INPUTS)),
         int64_array(sets, MAX_CANDIDATES),
         float64_array(sets + 8 * MAX_CANDIDATES, MAX_CANDIDATES),
+        int64_array(filled, MAX_LEVELS),
+        int64_array(filled + 8 * MAX_LEVELS, MAX_LEVELS),
+        float64_array(filled + 16 * MAX_LEVELS, MAX_LEVELS),
     )
 
 
@@ -118,6 +130,19 @@ def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model
     index_says, own_says = newest_say(votes)
     origin = origin_of(index_newest)
     in_output = own_newest >= 0 and own_position(own_newest) >= at.prompt_length
+    # What is the same for all of them comes first: of each level that has a place, which one it is and its key.
+    filled, keys, num_filled = found.filled, found.keys, 0
+    sum_support = 0.0
+    for level in range(num_levels):
+        here = votes.support[0, level] + votes.support[1, level]
+        if here <= 0.0:
+            continue  # the same places as at the longer match
+        sum_support += here
+        bucket = length_bucket(levels.lengths[level] + at.passed)
+        filled[num_filled], found.supports[num_filled] = level, sum_support
+        keys[num_filled] = bucket * SUPPORTS + support_bucket(sum_support)
+        num_filled += 1
+    chosen = weight_set(own_top < NOWHERE, index_top < NOWHERE, at.predicted >= 0, num_filled, at.depth)
     for row in range(size):
         token, cast, inputs = votes.tokens[row], votes.by_token[row], found.inputs[row]
         inputs[:] = -1
@@ -131,28 +156,39 @@ def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model
         if at.predicted >= 0:
             key = length_bucket(at.agreed) * 2 + int(at.is_fresh)
             inputs[PREDICTION] = OFFSETS[PREDICTION] + key * 2 + int(at.predicted == token)
-        sum_votes, sum_support, num_filled, length, voted = 0.0, 0.0, 0, 0, 0
-        for level in range(num_levels):
-            here = votes.support[0, level] + votes.support[1, level]
-            if here <= 0.0:
-                continue  # the same places as at the longer match
+        sum_votes, length, voted = 0.0, 0, 0
+        for view in range(num_filled):
+            level = filled[view]
             sum_votes += cast[INDEX_VOTES + level] + cast[OWN_VOTES + level]
-            sum_support += here
-            bucket, share = length_bucket(levels.lengths[level] + at.passed), share_bucket(sum_votes, sum_support)
-            if num_filled < LEVEL_VIEWS:
-                view = LEVEL + num_filled
-                inputs[view] = OFFSETS[view] + (bucket * SUPPORTS + support_bucket(sum_support)) * SHARES + share
+            share = share_bucket(sum_votes, found.supports[view])
+            inputs[LEVEL + view] = OFFSETS[LEVEL + view] + keys[view] * SHARES + share
             if voted == 0:
-                length, voted = bucket, share
-            num_filled += 1
+                length, voted = keys[view] // SUPPORTS, share
         key = length * SHARES + voted
         inputs[REQUEST] = OFFSETS[REQUEST] + at.mood * LENGTHS * SHARES + key
         coarse = coarse_length(length) * COARSE_SHARES + coarse_share(voted)
         inputs[TOKEN] = OFFSETS[TOKEN] + hash_of(token) * COARSE_LENGTHS * COARSE_SHARES + coarse
         inputs[BEFORE] = OFFSETS[BEFORE] + hash_of(at.before) * COARSE_LENGTHS * COARSE_SHARES + coarse
         inputs[PAIR] = OFFSETS[PAIR] + hash_of_pair(at.before, token) * COARSE_LENGTHS * COARSE_SHARES + coarse
-        chosen = weight_set(own_top < NOWHERE, index_top < NOWHERE, at.predicted >= 0, num_filled, at.depth)
         found.sets[row], found.chances[row] = chosen, chance_of(model, inputs, chosen)
+
+
+@inlined
+def bring_near(
+    texts: Texts, pool: Pool, sample: int, passed: int, run: int, before: int, model: Model, found: Candidates
+) -> None:
+    """Have what ``judge_again`` looks up at the next ``run`` positions brought near, where all say what a sample says.
+
+    The tables are larger than the near caches. ``before`` : the token before the first of them.
+    """
+    rows, log_odds = COARSE_LENGTHS * COARSE_SHARES, model.log_odds.ctypes.data
+    coarse = (found.inputs[0, TOKEN] - OFFSETS[TOKEN]) % rows
+    for ahead in range(run):
+        token = next_token(pool, sample, passed + ahead, texts)
+        prefetch(log_odds + 8 * (OFFSETS[TOKEN] + hash_of(token) * rows + coarse))
+        prefetch(log_odds + 8 * (OFFSETS[BEFORE] + hash_of(before) * rows + coarse))
+        prefetch(log_odds + 8 * (OFFSETS[PAIR] + hash_of_pair(before, token) * rows + coarse))
+        before = token
 
 
 @inlined

@@ -43,7 +43,7 @@ _TAIL_RECENCY: Final = 1 << 61
 _RING_RECENCY: Final = 1 << 60  # of ring-born segments; static ones are older than anything
 _SEGMENT_BITS: Final = 40
 
-_IN_SEGMENT: Final = 0
+IN_SEGMENT: Final = 0
 _IN_TAIL: Final = 1
 _OWN: Final = 2
 
@@ -136,7 +136,7 @@ def next_token(pool: Pool, sample: int, depth: int, texts: Texts) -> int:
     repetition is taken to go on.
     """
     kind, at = pool.kind[sample], pool.at[sample]
-    if kind == _IN_SEGMENT:
+    if kind == IN_SEGMENT:
         width = pool.width[sample]
         code = load_uint32(at + width * depth) & ((1 << (8 * width)) - 1)
         return code - 1  # type: ignore[no-any-return]
@@ -151,7 +151,7 @@ def next_token(pool: Pool, sample: int, depth: int, texts: Texts) -> int:
 @inlined
 def move_sample(pool: Pool, sample: int, tokens: int) -> None:
     """Put a sample ``tokens`` places further; its sequence must not end before."""
-    pool.at[sample] += tokens * (pool.width[sample] if pool.kind[sample] == _IN_SEGMENT else 1)
+    pool.at[sample] += tokens * (pool.width[sample] if pool.kind[sample] == IN_SEGMENT else 1)
 
 
 @inlined
@@ -180,9 +180,9 @@ def is_own(pool: Pool, sample: int) -> bool:
 
 @kernel
 def _find_in(text: TokenIds, start: int, stop: int, context: TokenIds, longest: int, hits: Hits) -> tuple[int, int]:
-    """Scan into ``hits``: how many, and the longest."""
+    """Scan into ``hits``: how many, and the longest. Counts are of the lengths up to ``longest``."""
     found = scan(text, start, stop, context, longest, hits.positions, hits.lengths)
-    hits.counts[:] = 0
+    hits.counts[: longest + 1] = 0
     most = 0
     for i in range(found):
         hits.counts[hits.lengths[i]] += 1
@@ -196,8 +196,11 @@ def _take_scanned(
 ) -> tuple[int, int]:
     """Add the most recent hits that agree on ``length`` tokens or more but fewer than ``below``: (size, taken) then."""
     new = 0
-    for agreeing in range(length, min(below, len(hits.counts))):
-        new += hits.counts[agreeing]
+    if found > 0:
+        for agreeing in range(length, below):
+            new += hits.counts[agreeing]
+    if new == 0:
+        return size, taken
     room = min(new, MAX_SCANNED_SAMPLES - taken)
     recency = np.int64(_OWN_RECENCY if kind == _OWN else _TAIL_RECENCY)
     stop = size + room
@@ -230,13 +233,16 @@ def _take_segments(
     stride = (new + room - 1) // room
     for lane in range(num_lanes - 1, -1, -1):
         here = num_new(walkers, lane)
+        if here == 0:
+            continue
         samples = (here + stride - 1) // stride
-        if samples == 0 or taken + samples > 2 * MAX_SEGMENT_SAMPLES:
+        if taken + samples > 2 * MAX_SEGMENT_SAMPLES:
             continue
         width, base = width_of(lanes, lane), np.int64(_RING_RECENCY if lane >= static_lanes else 0)
         for i in range(samples):
-            position = position_at(lanes, lane, new_rank(lanes, walkers, lane, i * here // samples))
-            pool.kind[size] = _IN_SEGMENT
+            number = i if stride == 1 else i * here // samples
+            position = position_at(lanes, lane, new_rank(lanes, walkers, lane, number))
+            pool.kind[size] = IN_SEGMENT
             pool.at[size] = code_address(lanes, lane, position)
             pool.width[size] = width
             prefetch(pool.at[size])
@@ -277,7 +283,7 @@ def gather(
     num_tail, index_length = _find_in(texts.ring, texts.tail_start, texts.tail_stop, context, longest, tail)
     index_length = max(index_length, longest_in_lanes(lanes, num_lanes))
     length, num_levels, other = max(own_length, index_length), 0, min(own_length, index_length)
-    size, below, support = 0, MAX_MATCH_LENGTH + 1, 0.0
+    size, below, support = 0, longest + 1, 0.0
     own_taken, tail_taken, segments_taken = 0, 0, 0
     while length >= max(1, min_length) and num_levels < max_levels:
         first = size

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.drafting.acceptance import INPUTS, Model
-from ssd.drafting.candidates import Candidates, Position, judge, judge_again
+from ssd.drafting.candidates import Candidates, Position, bring_near, judge, judge_again
 from ssd.drafting.evidence import MAX_SAMPLES, NOTHING, Levels, Pool, Texts, next_token
 from ssd.drafting.lessons import add_lesson, mood_of
-from ssd.drafting.votes import MAX_CANDIDATES, count_votes, same_voice, votes_by_source
+from ssd.drafting.voices import same_voice
+from ssd.drafting.votes import MAX_CANDIDATES, count_again, count_votes, votes_by_source
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int64_array, kernel
 
 MAX_DRAFT: Final = 128
@@ -142,15 +143,20 @@ def chain(
     follows = begin == 0 or space.nodes[0, _FOLLOWS] == 1
     product = 1.0 if begin == 0 else space.products[0]
     before = int(np.int64(texts.context[-1]))
-    mood, votes, size, is_unanimous = mood_of(lessons), found.votes, 0, False
+    mood, votes, size = mood_of(lessons), found.votes, 0
+    is_unanimous, run = False, 0  # the last count found one token; so many more it is known to find one
     for depth in range(begin, wish.limit + 1):
         predicted = _predicted(wish, depth) if follows else NOTHING
         at = Position(
             depth, depth - begin, before, predicted, wish.agreed + depth, wish.is_fresh, mood, wish.prompt_length
         )
-        is_again = is_unanimous and same_voice(texts, pool, alive, count, depth - begin, votes)
+        if is_unanimous and run == 0:
+            run = same_voice(texts, pool, alive, count, depth - begin, wish.limit + 1 - depth)
+            bring_near(texts, pool, alive[0], depth - begin, run, before, model, found)
+        is_again = is_unanimous and run > 0
         if is_again:
-            size = 1
+            size, run = 1, run - 1
+            count_again(next_token(pool, alive[0], depth - begin, texts), votes)
             judge_again(levels, num_levels, at, model, found)
         else:
             size = count_votes(

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ssd.drafting.by_snapshot import propose_by_snapshot
 from ssd.drafting.frequency_kernel import make_continuations, propose_frequency
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.workspace import Wishes, Workspace, checked_lengths, propose_by_snapshot
+from ssd.drafting.wishes import Wishes
+from ssd.drafting.workspace import Workspace, checked_lengths
 from ssd.retrieval.snapshot import Snapshot
 
 _USUAL = Wishes(np.zeros(1))

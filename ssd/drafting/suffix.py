@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.by_snapshot import propose_by_snapshot
 from ssd.drafting.protocol import Draft, DraftRequest, TokenIds
 from ssd.drafting.suffix_kernel import end_request, propose_suffix, propose_suffix_one
-from ssd.drafting.workspace import NO_SNAPSHOT, Wishes, Workspace, checked_lengths, contiguous, propose_by_snapshot
+from ssd.drafting.wishes import Wishes, contiguous
+from ssd.drafting.workspace import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import Snapshot
 
 
@@ -33,10 +36,11 @@ class SuffixDrafter:
 
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
-        self._lengths = checked_lengths(max_match_length, min_match_length)
+        self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
         self._usual = Wishes(np.array([price]))
         self._workspace = Workspace()
-        self._own_model = AcceptanceModel()
+        self._own_model = self._model = AcceptanceModel()
+        self._companion: Companion | None = None  # whose model was asked for the last time
         self._verified: dict[str, tuple[int, TokenIds]] = {}
         self._models: dict[str, AcceptanceModel] = {}
 
@@ -45,7 +49,9 @@ class SuffixDrafter:
         companion = None if snapshot is None else snapshot.companion
         if companion is None:
             return self._own_model
-        return companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
+        if companion is not self._companion:
+            self._companion, self._model = companion, companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
+        return self._model
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
@@ -56,7 +62,11 @@ class SuffixDrafter:
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
-        model, context, wishes = self.model_of(request.snapshot), contiguous(request.context), self._usual.of(request)
+        model, context, wishes = (
+            self.model_of(request.snapshot),
+            contiguous(request.context),
+            self._usual.of(request, workspace.spare[0]),
+        )
         state, is_new = workspace.state_of(request.request_id)
         if is_new:
             self._models[request.request_id] = model
@@ -70,7 +80,8 @@ class SuffixDrafter:
             is_new,
             request.prompt_length,
             wishes.address,
-            *self._lengths,
+            self._longest,
+            self._shortest,
         )
         return workspace.draft(0, with_probabilities=True)
 
@@ -80,7 +91,7 @@ class SuffixDrafter:
         held = workspace.fill(requests, self._usual)
         model = self.model_of(requests[0].snapshot)
         self._models.update((request.request_id, model) for request in requests)
-        propose_suffix(workspace.address, snapshot.address, model.address, count, *self._lengths)
+        propose_suffix(workspace.address, snapshot.address, model.address, count, self._longest, self._shortest)
         del held
         return [workspace.draft(row, with_probabilities=True) for row in range(count)]
 

@@ -29,7 +29,6 @@ _OWN_NEWEST: Final = 4
 _INDEX_SAYS: Final = 5
 _OWN_SAYS: Final = 6
 _SUMMARY_WORDS: Final = 7
-
 VOTES_WORDS: Final = MAX_SAMPLES + _MOST_TOKENS * (1 + _COLUMNS) + 2 * MAX_LEVELS + _SUMMARY_WORDS
 
 
@@ -109,13 +108,14 @@ def _keep_greatest(votes: Votes, size: int, most: int, num_levels: int, predicte
     for row in range(size):
         cast, greatest, sum_votes, sum_support = votes.by_token[row], 0.0, 0.0, 0.0
         for level in range(num_levels):
-            sum_votes += cast[INDEX_VOTES + level] + cast[OWN_VOTES + level]
+            here = cast[INDEX_VOTES + level] + cast[OWN_VOTES + level]
             sum_support += votes.support[0, level] + votes.support[1, level]
-            if sum_support > 0.0:
+            if here > 0.0:  # without a vote the share does not grow
+                sum_votes += here
                 greatest = max(greatest, sum_votes / sum_support)
-        if index_top < NOWHERE:
+        if index_top < NOWHERE and cast[INDEX_VOTES + index_top] > 0.0:
             greatest = max(greatest, cast[INDEX_VOTES + index_top] / votes.support[0, index_top])
-        if own_top < NOWHERE:
+        if own_top < NOWHERE and cast[OWN_VOTES + own_top] > 0.0:
             greatest = max(greatest, cast[OWN_VOTES + own_top] / votes.support[1, own_top])
         cast[_GREATEST] = 2.0 if votes.tokens[row] == predicted else greatest
     for place in range(most):
@@ -192,20 +192,9 @@ def count_votes(
 
 
 @inlined
-def same_voice(texts: Texts, pool: Pool, alive: Int64s, num_alive: int, passed: int, votes: Votes) -> bool:
-    """Where the last count was of the same samples and found one token: whether they again all say one, and count it.
-
-    Most positions of a long draft are so, and most of a count is the same as before. O(samples).
-    """
-    first, differ = next_token(pool, alive[0], passed, texts), 0
-    for i in range(num_alive):
-        token = next_token(pool, alive[i], passed, texts)
-        votes.nexts[i] = token
-        differ |= token ^ first
-    if differ != 0 or first < 0:
-        return False
-    votes.tokens[0] = first
+def count_again(token: int, votes: Votes) -> None:
+    """Where the last count was of the same samples and found one token: all of them say ``token`` now."""
+    votes.tokens[0] = token
     summary = votes.summary
-    summary[_INDEX_SAYS] = first if summary[_INDEX_TOP] < NOWHERE else NOTHING
-    summary[_OWN_SAYS] = first if summary[_OWN_TOP] < NOWHERE else NOTHING
-    return True
+    summary[_INDEX_SAYS] = token if summary[_INDEX_TOP] < NOWHERE else NOTHING
+    summary[_OWN_SAYS] = token if summary[_OWN_TOP] < NOWHERE else NOTHING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,11 +24,12 @@ from ssd.drafting.evidence import (
 from ssd.drafting.expansion import EXPANSION_WORDS, MAX_DRAFT, SOURCES
 from ssd.drafting.lessons import LESSONS_INT64S, forget_lessons
 from ssd.drafting.prediction import PREDICTION_INT64S, begin_prediction
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
+from ssd.drafting.wishes import Wishes, contiguous
 from ssd.errors import ConfigError
 from ssd.retrieval.lanes import LANE_COLUMNS, WALKER_COLUMNS
 from ssd.retrieval.memory import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
-from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
+from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES
 from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, address, make_snapshot
 
 ROW_COLUMNS: Final = 10
@@ -67,8 +68,6 @@ _LESSONS: Final = 19
 _PREDICTING: Final = 20
 _FRAME_WORDS: Final = 21
 
-_INT32 = np.dtype(np.int32)
-NO_TOKENS = np.zeros(0, np.int32)
 NO_SNAPSHOT = make_snapshot(0, (), np.zeros((0, TABLE_COLUMNS), np.int64), np.zeros(1, np.int32), 0, 0)
 
 
@@ -123,6 +122,15 @@ def frame_at(address: int) -> Frame:
 
 
 @kernel
+def begin_state(address: int, state: int, prompt_length: int) -> None:
+    """What is kept of a request in the workspace at an address: nothing yet."""
+    words = int64_array(address, _FRAME_WORDS)
+    int64_array(words[_STATES] + 8 * STATE_INT64S * state, 1)[0] = NO_TABLE
+    forget_lessons(int64_array(words[_LESSONS] + 8 * LESSONS_INT64S * state, LESSONS_INT64S))
+    begin_prediction(int64_array(words[_PREDICTING] + 8 * PREDICTION_INT64S * state, PREDICTION_INT64S), prompt_length)
+
+
+@kernel
 def place(
     address: int, row: int, context: TokenIds, limit: int, state: int, is_new: bool, prompt_length: int, wish: int
 ) -> None:
@@ -136,32 +144,7 @@ def place(
     at[4] = prompt_length
     at[5:] = int64_array(wish, ROW_COLUMNS - 5)
     if is_new:
-        int64_array(words[_STATES] + 8 * STATE_INT64S * state, 1)[0] = NO_TABLE
-        forget_lessons(int64_array(words[_LESSONS] + 8 * LESSONS_INT64S * state, LESSONS_INT64S))
-        begin_prediction(
-            int64_array(words[_PREDICTING] + 8 * PREDICTION_INT64S * state, PREDICTION_INT64S), prompt_length
-        )
-
-
-class Wishes:
-    """What a request asks for beyond the usual, as the kernels take it: prediction, prices, a tree.
-
-    ``address`` : of int64[5], the last columns of a row. Keeps alive what these point to.
-    """
-
-    def __init__(self, prices: Prices, prediction: TokenIds | None = None, tree: bool = False) -> None:
-        self._prices = np.ascontiguousarray(prices, np.float64)
-        self._prediction = NO_TOKENS if prediction is None else contiguous(prediction)
-        held, asked = self._prediction, self._prices
-        self._words = np.array([address(held), len(held), address(asked), len(asked), int(tree)], np.int64)
-        self.address = address(self._words)
-
-    def of(self, request: DraftRequest) -> Wishes:
-        """Those of a request; itself, the usual ones, when it has none of its own."""
-        if request.prices is None and request.prediction is None and not request.tree:
-            return self
-        prices = self._prices if request.prices is None or not len(request.prices) else request.prices
-        return Wishes(prices, request.prediction, request.tree)
+        begin_state(address, state, prompt_length)
 
 
 class Workspace:
@@ -209,15 +192,18 @@ class Workspace:
 
     def _make_rows(self, count: int) -> None:
         self._num_rows = self._words[_NUM_ROWS] = count
-        self._tokens = np.empty((count, MAX_DRAFT), np.int32)
-        self._probabilities = np.empty((count, MAX_DRAFT), np.float64)
-        self._parents = np.empty((count, MAX_DRAFT), np.int32)
-        self._results = np.zeros((count, RESULT_COLUMNS), np.int64)
+        tokens, parents = np.empty((count, MAX_DRAFT), np.int32), np.empty((count, MAX_DRAFT), np.int32)
+        probabilities, results = np.empty((count, MAX_DRAFT), np.float64), np.zeros((count, RESULT_COLUMNS), np.int64)
+        # Views of each row, made once: they are read at every step.
+        self._tokens, self._parents, self._probabilities = list(tokens), list(parents), list(probabilities)
+        self._results = memoryview(results.reshape(-1))  # type: ignore[arg-type]
+        self.spare = [Wishes(np.zeros(1)) for _ in range(count)]
+        """Of each row, wishes that are written anew at every call."""
         self._put(_ROWS, np.zeros((count, ROW_COLUMNS), np.int64))
-        self._put(_TOKENS, self._tokens)
-        self._put(_PROBABILITIES, self._probabilities)
-        self._put(_PARENTS, self._parents)
-        self._put(_RESULTS, self._results)
+        self._put(_TOKENS, tokens)
+        self._put(_PROBABILITIES, probabilities)
+        self._put(_PARENTS, parents)
+        self._put(_RESULTS, results)
 
     def room_for(self, num_requests: int, snapshot: Snapshot) -> None:
         """Grow, if a call for so many requests of ``snapshot`` asks for it."""
@@ -236,6 +222,13 @@ class Workspace:
         state = self._state_of[request_id] = self._free_states.pop()
         return state, True
 
+    def begun_state(self, request_id: str, prompt_length: int) -> int:
+        """Where what is kept of a request lies; begun here when nothing is yet."""
+        state, is_new = self.state_of(request_id)
+        if is_new:
+            begin_state(self.address, state, prompt_length)
+        return state
+
     def known_state(self, request_id: str) -> int | None:
         """Where what is kept of a request lies; None when nothing is."""
         return self._state_of.get(request_id)
@@ -245,31 +238,19 @@ class Workspace:
         held = []
         for row, request in enumerate(requests):
             context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
-            wishes = usual.of(request)
+            wishes = usual.of(request, self.spare[row])
             held.append((context, wishes))
             place(self.address, row, context, request.limit, state, is_new, request.prompt_length, wishes.address)
         return held
 
     def draft(self, row: int, *, with_probabilities: bool = False) -> Draft:
         """The draft that a kernel wrote in ``row``."""
-        size, match_length, source, is_tree = self._results[row].tolist()
+        size, match_length, source, is_tree = self._results[RESULT_COLUMNS * row : RESULT_COLUMNS * (row + 1)].tolist()
         if size == 0:
             return EMPTY_DRAFT
-        estimates = self._probabilities[row, :size].copy() if with_probabilities else None
-        parents = self._parents[row, :size].copy() if is_tree else None
-        return Draft(self._tokens[row, :size].copy(), match_length, SOURCES[source], estimates, parents)
-
-
-def contiguous(context: TokenIds) -> TokenIds:
-    """``context`` as the kernels take it: itself, or a copy. Ids that int32 cannot hold become -1, which is no token.
-
-    A copy also of what is read-only: the kernels are compiled for one kind of array.
-    """
-    flags = context.flags
-    if context.dtype is _INT32 and flags.c_contiguous and flags.writeable:
-        return context
-    context = as_context(context)
-    return context if context.flags.writeable else context.copy()
+        estimates = self._probabilities[row][:size].copy() if with_probabilities else None
+        parents = self._parents[row][:size].copy() if is_tree else None
+        return Draft(self._tokens[row][:size].copy(), match_length, SOURCES[source], estimates, parents)
 
 
 def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
@@ -277,23 +258,3 @@ def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, 
     if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
         raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
     return max_match_length, max(1, min_match_length)
-
-
-def propose_by_snapshot(
-    requests: Sequence[DraftRequest], propose: Callable[[Snapshot, Sequence[DraftRequest]], list[Draft]]
-) -> list[Draft]:
-    """Call ``propose`` once for the requests of each snapshot; no snapshot is an empty one. Drafts in order."""
-    if not requests:
-        return []
-    snapshot = requests[0].snapshot
-    if all(request.snapshot is snapshot for request in requests):
-        return propose(snapshot or NO_SNAPSHOT, requests)
-    members: dict[int, list[int]] = {}
-    for i, request in enumerate(requests):
-        members.setdefault(id(request.snapshot), []).append(i)
-    drafts = [EMPTY_DRAFT] * len(requests)
-    for indices in members.values():
-        same = [requests[i] for i in indices]
-        for i, draft in zip(indices, propose(same[0].snapshot or NO_SNAPSHOT, same), strict=True):
-            drafts[i] = draft
-    return drafts

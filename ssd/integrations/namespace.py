@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from ssd.integrations.settings import IntegrationSettings
 from ssd.retrieval.cache import CacheSet, SuffixCache
-from ssd.retrieval.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from ssd.sharing.redis_log import RedisLog
@@ -42,10 +41,6 @@ class OpenNamespace:
             for directory in settings.warm_dirs:
                 self.cache.add_static_directory(directory)
             self._resources = opening.pop_all()
-
-    def snapshot(self) -> Snapshot:
-        """What can be searched now. O(1)."""
-        return self.cache.snapshot()
 
     def learn(self, token_ids: Sequence[int] | npt.NDArray[np.int32], *, prompt_length: int, num_known: int) -> None:
         """Store a completed sequence. Never raises. O(n).

@@ -11,15 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.drafting.rows import Text
 
 Tokens = npt.NDArray[np.int32]
 
 _TAIL_TOKENS = 64
-"""Compared at every step, where everything else says that a row still holds the request it held before."""
+"""By these and its length a text that has moved is looked for."""
 _MAX_ENDED = 4096
 """Ended requests of which a digest is kept: one that was only preempted comes back with the same text."""
-_MIN_BUFFER = 256
 
 
 class Row(NamedTuple):
@@ -33,58 +32,15 @@ class Row(NamedTuple):
     num_new: int
 
 
-class Request:
-    """What is known of one request: its text, how much of it is stored, its last draft."""
+class Request(Text):
+    """What is known of one request: its text, how much of it is stored, and when it was last in a row."""
 
-    __slots__ = (
-        "_buffer",
-        "draft",
-        "last_seen",
-        "length",
-        "num_learned",
-        "num_new",
-        "prompt_length",
-        "request_id",
-        "row",
-    )
+    __slots__ = ("last_seen", "num_learned")
 
-    def __init__(self, request_id: str, row: Row, prompt_length: int) -> None:
-        self.request_id = request_id
-        """Never used again."""
-        self.prompt_length = prompt_length
+    def __init__(self, name: str, row: Row, prompt_length: int) -> None:
+        super().__init__(name, prompt_length, 2 * len(row.tokens))
         self.num_learned = 0
-        self.draft: Draft = EMPTY_DRAFT
-        self.length = 0
-        self.num_new = 0
-        """Tokens that came with the last step."""
-        self.row = row.number
         self.last_seen = 0
-        self._buffer = np.empty(max(_MIN_BUFFER, 2 * len(row.tokens)), np.int32)
-
-    @property
-    def tokens(self) -> Tokens:
-        """int32[length]: prompt and output so far. A view, valid until the next ``follow``."""
-        return self._buffer[: self.length]
-
-    def follow(self, row: Row) -> Tokens:
-        """Take over what is new in the request's row; returns it, empty when text was taken back. O(new)."""
-        known, length = self.length, len(row.tokens)
-        if length > len(self._buffer):
-            grown = np.empty(2 * length, np.int32)
-            grown[:known] = self._buffer[:known]
-            self._buffer = grown
-        if length > known:
-            self._buffer[known:length] = row.tokens[known:]
-        self.length, self.num_new, self.row = length, row.num_new, row.number
-        return self._buffer[known:length]
-
-    def stands_in(self, row: Row) -> bool:
-        """Whether ``row`` is this request one step later, judged by its length and its last tokens. O(1)."""
-        length = self.length
-        if length + row.num_new != len(row.tokens):
-            return False
-        start = max(0, length - _TAIL_TOKENS)
-        return self._buffer[start:length].tobytes() == row.tokens[start:length].tobytes()
 
     def begins(self, tokens: Tokens) -> bool:
         """Whether ``tokens`` goes on where this request is. O(n), at the speed of memory."""
@@ -175,7 +131,7 @@ class RequestTable:
 
     def _in_place(self, row: Row, left: dict[str, Request]) -> str | None:
         name = self._by_row.get(row.number)
-        if name is None or name not in left or not left[name].stands_in(row):
+        if name is None or name not in left or not left[name].goes_on(row.tokens, row.num_new):
             return None
         del left[name]
         return name

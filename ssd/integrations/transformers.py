@@ -26,8 +26,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ssd.config import DraftConfig
 from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.drafting.step_cost import StepCost
 from ssd.errors import RequestError
-from ssd.integrations.step_cost import StepCost
 from ssd.retrieval.cache import SuffixCache
 
 _NOT_OURS = ("custom_generate", "assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")

@@ -33,13 +33,11 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.config import DraftConfig
-from ssd.drafting import DraftRequest, make_drafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.drafting.rows import RowDrafter
 from ssd.integrations import vllm_plugin
 from ssd.integrations.learner import Learner
 from ssd.integrations.namespace import OpenNamespace
 from ssd.integrations.requests import Request, RequestTable, Row
-from ssd.integrations.step_cost import StepCost
 from ssd.integrations.vllm_config import (
     TESTED_VERSIONS,
     is_first_rank,
@@ -88,32 +86,40 @@ class SuffixProposer:
             num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
             max_match_length=settings.max_match_length,
         )
-        self._limit = draft.num_speculative_tokens
-        self._max_model_len = int(model.max_model_len)
-        self._vocab_size = int(model.get_vocab_size())
+        vocab_size = int(model.get_vocab_size())
         self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
+        self._known_batch: Any = None  # of the runner, as it was at the last call
         self._knows_ids = False
-        self._num_proposals = self._num_drafts = self._num_draft_tokens = self._num_failures = self._num_learned = 0
-        self._drafter = make_drafter("ssd", draft)
-        self._cost = StepCost()
-        self._asked: tuple[list[Request], int, float] = [], 0, 0.0  # of the last call: requests, positions, its end
+        self._names: list[str] | None = None  # of the rows as they are seated, where they are known by id
+        self._num_seated = 0  # requests in them
+        self._num_failures = self._num_learned = 0
+        self._ended = 0.0  # the last call
         self._learner: Learner | None = None
+        self._drafter: RowDrafter | None = None
         if not is_first_rank():
             return
         codec = load_codec(settings.tokenizer or model.tokenizer or model.model, settings)
         fingerprint = codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode())
         namespace = OpenNamespace(
-            settings, fingerprint=fingerprint, vocab_size=codec.vocab_size if codec else self._vocab_size
+            settings, fingerprint=fingerprint, vocab_size=codec.vocab_size if codec else vocab_size
         )
         requests = RequestTable(patience=4 * num_pipeline_stages(vllm_config))
         learner = self._learner = Learner(namespace, requests, frozenset(codec.eos_token_ids if codec else ()))
         # Closed when vLLM drops its runner, and at the end of the process; a forked worker runs the first kind only.
         at_exit = multiprocessing.util.Finalize(None, learner.close, exitpriority=10)
         self._finalizer = weakref.finalize(self, at_exit)
-        getattr(self._drafter, "warm_up", lambda: None)()
+        self._drafter = RowDrafter(
+            limit=draft.num_speculative_tokens,
+            max_length=int(model.max_model_len),
+            vocab_size=vocab_size,
+            end_of_text_ids=learner.end_of_text_ids,
+            max_match_length=draft.max_match_length,
+            min_match_length=draft.min_match_length,
+        )
+        self._drafter.warm_up()
         if vllm_plugin.is_registered():
             vllm_plugin.watch(_is_ours)
-        log.info("drafting up to %d tokens from namespace=%s", self._limit, settings.namespace)
+        log.info("drafting up to %d tokens from namespace=%s", draft.num_speculative_tokens, settings.namespace)
 
     def load_model(self, target_model: object) -> None:
         """There is no model to load."""
@@ -131,45 +137,50 @@ class SuffixProposer:
         ``num_tokens_no_spec`` : int32[rows or more], tokens of each row, these included. ``token_ids_cpu`` :
         int32[rows or more, max_model_len], row i has its text in ``[i, :num_tokens_no_spec[i]]``.
         """
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        learner, started = self._learner, time.perf_counter()
-        if learner is None:
-            return drafts
+        learner, drafter = self._learner, self._drafter
+        if learner is None or drafter is None:
+            return [[] for _ in sampled_token_ids]
         try:
-            rows = _rows(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-            requests = self._identify(learner, rows, token_ids_cpu)
-            asked = self._follow(rows, requests)
-            self._time(asked[1], len(sampled_token_ids), sum(map(len, sampled_token_ids)), started)
-            for row, request, draft in zip(*asked, self._propose(learner, asked[1]), strict=True):
-                request.draft = draft
-                drafts[row.number] = draft.token_ids.tolist()
-                self._num_drafts += len(draft.token_ids) > 0
-                self._num_draft_tokens += len(draft.token_ids)
-            self._asked = asked[1], len(drafts) + sum(map(len, drafts)), time.perf_counter()
+            seconds = time.perf_counter() - self._ended
+            batch, snapshot, drafts = self._batch(token_ids_cpu), learner.namespace.cache.snapshot(), None
+            if self._may_be_seated(learner, batch):
+                drafts = drafter.draft(
+                    sampled_token_ids, num_tokens_no_spec, token_ids_cpu, snapshot, seconds, by_text=batch is None
+                )
+            if drafts is None:
+                if not self._seat(learner, drafter, batch, sampled_token_ids, num_tokens_no_spec, token_ids_cpu):
+                    seconds = 0.0
+                drafts = drafter.draft(
+                    sampled_token_ids, num_tokens_no_spec, token_ids_cpu, snapshot, seconds, is_seated=True
+                )
+                assert drafts is not None
+            self._ended = time.perf_counter()
+            return drafts
         except Exception:  # whatever is wrong in here must not be the request's problem
             self._failed("drafting")
-        return drafts
+            return [[] for _ in sampled_token_ids]
 
     def on_step(self, runner: Any, finished: Iterable[str]) -> None:
         """vLLM's runner begins a step, and the requests ``finished`` have ended. Never raises."""
         try:
             if self._runner is None or self._runner() is not runner:
-                self._runner = weakref.ref(runner)
+                self._runner, self._known_batch = weakref.ref(runner), None
             names = list(finished)
             if names and self._knows_ids and self._learner is not None:
                 states = getattr(runner, "requests", {})
                 for name in names:
                     _catch_up(self._learner.requests.get(name), states.get(name))
-                self._learn(self._learner, self._learner.requests.end(names))
+                self._end(self._learner, self._learner.requests.end(names))
         except Exception:
             self._failed("learning")
 
     def stats(self) -> ProposerStats:
         """The counters as they are now."""
+        proposals, drafts, draft_tokens = (0, 0, 0) if self._drafter is None else self._drafter.counts
         return ProposerStats(
-            num_proposals=self._num_proposals,
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_draft_tokens,
+            num_proposals=proposals,
+            num_drafts=drafts,
+            num_draft_tokens=draft_tokens,
             num_learned=self._num_learned if self._learner is None else self._learner.num_learned,
             num_failures=self._num_failures,
             knows_ids=self._knows_ids,
@@ -184,88 +195,60 @@ class SuffixProposer:
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _identify(
-        self, learner: Learner, rows: list[Row], token_ids_cpu: npt.NDArray[np.int32]
-    ) -> list[Request | None]:
-        batch = self._batch(token_ids_cpu)
+    def _may_be_seated(self, learner: Learner, batch: Any) -> bool:
+        """Whether rows may be those of the last call, for all that names tell: no other request is waited for."""
+        if batch is None:
+            return not self._knows_ids and self._num_seated == len(learner.requests)
+        return self._knows_ids and self._names == batch.req_ids
+
+    def _seat(
+        self,
+        learner: Learner,
+        drafter: RowDrafter,
+        batch: Any,
+        sampled: Sequence[Sequence[int]],
+        lengths: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32],
+    ) -> bool:
+        """Find out which requests the rows are, and tell the drafter. Returns whether they are those they were."""
+        rows = _rows(sampled, lengths, token_ids)
+        requests = self._identify(learner, rows, batch)
+        self._names = None if batch is None else list(batch.req_ids)
+        self._num_seated = sum(request is not None for request in requests)
+        texts: list[Request | None] = [None] * min(len(sampled), len(lengths), len(token_ids))
+        for row, request in zip(rows, requests, strict=True):
+            texts[row.number] = request
+        return drafter.seat(texts, lengths[: len(texts)].tolist())
+
+    def _identify(self, learner: Learner, rows: list[Row], batch: Any) -> list[Request | None]:
         if batch is None:
             self._knows_ids = False
             requests, ended = learner.requests.by_text(rows)
-            self._learn(learner, ended)
+            self._end(learner, ended)
             return requests
         if not self._knows_ids:  # what was told apart by text has no ids
-            self._learn(learner, learner.requests.end_all())
+            self._end(learner, learner.requests.end_all())
             self._knows_ids = True
         names = [batch.req_ids[row.number] for row in rows]
         return learner.requests.by_id(rows, names, [int(batch.num_prompt_tokens[row.number]) for row in rows])
 
     def _batch(self, token_ids_cpu: npt.NDArray[np.int32]) -> Any:
         """The runner's batch, where it is the one that these rows are of; else None."""
-        runner = None if self._runner is None else self._runner()
-        batch = getattr(runner, "input_batch", None)
-        if getattr(batch, "token_ids_cpu", None) is not token_ids_cpu:
-            return None
-        return batch if hasattr(batch, "req_ids") and hasattr(batch, "num_prompt_tokens") else None
+        batch = self._known_batch
+        if batch is None or batch.token_ids_cpu is not token_ids_cpu:
+            runner = None if self._runner is None else self._runner()
+            batch = getattr(runner, "input_batch", None)
+            is_of_these = getattr(batch, "token_ids_cpu", None) is token_ids_cpu
+            if not is_of_these or not hasattr(batch, "req_ids") or not hasattr(batch, "num_prompt_tokens"):
+                batch = None
+            self._known_batch = batch
+        return batch
 
-    def _follow(self, rows: list[Row], requests: list[Request | None]) -> tuple[list[Row], list[Request]]:
-        """Take over what is new, learn from it, and return the rows that can have a draft with their requests."""
-        asked: tuple[list[Row], list[Request]] = [], []
-        for row, request in zip(rows, requests, strict=True):
-            if request is None:
-                continue
-            new = request.follow(row)
-            if len(new) == row.num_new > 0:  # else it is the first step, or steps were left out
-                self._observe(request, new)
-            request.draft = EMPTY_DRAFT
-            if row.num_new > 0:
-                asked[0].append(row)
-                asked[1].append(request)
-        return asked
-
-    def _time(self, requests: list[Request], num_rows: int, num_tokens: int, now: float) -> None:
-        """What the step took since the last call, if it was one of these requests alone: no prompt among them."""
-        before, num_positions, ended = self._asked
-        if len(requests) == num_rows and requests and before == requests:
-            self._cost.observe(num_positions, num_tokens, now - ended)
-
-    def _observe(self, request: Request, new: npt.NDArray[np.int32]) -> None:
-        """What followed tells how much of the last draft was right, also where vLLM verified only a part of it."""
-        draft = request.draft.cut(len(new))
-        differs = np.flatnonzero(draft.token_ids != new[: len(draft.token_ids)])
-        num_accepted = int(differs[0]) if len(differs) else len(draft.token_ids)
-        self._drafter.observe(request.request_id, draft, num_accepted)
-
-    def _propose(self, learner: Learner, requests: list[Request]) -> list[Draft]:
-        self._num_proposals += len(requests)
-        snapshot, prices = learner.namespace.snapshot(), self._cost.prices(len(requests))
-        asked = [
-            DraftRequest(
-                request_id=request.request_id,
-                context=request.tokens,
-                prompt_length=request.prompt_length,
-                snapshot=snapshot,
-                # One token is always the target's own.
-                limit=max(0, min(self._limit, self._max_model_len - request.length - 1)),
-                prices=prices,
-            )
-            for request in requests
-        ]
-        drafts = self._drafter.propose(asked)
-        return self._cost.paying(
-            [self._usable(draft.cut(r.limit), learner) for draft, r in zip(drafts, asked, strict=True)]
-        )
-
-    def _usable(self, draft: Draft, learner: Learner) -> Draft:
-        """Up to an end of text; nothing where an id is not the target's."""
-        tokens = draft.token_ids.tolist()
-        if not tokens or min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            return EMPTY_DRAFT
-        ends = learner.end_of_text_ids
-        return draft.cut(next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens)))
-
-    def _learn(self, learner: Learner, ended: list[Request]) -> None:
-        for request in ended:
-            self._drafter.finish(request.request_id)
+    def _end(self, learner: Learner, ended: list[Request]) -> None:
+        """These are over: learn them."""
+        if ended and self._drafter is not None:
+            self._drafter.forget(ended)
+            self._names = None
         learner.learn(ended)
 
     def _failed(self, what: str) -> None:
@@ -297,4 +280,4 @@ def _catch_up(request: Request | None, state: Any) -> None:
         return
     missing: list[int] = state.output_token_ids[max(0, request.length - request.prompt_length) :]
     if missing:
-        request.follow(Row(request.row, np.concatenate([request.tokens, np.array(missing, np.int32)]), len(missing)))
+        request.take_over(np.concatenate([request.tokens, np.array(missing, np.int32)]), len(missing))

@@ -100,6 +100,16 @@ def leading_zeros(_typing: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
+@intrinsic
+def trailing_zeros(_typing: Any, value: Any) -> Any:
+    """Zero bits below the lowest one of a uint64; 64 for zero."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
 @inlined
 def uint8_array(address: int, length: int) -> npt.NDArray[np.uint8]:
     """View uint8[length] at ``address``."""

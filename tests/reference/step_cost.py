@@ -1,4 +1,4 @@
-"""How many draft tokens pay in another engine, given what its steps have taken."""
+"""Slow twin of what another engine's steps cost, and of which draft tokens pay: numpy, one draft at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIN_STEPS = 8.0
 _MIN_VARIANCE = 0.05
 
 
-class StepCost:
+class SlowStepCost:
     """Learns ``seconds = fixed + per_position * positions`` of steps, and cuts drafts to what pays.
 
     A step computes one position for each row and one for each draft token, without padding. Least squares over recent
