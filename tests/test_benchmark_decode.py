@@ -36,8 +36,10 @@ def test_drafts_of_known_text_are_accepted_whole_and_change_nothing() -> None:
 
 
 def test_generate_says_the_same_every_way_or_why_it_does_not_run() -> None:
-    found = time_generate(PLAIN_MODEL, prompts(1)[0], 4, 1)
+    target = open_target(tiny_model(), num_slots=1, max_length=64)
+    found = time_generate(PLAIN_MODEL, target, prompts(1)[0], 4, 1)
     assert found["eager"]["equal_to_eager"] and found["eager"]["tokens_per_s"] > 0
+    assert found["engine"]["equal_to_eager"] and found["engine"]["engine_over_it"] == 1.0
     assert all("error" in way or way["equal_to_eager"] for way in found.values())
 
 

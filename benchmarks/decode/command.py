@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = open_target(
         model,
         num_slots=max(args.batch),
-        max_length=max(args.context) + tokens_said(args.rounds, max(args.draft) + 1) + 8,
+        max_length=max(args.context) + max(args.baseline_tokens, tokens_said(args.rounds, max(args.draft) + 1)) + 8,
         max_draft_tokens=max(args.draft),
         enforce_eager=args.enforce_eager,
     )
@@ -94,9 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     rows.append(row)
                     print(_line(row), flush=True)
     prompt = _prompts(args, 1, args.context[0], target.vocab_size)[0]
-    baselines = {} if args.no_baselines else time_generate(library, prompt, args.baseline_tokens, args.baseline_rounds)
+    baselines = {}
+    if not args.no_baselines:
+        baselines = time_generate(library, target, prompt, args.baseline_tokens, args.baseline_rounds)
     for way, found in baselines.items():
-        print(f"generate, {way}: {found.get('tokens_per_s') or found.get('error')}")
+        print(f"{way}: {found.get('error') or '{tokens_per_s} tokens/s, engine {engine_over_it}x'.format(**found)}")
     result = {
         **head("decode"),
         **model_facts(name, target),
@@ -126,8 +128,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--device", default="auto")
     add("--copy-mb", type=int, default=256, help="size of the copy that tells the memory's speed")
-    add("--baseline-tokens", type=int, default=64)
-    add("--baseline-rounds", type=int, default=3)
+    add("--baseline-tokens", type=int, default=128)
+    add("--baseline-rounds", type=int, default=7)
     add("--enforce-eager", action="store_true", help="record no CUDA graphs")
     add("--no-baselines", action="store_true", help="leave model.generate out")
     add("--out", type=Path, help="also write the JSON line to this file")

@@ -16,13 +16,10 @@ def engine_section(decode: dict[str, Any], overhead: dict[str, Any] | None) -> s
             for row in decode["rows"]
         ),
     ]
-    plain = next((row for row in decode["rows"] if (row["batch"], row["T"]) == (1, 1)), None)
-    baselines = {name: way["tokens_per_s"] for name, way in decode["baselines"].items() if way["tokens_per_s"]}
-    if plain is not None and baselines:
-        ways = ", ".join(
-            f"{name} {rate:,.0f} ({plain['tokens_per_s'] / rate:.2f}x)" for name, rate in baselines.items()
-        )
-        lines += ["", f"`model.generate` on the same prompt, tokens/s, and our plain step over it: {ways}."]
+    others = {name: way for name, way in decode["baselines"].items() if name != "engine" and way["tokens_per_s"]}
+    if others:
+        ways = ", ".join(f"{way['engine_over_it']:.2f}x {name}" for name, way in others.items())
+        lines += ["", f"Without drafts, a whole request beside `model.generate` by turns, prompt included: {ways}."]
     lines += ["", f"`python -m benchmarks.decode`{_where(decode)}; every drafted token is the model's own."]
     if overhead is not None:
         lines += ["", *_overhead_table(overhead)]
@@ -59,11 +56,11 @@ def _overhead_table(result: dict[str, Any]) -> list[str]:
 def vllm_section(result: dict[str, Any]) -> str:
     """Our drafter and vLLM's own in the same vLLM."""
     lines = [
-        "| batch | drafter | tokens/s over none | last fifth | tokens per step | drafted | propose, us a step |",
+        "| batch | drafter | tokens/s over none | last fifth | tokens per step | drafted | propose, us p50 |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for row in result["results"]:
-        propose = "-" if row["propose_us_per_step"] is None else f"{row['propose_us_per_step']:.0f}"
+        propose = "-" if row["propose_us_p50"] is None else f"{row['propose_us_p50']:.0f}"
         lines.append(
             f"| {row['batch']} | {row['method']} | {row['against_none']:.2f}x | {row['against_none_last']:.2f}x "
             f"| {row['tokens_per_step']:.2f} | {row['drafted_per_step']:.1f} | {propose} |"

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.environment import describe, head
@@ -59,7 +59,8 @@ class Measured:
         ratios = [a / b for a, b in zip(self.rates(), plain.rates(), strict=True)]
         fifth = max(1, len(ratios) // 5)
         steps, drafted = self.count("num_row_steps"), self.count("num_draft_tokens")
-        accepted, calls = self.count("num_accepted_tokens"), self.count("num_calls")
+        accepted = self.count("num_accepted_tokens")
+        propose_us = self.last["propose_us"][len(self.first["propose_us"]) :]
         return {
             "method": self.method,
             "batch": self.batch,
@@ -73,7 +74,8 @@ class Measured:
             "tokens_per_step": round(1 + accepted / steps, 3) if steps else 1.0,
             "drafted_per_step": round(drafted / steps, 3) if steps else 0.0,
             "acceptance_rate": round(accepted / drafted, 3) if drafted else None,
-            "propose_us_per_step": round(1e6 * self.count("propose_s") / calls, 1) if calls else None,
+            "propose_us_p50": round(median(propose_us), 1) if propose_us else None,
+            "propose_us_mean": round(mean(propose_us), 1) if propose_us else None,
             "ties": self.num_ties,
             "mismatches": self.num_mismatches,
             "proposer": self.last.get("proposer") or None,
@@ -164,7 +166,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
           f"{'drafted':>8} {'acc. rate':>9} {'propose us':>10} {'ties':>5} {'differ':>6}")  # fmt: skip
     for row in rows:
         rate = "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}"
-        propose = "-" if row["propose_us_per_step"] is None else f"{row['propose_us_per_step']:.0f}"
+        propose = "-" if row["propose_us_p50"] is None else f"{row['propose_us_p50']:.0f}"
         print(f"{row['batch']:>5} {row['method']:>7} {row['tokens_per_s']:>7.0f} {row['against_none']:>7.2f} "
               f"{row['against_none_first']:>6.2f} {row['against_none_last']:>6.2f} {row['tokens_per_step']:>9.2f} "
               f"{row['drafted_per_step']:>8.2f} {rate:>9} {propose:>10} {row['ties']:>5} "

@@ -6,7 +6,7 @@ import inspect
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -37,8 +37,8 @@ ENVIRONMENT = {
 class Drafting:
     """What was drafted, counted where vLLM calls the proposer. A row-step is one row in one verify step."""
 
-    num_calls: int = 0
-    propose_s: float = 0.0
+    propose_us: list[float] = field(default_factory=list)
+    """Of every call."""
     num_row_steps: int = 0
     num_output_tokens: int = 0
     num_draft_tokens: int = 0
@@ -97,8 +97,7 @@ class Engine:
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             drafts = propose(*args, **kwargs)
-            drafting.propose_s += time.perf_counter() - start
-            drafting.num_calls += 1
+            drafting.propose_us.append(round(1e6 * (time.perf_counter() - start), 1))
             sampled = signature.bind(*args, **kwargs).arguments["sampled_token_ids"]
             for new, draft in zip(sampled, drafts, strict=True):
                 drafting.num_row_steps += bool(new)
