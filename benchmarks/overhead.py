@@ -33,6 +33,7 @@ from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.suffix import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.retrieval.cache import CacheSet
 from ssd.target.loading import load_model, open_target
@@ -113,7 +114,8 @@ def compare(
         for _ in range(2)
     ]
     texts = [codec.encode_prompt(text)[-_PROMPT_TOKENS:] for seed in range(8) for text in snippets(seed)]
-    on = Engine(targets[0], drafter=make_drafter("ssd", draft), codec=codec, config=config, draft=draft)
+    drafter = SuffixDrafter()
+    on = Engine(targets[0], drafter=drafter, codec=codec, config=config, draft=draft)
     off = Engine(targets[1], drafter=make_drafter("none", draft), codec=codec, config=config, draft=draft)
     on.warm_up()
     off.warm_up()
@@ -123,6 +125,7 @@ def compare(
         prompts = [texts[(pair * batch + row) % len(texts)] for row in range(batch)]
         with CacheSet(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
             on.caches = caches
+            drafter.model_of(caches.get("default").snapshot())  # made once a namespace, not once a request
             if traffic == "adversarial":
                 _run(on, prompts, max_tokens, seed=10_000 + pair * batch)
                 caches.maintain()

@@ -8,19 +8,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from benchmarks.decode.steps import OwnAttention, Tokens, synchronize
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine
 from ssd.target.target import Target
-
-WAYS: dict[str, dict[str, Any]] = {
-    "eager": {},
-    "prompt lookup": {"prompt_lookup_num_tokens": 10},
-    "static cache, compiled": {"cache_implementation": "static"},
-}
 
 
 def time_generate(
@@ -31,8 +25,8 @@ def time_generate(
     A round runs all ways in turn, the engine without drafts first: ``engine_over_it`` compares within rounds.
     """
     ways: dict[str, Callable[[], list[int]]] = {"engine": lambda: _complete(target, prompt, num_tokens)}
-    for name in WAYS:
-        ways[name] = lambda name=name: _generate(model, prompt, num_tokens, name)  # type: ignore[misc]
+    for name, options in _options(model).items():
+        ways[name] = lambda options=options: _generate(model, prompt, num_tokens, options)  # type: ignore[misc]
     found: dict[str, dict[str, Any]] = {}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     texts: dict[str, list[int]] = {}
@@ -70,7 +64,18 @@ def _complete(target: Target, prompt: Tokens, num_tokens: int) -> list[int]:
     return said
 
 
-def _generate(model: PreTrainedModel, prompt: Tokens, num_tokens: int, name: str) -> list[int]:
+def _options(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """The ways of ``generate``; it compiles on CUDA only."""
+    static: dict[str, Any] = {"cache_implementation": "static"}
+    if model.device.type == "cuda":
+        compiled = {"compile_config": CompileConfig(fullgraph=False, mode="default"), "disable_compile": False}
+        fixed = {"static cache, compiled": static | compiled}
+    else:
+        fixed = {"static cache": static | {"disable_compile": True}}
+    return {"eager": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}} | fixed
+
+
+def _generate(model: PreTrainedModel, prompt: Tokens, num_tokens: int, options: dict[str, Any]) -> list[int]:
     ids = torch.from_numpy(prompt.astype("int64"))[None].to(model.device)
     with OwnAttention(model):
         output = model.generate(
@@ -79,17 +84,8 @@ def _generate(model: PreTrainedModel, prompt: Tokens, num_tokens: int, name: str
             max_new_tokens=num_tokens,
             min_new_tokens=num_tokens,
             do_sample=False,
-            **_compiled(name),
-            **WAYS[name],
+            **options,
         )
     synchronize(model.device)
     said: list[int] = output[0, ids.shape[1] :].tolist()
     return said
-
-
-def _compiled(name: str) -> dict[str, Any]:
-    if "compiled" not in name:
-        return {}
-    from transformers import CompileConfig
-
-    return {"compile_config": CompileConfig(fullgraph=False, mode="default"), "disable_compile": False}

@@ -15,6 +15,7 @@ from typing import TypeVar
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
+from ssd.engine.asking import Asking
 from ssd.engine.integrity import settle, violations
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.opening import open_sequence
@@ -80,6 +81,7 @@ class Engine:
         )
         self._cost = VerifyCost()
         self._trust = Trust()
+        self._asking = Asking()
         self._num_source_failures = 0
         self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
@@ -191,6 +193,7 @@ class Engine:
             started = time.perf_counter()
             verdicts = verify(self.target, batch, drafts)
             seconds = time.perf_counter() - started
+            self._asking.passed(seconds)
             committed = [self._commit(*row) for row in zip(batch, drafts, verdicts, strict=True)]
             num_tokens = sum(len(output.token_ids) for output in committed)
             width = 1 + max(len(draft.token_ids) for draft in drafts)
@@ -259,12 +262,24 @@ class Engine:
         self._guarded(lambda: self._drafter.finish(sequence.request.request_id))
 
     def _propose(self, batch: list[Sequence]) -> list[Draft]:
-        """One draft per sequence; a drafter or cache that fails proposes nothing."""
-        nothing = [EMPTY_DRAFT] * len(batch)
+        """One draft per sequence; those that are not worth asking for get none."""
         if self._draft_limit == 0:
-            return nothing
-        prices = self._cost.prices(len(batch))
+            return [EMPTY_DRAFT] * len(batch)
+        due = self._asking.due(batch)
         shares = [self._trust.share(sequence.request.sampling.temperature) for sequence in batch]
+        started = time.perf_counter()
+        asked = [(sequence, share) for sequence, share, is_due in zip(batch, shares, due, strict=True) if is_due]
+        found = iter(self._ask(asked, len(batch)) if asked else ())
+        seconds = time.perf_counter() - started
+        kept = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
+        width = self._cost.paying_width(kept, shares)
+        drafts = [draft.cut(width) for draft in kept]
+        self._asking.asked(batch, due, [len(draft.token_ids) for draft in drafts], seconds)
+        return drafts
+
+    def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
+        """A draft for each sequence and its share, in a pass of ``num_rows``; a drafter that fails proposes nothing."""
+        prices = self._cost.prices(num_rows)
         drafts = self._guarded(
             lambda: self._drafter.propose(
                 [
@@ -275,24 +290,22 @@ class Engine:
                         snapshot=self._snapshot(sequence.request.namespace),
                         limit=sequence.most_drafted(self._draft_limit),
                         prices=None if prices is None else prices / share,
-                        tree=self._may_branch(sequence, len(batch)),
+                        tree=self._may_branch(sequence, num_rows),
                         prediction=sequence.prediction,
                         sampling=sequence.sampling,
                     )
-                    for sequence, share in zip(batch, shares, strict=True)
+                    for sequence, share in asked
                 ]
             )
         )
-        if drafts is None or len(drafts) != len(batch):
-            return nothing
-        kept = [
-            self._usable(draft, sequence, len(batch))
+        if drafts is None or len(drafts) != len(asked):
+            return [EMPTY_DRAFT] * len(asked)
+        return [
+            self._usable(draft, sequence, num_rows)
             if sequence.stats.num_verify_steps or is_sure(draft, share)
             else EMPTY_DRAFT
-            for draft, sequence, share in zip(drafts, batch, shares, strict=True)
+            for draft, (sequence, share) in zip(drafts, asked, strict=True)
         ]
-        width = self._cost.paying_width(kept, shares)
-        return [draft.cut(width) for draft in kept]
 
     def _usable(self, draft: Draft, sequence: Sequence, num_rows: int) -> Draft:
         """The draft, or nothing where a token or parent cannot be; cut to what may still be generated."""

@@ -1,0 +1,55 @@
+"""Which rows are asked for a draft: all of them, unless that takes more of a step than it may."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Rows
+
+from ssd.engine.sequence import Sequence
+
+_SHARE = 0.01
+"""Of a step that asking may take for rows that get nothing."""
+_FRUITLESS_AFTER = 4
+"""Times in a row that a request got no draft worth verifying."""
+_LONGEST_PAUSE = 8
+_FORGETTING = 0.9
+
+
+class Asking:
+    """Asks a request that got nothing lately every second, third ... step, as seldom as keeps asking cheap.
+
+    Looking up takes each row the same, while a pass takes little more for another row: beside one row it is nothing,
+    in a large batch of new text it would be several percent of a step. A request that gets a draft is asked at every
+    step. Only speed depends on it, never a token. O(rows).
+    """
+
+    def __init__(self) -> None:
+        self._row_s = self._pass_s = 0.0
+
+    def due(self, batch: Rows[Sequence]) -> list[bool]:
+        """Of each row whether it is asked at this step."""
+        period = self.period(len(batch))
+        return [s.num_fruitless < _FRUITLESS_AFTER or s.num_not_asked + 1 >= period for s in batch]
+
+    def period(self, num_rows: int) -> int:
+        """Steps from one time to the next that a fruitless row is asked."""
+        if self._pass_s == 0.0:
+            return 1
+        return max(1, min(_LONGEST_PAUSE, math.ceil(num_rows * self._row_s / self._pass_s / _SHARE)))
+
+    def asked(self, batch: Rows[Sequence], due: Rows[bool], lengths: Rows[int], seconds: float) -> None:
+        """Rows were asked and got drafts of these lengths, in so many seconds together."""
+        for sequence, was_asked, length in zip(batch, due, lengths, strict=True):
+            sequence.num_not_asked = 0 if was_asked else sequence.num_not_asked + 1
+            if was_asked:
+                sequence.num_fruitless = 0 if length else sequence.num_fruitless + 1
+        if num_asked := sum(due):
+            self._row_s = _recent(self._row_s, seconds / num_asked)
+
+    def passed(self, seconds: float) -> None:
+        """The pass after it took so long."""
+        self._pass_s = _recent(self._pass_s, seconds)
+
+
+def _recent(before: float, now: float) -> float:
+    return now if before == 0.0 else _FORGETTING * before + (1 - _FORGETTING) * now
