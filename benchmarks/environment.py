@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ssd.bundled import MODEL_PATH
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from ssd.target.target import Target
@@ -28,14 +29,20 @@ def model_name(model: str | Path) -> str:
     return "bundled model" if Path(model) == MODEL_PATH else Path(model).name
 
 
+def device_name(device: torch.device) -> str:
+    """What a device is called in results."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def model_facts(name: str, model: Target | PreTrainedModel) -> dict[str, Any]:
     """What ran and on what device."""
     import torch
 
-    on_gpu = model.device.type == "cuda"
     return {
         "model": name,
-        "device": torch.cuda.get_device_name(model.device) if on_gpu else model.device.type,
+        "device": device_name(model.device),
         "dtype": str(model.dtype),
         "threads": torch.get_num_threads(),
     }

@@ -84,3 +84,8 @@ class CacheLocked(CacheError):
 
 class StoreUnavailable(CacheError):
     """The shared store (Redis, a directory) does not answer or refuses."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, for a line of a log or of another error: its first line, or its kind where it is silent."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention.candidates import CANDIDATES, Attend, NotHereError, Problem, reference
-from benchmarks.environment import head
+from benchmarks.environment import device_name, head
 from ssd.target.loading import DTYPES
 
 MOST_ERROR = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     parameters = {name: getattr(args, name) for name in ("batch", "width", "context", "heads", "dtype", "rounds")}
     device = torch.device(args.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = device_name(device)
     print(f"attention: {name}, {json.dumps(parameters)}")
     if device.type != "cuda":
         print("no CUDA device: only candidates that run on a CPU")

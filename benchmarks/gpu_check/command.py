@@ -32,7 +32,7 @@ import torch
 
 import benchmarks.decode
 from benchmarks.attention.command import compare
-from benchmarks.environment import head, model_name
+from benchmarks.environment import device_name, head, model_name
 from benchmarks.gpu_check.engine import exactness, growth
 from benchmarks.gpu_check.passes import passes
 from ssd.bundled import MODEL_PATH
@@ -41,7 +41,7 @@ from ssd.bundled import MODEL_PATH
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 where a part failed."""
     args = _parse(argv)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    name = device_name(torch.device(args.device))
     print(f"gpu_check: {model_name(args.model)} on {name}; {', '.join(args.parts)}; at most {args.minutes} minutes")
     result: dict[str, Any] = {
         **head("gpu_check"),

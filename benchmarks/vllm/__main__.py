@@ -186,16 +186,16 @@ def print_handover(handover: Handover) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm", description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--window", type=int, default=8, help="requests per measured window")
-    parser.add_argument("--batch", type=int, action="append", help="rows of a batch, repeatable (default: 1 and 4)")
+    parser.add_argument("--batch", type=int, action="append", help="rows of a batch, repeatable (default: 1, 4 and 8)")
     parser.add_argument("--method", action="append", choices=list(METHODS), help="repeatable (default: all)")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--handover", type=int, default=12, help="requests of the cache that changes hands")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    args.batch = args.batch or [1, 4]
+    args.batch = args.batch or [1, 4, 8]
     args.method = args.method or list(METHODS)
     if "none" not in args.method:
         args.method.insert(0, "none")

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.drafting.acceptance import ENTRIES, INPUTS, KNOTS, MODEL_FLOATS, NUM_LEARNED, SETS, WHEN_SETS, prior_model
+from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import address
 
 _MAGIC: Final = b"SSDACC\r\n"
@@ -37,6 +38,11 @@ class AcceptanceModel:
         self._buffer = _prior.copy()
         assert len(self._buffer) == MODEL_FLOATS
         self.address = address(self._buffer)
+
+    @classmethod
+    def of(cls, companion: Companion, /) -> Self:
+        """The one of a namespace, which the companion keeps; made where there is none yet."""
+        return companion.get(cls, cls.from_bytes)
 
     @property
     def num_learned(self) -> int:

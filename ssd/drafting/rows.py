@@ -213,7 +213,7 @@ class RowDrafter:
         self._companion = snapshot.companion
         model = self._own_model
         if snapshot.companion is not None:
-            model = snapshot.companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
+            model = AcceptanceModel.of(snapshot.companion)
         self._words[words_of.MODEL] = model.address
 
     def _hold(self, word: int, array: npt.NDArray[Any]) -> None:

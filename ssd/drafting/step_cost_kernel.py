@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ssd.drafting.worth import FORGETTING as WORTH_FORGETTING
 from ssd.retrieval.memory import Int64s, inlined, kernel
 
 Floats = npt.NDArray[np.float64]
@@ -24,7 +25,6 @@ _TIME: Final = 9
 COST_FLOATS: Final = 10
 
 _FORGETTING: Final = 0.98
-_WORTH_FORGETTING: Final = 0.99
 _OUTLIER: Final = 5.0
 _MIN_STEPS: Final = 8.0
 _MIN_VARIANCE: Final = 0.05
@@ -45,7 +45,7 @@ def observe_step(cost: Floats, num_positions: int, num_tokens: int, seconds: flo
     cost[_SECONDS] += seconds
     cost[_PRODUCTS] += x * seconds
     for word in range(_PASSES, _TIME + 1):
-        cost[word] *= _WORTH_FORGETTING
+        cost[word] *= WORTH_FORGETTING
     cost[_PASSES] += 1.0
     cost[_TOKENS] += num_tokens
     cost[_TIME] += seconds

@@ -50,7 +50,7 @@ class SuffixDrafter:
         if companion is None:
             return self._own_model
         if companion is not self._companion:
-            self._companion, self._model = companion, companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
+            self._companion, self._model = companion, AcceptanceModel.of(companion)
         return self._model
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:

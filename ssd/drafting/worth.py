@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-_FORGETTING = 0.99
+FORGETTING = 0.99
+"""What a pass counts after each later one."""
 
 
 class Worth:
@@ -22,7 +23,7 @@ class Worth:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A pass put out ``num_tokens``."""
-        self._sums = self._sums * _FORGETTING + (1.0, num_tokens, seconds)
+        self._sums = self._sums * FORGETTING + (1.0, num_tokens, seconds)
 
     def forget(self) -> None:
         """Begin anew."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ssd.errors import ModelError
+from ssd.errors import ModelError, first_line
 from ssd.target.memory import fit_slots, usable_bytes
 from ssd.target.rope import settle_rope
 from ssd.target.step_probe import attach_steps
@@ -50,7 +50,7 @@ def load_model(name_or_path: str | Path, *, dtype: str = "auto", device: str = "
         model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
-            f"cannot load model {name!r}: {_first_line(error)} "
+            f"cannot load model {name!r}: {first_line(error)} "
             "Give a directory with config.json and weights, or the id of a model that is in the local hub cache."
         ) from error
     try:
@@ -108,7 +108,3 @@ def model_limit(model: PreTrainedModel) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

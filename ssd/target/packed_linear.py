@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ssd.errors import first_line
 from ssd.target.probe import plain_logits
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ def pack_linears(model: PreTrainedModel, expected: Sequence[torch.Tensor], toler
             return True
         reason = f"logits differ by {error:.2g}"
     except Exception as failure:  # a model that reaches into its layers, for one
-        reason = f"{type(failure).__name__}: {failure}"
+        reason = first_line(failure)
     log.warning("the linear layers of %s stay as they are, which is slower: %s", type(model).__name__, reason)
     for parent, name in swapped:
         setattr(parent, name, _linear(*getattr(parent, name).unpacked()))

@@ -8,6 +8,7 @@ from bisect import bisect_left
 import numpy as np
 import torch
 
+from ssd.errors import first_line
 from ssd.target.graphs import Recorder, Step
 from ssd.target.kv_cache import SlotKVCache
 from ssd.target.step_buffers import Ints, powers_of_two
@@ -76,7 +77,7 @@ class StaticMoves:
         except Exception as failure:  # whatever it is, moving layer by layer is right
             self._has_failed = True
             self._steps.clear()
-            log.warning("accepted paths are moved layer by layer: %s", (str(failure) or "failed").splitlines()[0])
+            log.warning("accepted paths are moved layer by layer: %s", first_line(failure))
             return False
         self._steps[size] = recorded
         return True

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ssd.errors import first_line
 from ssd.target.graphs import Recorder, Step
 from ssd.target.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.target.static_moves import StaticMoves
@@ -159,7 +160,7 @@ class StaticSteps:
         # Whatever it is, a plain pass is right; one shape that fails is not worth a second try at the next.
         except Exception as failure:
             self._steps.clear()
-            self.failure = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+            self.failure = first_line(failure)
             log.warning("passes are launched kernel by kernel: %s failed: %s", shape, self.failure)
             return False
         self._steps[shape] = recorded

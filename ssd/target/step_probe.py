@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.errors import first_line
 from ssd.target.graphs import CudaGraphs, Recorder, eagerly
 from ssd.target.kv_cache import AttentionKernel
 from ssd.target.static_steps import StaticSteps
@@ -57,7 +58,7 @@ def attach_first(target: SlotTarget, candidates: Iterable[Candidate], *, toleran
             log.warning("%s differ from plain passes: relative error %.2g", name, error)
         # A driver, a compiler or a model that does not play along: plain passes are right in any case.
         except Exception as failure:
-            log.warning("no %s: %s", name, (str(failure).strip() or type(failure).__name__).splitlines()[0])
+            log.warning("no %s: %s", name, first_line(failure))
             log.debug("no %s", name, exc_info=True)
         finally:
             for slot in range(target.num_slots):

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from ssd.errors import first_line
 from ssd.target.attention import ATTENTION_NAME
 from ssd.target.packed_linear import pack_linears
 from ssd.target.probe import (
@@ -71,7 +72,7 @@ def find_way(model: PreTrainedModel) -> Way:
             return _slots(model, expected, limit)
         # Whatever fails here only means that another way is taken: the output must be right in any case.
         except Exception as failure:
-            reason = _first_line(failure)
+            reason = first_line(failure)
         model.set_attn_implementation(own)
         if _error(RowTarget, model, expected) < limit:
             return Way(RowTarget, reason)
@@ -114,11 +115,7 @@ def _error(kind: type[RowTarget], model: PreTrainedModel, expected: list[torch.T
     try:
         error = relative_error(kind(model, PROBE_SLOTS, PROBE_LENGTH), expected)
     except Exception as failure:
-        log.debug("%s failed on %s: %s", kind.__name__, type(model).__name__, _first_line(failure))
+        log.debug("%s failed on %s: %s", kind.__name__, type(model).__name__, first_line(failure))
         return float("inf")
     log.debug("%s on %s: relative error %.2g", kind.__name__, type(model).__name__, error)
     return error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ssd.errors import ModelError
+from ssd.errors import ModelError, first_line
 
 _END_OF_TEXT_NAMES = (
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|return|>",
@@ -32,9 +32,9 @@ def load_tokenizer(name_or_path: str) -> Any:
         if not path.exists():
             raise ModelError(
                 f"no tokenizer for {name_or_path!r}: it is neither a directory here nor a model id that can be "
-                f"downloaded ({_first_line(error)})"
+                f"downloaded ({first_line(error)[:300]})"
             ) from error
-        raise ModelError(f"the tokenizer in {name_or_path} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"the tokenizer in {name_or_path} cannot be loaded: {first_line(error)[:300]}") from error
 
 
 def _load_lone_file(path: Path) -> Any:
@@ -89,7 +89,3 @@ def _generation_config(name_or_path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{found} cannot be read: {error}. Repair it, or remove it") from error
     return config if isinstance(config, dict) else {}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
