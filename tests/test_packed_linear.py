@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-from copy import deepcopy
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ssd.bundled import MODEL_PATH
 from ssd.target import packed_linear
-from ssd.target.loading import load_model, open_target
-from ssd.target.packed_linear import FusedLinears, FusedMember, PackedLinear, pack_linears
-from ssd.target.probe import plain_logits
+from ssd.target.packed_linear import (
+    FusedLinears,
+    FusedMember,
+    PackedLinear,
+    pack_linears,
+    prepare_linears,
+    rounded_rows,
+)
 from tests.models import tiny_model
-
-TOLERANCE = 1e-3
 
 
 def linear(out: int, size: int, *, bias: bool, dtype: torch.dtype = torch.float32) -> nn.Linear:
     return nn.Linear(size, out, bias=bias, dtype=dtype).requires_grad_(False)
-
-
-def kinds(model: nn.Module) -> set[type]:
-    return {type(module) for module in model.modules()} & {nn.Linear, PackedLinear, FusedMember}
 
 
 @given(
@@ -81,58 +75,6 @@ def test_nothing_of_a_pass_stays_in_a_group() -> None:
     assert group._input is None and group._outputs == [None, None]
 
 
-def test_a_model_says_the_same_and_is_packed_once() -> None:
-    model = tiny_model()
-    expected = plain_logits(model)
-    assert pack_linears(model, expected, TOLERANCE)
-    assert kinds(model) == {PackedLinear, FusedMember}
-    for found, want in zip(plain_logits(model), expected, strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
-    assert not pack_linears(model, expected, TOLERANCE)
-
-
-def test_the_bundled_model_decodes_as_its_library_does() -> None:
-    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    library = deepcopy(model)
-    target = open_target(model, num_slots=1, max_length=64)
-    assert nn.Linear not in kinds(model) and kinds(library) == {nn.Linear}
-    ids = torch.arange(40, 56)[None]
-    with torch.inference_mode():
-        logits = target.forward([0], ids.numpy(), [16])
-        torch.testing.assert_close(logits, library(input_ids=ids).logits, rtol=1e-3, atol=1e-3)
-
-
-class _Reaching(nn.Module):
-    """Looks at its layer's weight, as some models do."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x.to(self.inner.weight.dtype))  # type: ignore[no-any-return]
-
-
-def test_a_model_that_reaches_into_its_layers_is_left_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
-    model: Any = tiny_model()
-    model.lm_head = _Reaching(model.lm_head)
-    expected = plain_logits(model)
-    with caplog.at_level(logging.WARNING):
-        assert not pack_linears(model, expected, TOLERANCE)
-    assert kinds(model) == {nn.Linear} and "stay as they are" in caplog.text and "weight" in caplog.text
-    for found, want in zip(plain_logits(model), expected, strict=True):
-        assert torch.equal(found, want)
-
-
-def test_a_wrong_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_ones(*x.shape[:-1], self.out_features))
-    model = tiny_model()
-    expected = plain_logits(model)
-    with caplog.at_level(logging.WARNING):
-        assert not pack_linears(model, expected, TOLERANCE)
-    assert kinds(model) == {nn.Linear} and "logits differ by" in caplog.text
-
-
 def test_layers_with_something_special_stay() -> None:
     class Quantised(nn.Linear):
         pass
@@ -140,11 +82,39 @@ def test_layers_with_something_special_stay() -> None:
     hooked = linear(3, 3, bias=False)
     hooked.register_forward_hook(lambda *_: None)
     module = nn.ModuleDict({"a": Quantised(3, 3), "b": hooked, "c": linear(3, 3, bias=False).to(torch.float64)})
-    assert not list(packed_linear._swap(module))
+    assert not list(pack_linears(module))
 
 
 def test_without_the_operators_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_linear, "_has_operators", lambda: False)
     model = tiny_model()
-    assert not pack_linears(model, plain_logits(model), TOLERANCE)
-    assert kinds(model) == {nn.Linear}
+    assert not list(pack_linears(model))
+    assert {type(module) for module in model.modules()} & {nn.Linear, PackedLinear, FusedMember} == {nn.Linear}
+
+
+def test_few_numbers_of_rows_are_computed() -> None:
+    sizes = [rounded_rows(n) for n in range(1, 1025)]
+    assert sizes[:16] == list(range(1, 17))
+    assert all(n <= size <= 1.125 * n + 1 for n, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
+    assert len(set(sizes)) == 16 + 8 * 6
+    assert all(rounded_rows(size) == size for size in sizes)
+
+
+@given(num_rows=st.integers(17, 70), seed=st.integers(0, 99))
+def test_rows_that_were_added_change_nothing(num_rows: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    plain = linear(5, 12, bias=True)
+    x = torch.randn(num_rows, 2, 12)[:, 1:]
+    with torch.inference_mode():
+        found = PackedLinear(plain.weight, plain.bias)(x)
+        assert found.shape == (num_rows, 1, 5)
+        torch.testing.assert_close(found, plain(x))
+
+
+def test_preparing_computes_every_kind_of_layer_once_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    list(pack_linears(model))
+    asked: list[tuple[tuple[object, ...], int]] = []
+    monkeypatch.setattr(PackedLinear, "_product", lambda self, x: asked.append((self.kind, x.shape[1])) or x)
+    prepare_linears(model)
+    assert len(asked) == len(set(asked)) and {size for _, size in asked} == {rounded_rows(n) for n in range(1, 65)}

@@ -15,6 +15,9 @@ from ssd.drafting.workspace import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import Snapshot
 
+_NOTHING: tuple[int, TokenIds] = (0, np.empty(0, np.int32))
+"""Drafted, and accepted of it."""
+
 
 class SuffixDrafter:
     """Drafts what probably comes next, as far as it pays, from all that is known.
@@ -98,6 +101,9 @@ class SuffixDrafter:
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
         path = draft.path
+        if not len(draft.token_ids):  # as at most steps of new text
+            self._verified[request_id] = _NOTHING
+            return
         if draft.parents is None or num_accepted == 0:
             path = np.arange(num_accepted, dtype=np.int32)
         if path is None:  # of a tree, and nobody says which tokens of it

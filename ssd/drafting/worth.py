@@ -19,15 +19,17 @@ class Worth:
     """
 
     def __init__(self) -> None:
-        self._sums = np.zeros(3)  # passes, tokens, seconds: the older the less
+        self._passes = self._tokens = self._seconds = 0.0  # the older the less
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A pass put out ``num_tokens``."""
-        self._sums = self._sums * FORGETTING + (1.0, num_tokens, seconds)
+        self._passes = FORGETTING * self._passes + 1.0
+        self._tokens = FORGETTING * self._tokens + num_tokens
+        self._seconds = FORGETTING * self._seconds + seconds
 
     def forget(self) -> None:
         """Begin anew."""
-        self._sums[:] = 0.0
+        self._passes = self._tokens = self._seconds = 0.0
 
     def price(self, num_tokens: int, seconds: float, more_seconds: float) -> float:
         """Below which chance of being accepted a drafted token cannot pay.
@@ -44,5 +46,5 @@ class Worth:
         return int(np.argmax((num_tokens + tokens) / np.maximum(seconds + time, 1e-9)))
 
     def _recent(self) -> tuple[float, float]:
-        passes, tokens, seconds = self._sums.tolist()
-        return (tokens / passes, seconds / passes) if passes else (0.0, 0.0)
+        passes = self._passes
+        return (self._tokens / passes, self._seconds / passes) if passes else (0.0, 0.0)

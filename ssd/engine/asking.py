@@ -7,7 +7,7 @@ from collections.abc import Sequence as Rows
 
 from ssd.engine.sequence import Sequence
 
-_SHARE = 0.01
+_SHARE = 0.0075
 """Of a step that asking may take for rows that get nothing."""
 _FRUITLESS_AFTER = 4
 """Times in a row that a request got no draft worth verifying."""

@@ -302,7 +302,7 @@ class Engine:
             return [EMPTY_DRAFT] * len(asked)
         return [
             self._usable(draft, sequence, num_rows)
-            if sequence.stats.num_verify_steps or is_sure(draft, share)
+            if len(draft.token_ids) and (sequence.stats.num_verify_steps or is_sure(draft, share))
             else EMPTY_DRAFT
             for draft, (sequence, share) in zip(drafts, asked, strict=True)
         ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ssd.drafting.protocol import Draft
 
 _FORGETTING = 0.99
-_PRIOR_TOKENS = 4.0
+_FORGETTING_UNTRIED = 0.999
+_PRIOR_TOKENS = 2.0
 _SURE = 0.9
 
 
@@ -14,8 +15,8 @@ class Trust:
 
     Estimates are learned over all requests of a namespace; in a new one they are a rule of thumb. A token drawn at a
     high temperature is accepted less often than a greedy one after the same text, and until the model has found out,
-    its drafts would cost more than they give. What is distrusted is drafted rarely, so old observations fade with the
-    passes and drafts are tried again. O(1) each.
+    its drafts would cost more than they give. What is distrusted is drafted rarely, so old observations fade, though
+    slowly, with the passes without a draft too, and drafts are tried again. O(1) each.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,8 @@ class Trust:
         """One row of a pass: the tokens that its draft was expected to bring, and those that it brought."""
         kind = _kind(temperature)
         before = self._sums.get(kind, (0.0, 0.0))
-        self._sums[kind] = before[0] * _FORGETTING + promised, before[1] * _FORGETTING + accepted
+        kept = _FORGETTING if promised else _FORGETTING_UNTRIED
+        self._sums[kind] = before[0] * kept + promised, before[1] * kept + accepted
 
 
 def is_sure(draft: Draft, share: float) -> bool:

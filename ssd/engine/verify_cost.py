@@ -16,7 +16,7 @@ from ssd.target.target import Target
 _FORGETTING = 0.98
 _OUTLIER = 5.0
 _RIDGE = 1e-9
-_FIT_EVERY = 8
+_FIT_EVERY = 16
 _LASTING_SHARE = 0.05
 _CALIBRATION_ROWS = 8
 _CALIBRATION_WIDTHS = (1, 2, 5)
@@ -30,10 +30,34 @@ class PassTime(NamedTuple):
     per_position: float
     wide: float
 
-    def of(self, num_rows: int, width: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def of(self, num_rows: int, width: int) -> float:
         """Seconds for a pass of ``num_rows`` rows and ``width`` positions each."""
-        widths = np.asarray(width)
-        return self.fixed + self.per_position * num_rows * widths + self.wide * (widths > 1)
+        return self.fixed + self.per_position * num_rows * width + self.wide * (width > 1)
+
+    def up_to(self, num_rows: int, width: int) -> npt.NDArray[np.float64]:
+        """Seconds for passes of 1, 2, ... ``width`` positions, float64[width]."""
+        seconds = np.arange(1.0, width + 1)
+        seconds *= self.per_position * num_rows
+        seconds += self.fixed
+        seconds[1:] += self.wide
+        return seconds
+
+
+class Sums(NamedTuple):
+    """What least squares needs of passes: sums of features, of their products and of those with the seconds."""
+
+    passes: float
+    positions: float
+    wide: float
+    positions_squared: float
+    wide_positions: float
+    seconds: float
+    positions_seconds: float
+    wide_seconds: float
+
+    def plus(self, weight: float, other: Sums) -> Sums:
+        """These, and ``weight`` times others."""
+        return Sums(*[own + weight * more for own, more in zip(self, other, strict=True)])
 
 
 class VerifyCost:
@@ -47,8 +71,7 @@ class VerifyCost:
     """
 
     def __init__(self) -> None:
-        self._lasting = np.zeros((3, 4))  # sums of outer products: features by (features, seconds)
-        self._recent = np.zeros((3, 4))
+        self._lasting = self._recent = Sums(*[0.0] * len(Sums._fields))
         self._num_passes = 0
         self._pass_time: PassTime | None = None
         self._worth = Worth()
@@ -60,7 +83,7 @@ class VerifyCost:
 
     def calibrate(self, num_rows: int, width: int, seconds: float) -> None:
         """One pass of the warm-up."""
-        self._lasting += _terms(num_rows, width, seconds)
+        self._lasting = self._lasting.plus(1.0, _terms(num_rows, width, seconds))
         self._pass_time = _fit(self._lasting)
 
     def begin(self) -> None:
@@ -75,11 +98,11 @@ class VerifyCost:
         if self._pass_time is not None and seconds > _OUTLIER * self._pass_time.of(num_rows, width):
             return
         self._worth.observe(num_tokens, seconds)
-        self._recent = self._recent * _FORGETTING + _terms(num_rows, width, seconds)
+        self._recent = _terms(num_rows, width, seconds).plus(_FORGETTING, self._recent)
         self._num_passes += 1
         if self._num_passes % _FIT_EVERY == 0:
             # Real passes also sample, over longer contexts: the warm-up only stands in for sizes not seen lately.
-            self._pass_time = _fit(_LASTING_SHARE * self._lasting + self._recent)
+            self._pass_time = _fit(self._recent.plus(_LASTING_SHARE, self._lasting))
 
     def prices(self, num_rows: int) -> Prices | None:
         """What a drafted token of a row costs, float64[1], in output tokens; None while it is not known.
@@ -90,7 +113,7 @@ class VerifyCost:
         pass_time = self._pass_time
         if pass_time is None:
             return None
-        return np.array([self._worth.price(num_rows, float(pass_time.of(num_rows, 1)), pass_time.per_position)])
+        return np.array([self._worth.price(num_rows, pass_time.of(num_rows, 1), pass_time.per_position)])
 
     def paying_width(self, drafts: Sequence[Draft], shares: Sequence[float]) -> int:
         """Draft tokens per row that give most, see `Worth`; drafts without estimates are kept whole.
@@ -110,7 +133,7 @@ class VerifyCost:
             if draft.probabilities is not None:
                 gain[1 : len(draft.token_ids) + 1] += share * draft.chances()
         expected = len(drafts) + np.cumsum(gain)
-        return self._worth.best(expected, pass_time.of(len(drafts), np.arange(1, widest + 2)))
+        return self._worth.best(expected, pass_time.up_to(len(drafts), widest + 1))
 
 
 def calibrate(cost: VerifyCost, target: Target, max_width: int) -> None:
@@ -129,9 +152,15 @@ def calibrate(cost: VerifyCost, target: Target, max_width: int) -> None:
     cost.begin()
 
 
-def _fit(sums: npt.NDArray[np.float64]) -> PassTime | None:
+def _fit(sums: Sums) -> PassTime | None:
     """Least squares with no part below 0: a part that comes out negative is left out and the others fitted again."""
-    moments, products = sums[:, :3], sums[:, 3]
+    s = sums
+    moments = np.array([
+        [s.passes, s.positions, s.wide],
+        [s.positions, s.positions_squared, s.wide_positions],
+        [s.wide, s.wide_positions, s.wide],
+    ])  # fmt: skip
+    products = np.array([s.seconds, s.positions_seconds, s.wide_seconds])
     if np.linalg.matrix_rank(moments) < 3:
         return None
     scale = np.sqrt(np.diag(moments))
@@ -148,6 +177,8 @@ def _fit(sums: npt.NDArray[np.float64]) -> PassTime | None:
     return PassTime(*(float(part) for part in parts))
 
 
-def _terms(num_rows: int, width: int, seconds: float) -> npt.NDArray[np.float64]:
-    features = np.array([1.0, num_rows * width, float(width > 1)])
-    return np.outer(features, np.append(features, seconds))
+def _terms(num_rows: int, width: int, seconds: float) -> Sums:
+    positions, wide = float(num_rows * width), float(width > 1)
+    return Sums(
+        1.0, positions, wide, positions * positions, wide * positions, seconds, positions * seconds, wide * seconds
+    )

@@ -21,7 +21,7 @@ Int64s = npt.NDArray[np.int64]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _compiled(function: _F, **options: bool) -> _F:
+def _compiled(function: _F, **options: Any) -> _F:
     dispatcher = njit(nogil=True, **options)(function)
     keep_machine_code(dispatcher)
     return cast(_F, dispatcher)
@@ -30,6 +30,11 @@ def _compiled(function: _F, **options: bool) -> _F:
 def kernel(function: _F) -> _F:
     """Compile ``function`` on its first call, keep the machine code on disk, release the GIL inside."""
     return _compiled(function)
+
+
+def summing_kernel(function: _F) -> _F:
+    """As ``kernel``, but sums are taken in any order, and so several at a time."""
+    return _compiled(function, fastmath={"reassoc", "contract"})
 
 
 def inlined(function: _F) -> _F:
@@ -65,6 +70,7 @@ def _load(bits: int, result: Any) -> Any:
 _uint8_pointer = _pointer_to(types.uint8)
 _int32_pointer = _pointer_to(types.int32)
 _int64_pointer = _pointer_to(types.int64)
+_float32_pointer = _pointer_to(types.float32)
 _float64_pointer = _pointer_to(types.float64)
 
 load_uint64 = _load(64, types.uint64)
@@ -126,6 +132,12 @@ def int32_array(address: int, length: int) -> TokenIds:
 def int64_array(address: int, length: int) -> Int64s:
     """View int64[length] at ``address``."""
     return carray(_int64_pointer(address), (length,))  # type: ignore[no-any-return]
+
+
+@inlined
+def float32_array(address: int, length: int) -> npt.NDArray[np.float32]:
+    """View float32[length] at ``address``."""
+    return carray(_float32_pointer(address), (length,))  # type: ignore[no-any-return]
 
 
 @inlined

@@ -2,29 +2,28 @@
 
 torch computes a linear layer from weights as they lie in the checkpoint. For one to some dozens of rows, which is what
 a decode or verify pass has, the same product from weights in blocks takes less time, and layers that read the same
-input (query, key and value; gate and up) take less as one: see ``benchmarks.packed_linear``. torch's own compiler uses
-the same two operators.
+input (query, key and value; gate and up) take less as one: see ``benchmarks.layers``. torch's own compiler uses the
+same two operators.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from ssd.errors import first_line
-from ssd.target.probe import plain_logits
-
-log = logging.getLogger(__name__)
+from ssd.target.replaced import Replaced, has_hooks
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
+
+_EXACT_ROWS = 16
+_PREPARED_ROWS = 64
 
 
 class PackedLinear(nn.Module):
@@ -36,11 +35,23 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._bias = bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self.kind = (self.in_features, self.out_features, bias is not None, weight.dtype)
+        """Layers of one kind share their machine code."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., in]. Returns [..., out]."""
+        num_rows = x.numel() // self.in_features
+        wanted = rounded_rows(num_rows)
+        if wanted == num_rows:
+            return self._product(x)
+        padded = nn.functional.pad(x.reshape(num_rows, -1), (0, 0, 0, wanted - num_rows))
+        return self._product(padded)[:num_rows].view(*x.shape[:-1], -1)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return out
+
+    __call__ = forward  # without torch's search for hooks
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias as they came. O(size)."""
@@ -86,6 +97,8 @@ class FusedMember(nn.Module):
         """x : [..., in]. Returns [..., out]."""
         return self.group.output(x, self._member)
 
+    __call__ = forward
+
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias as they came. O(size of all)."""
         weight, bias = self.group.packed.unpacked()
@@ -93,36 +106,13 @@ class FusedMember(nn.Module):
         return weight[own], None if bias is None else bias[own]
 
 
-def pack_linears(model: PreTrainedModel, expected: Sequence[torch.Tensor], tolerance: float) -> bool:
-    """Pack the linear layers of a model on a CPU, and check that it still says what it said; else leave it as it was.
+def pack_linears(model: nn.Module) -> Iterator[Replaced]:
+    """Put packed layers in the place of plain ones, whose weights they take over; what was replaced, as it goes.
 
-    ``expected`` : its `plain_logits`. ``tolerance`` : greatest relative error of them that is put down to rounding.
-    True when they are packed. Changes ``model`` in place, and again does nothing. Quantised layers stay as they are.
     Memory grows by a tied output layer, which no longer shares its weights. O(weights).
     """
-    if model.device.type != "cpu" or not _has_operators():
-        return False
-    swapped = list(_swap(model))
-    if not swapped:
-        return False
-    try:
-        error = max(
-            float((found - want).norm() / want.norm())
-            for found, want in zip(plain_logits(model), expected, strict=True)
-        )
-        if error < tolerance:
-            return True
-        reason = f"logits differ by {error:.2g}"
-    except Exception as failure:  # a model that reaches into its layers, for one
-        reason = first_line(failure)
-    log.warning("the linear layers of %s stay as they are, which is slower: %s", type(model).__name__, reason)
-    for parent, name in swapped:
-        setattr(parent, name, _linear(*getattr(parent, name).unpacked()))
-    return False
-
-
-def _swap(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Put packed layers in the place of all that can be; where they are."""
+    if not _has_operators():
+        return
     for parent in list(model.modules()):
         for names in SIBLINGS:
             linears = [linear for name in names if _is_plain(linear := getattr(parent, name, None))]
@@ -130,12 +120,39 @@ def _swap(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 continue
             group = FusedLinears(linears)
             for member, name in enumerate(names):
-                setattr(parent, name, FusedMember(group, member))
-                yield parent, name
+                part = FusedMember(group, member)
+                setattr(parent, name, part)
+                yield Replaced(parent, name, partial(_linear_again, part))
         for name, child in list(parent.named_children()):
             if _is_plain(child):
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
-                yield parent, name
+                packed = PackedLinear(child.weight, child.bias)
+                setattr(parent, name, packed)
+                yield Replaced(parent, name, partial(_linear_again, packed))
+
+
+def rounded_rows(num_rows: int) -> int:
+    """How many rows are computed: up to 16 as many, above one of eight numbers between a power of two and the next.
+
+    oneDNN makes machine code for each number of rows, which takes longer than a pass of a small model, and keeps that
+    of the last thousand products. So there are few numbers; the rows added are an eighth at most.
+    """
+    if num_rows <= _EXACT_ROWS:
+        return num_rows
+    step = 1 << ((num_rows - 1).bit_length() - 4)
+    return -(-num_rows // step) * step
+
+
+@torch.inference_mode()
+def prepare_linears(model: nn.Module) -> None:
+    """Have the machine code made for products of up to 64 rows, which are most of what a server computes."""
+    layers: dict[tuple[int, int, bool, torch.dtype], PackedLinear] = {}
+    for module in model.modules():
+        packed = module.group.packed if isinstance(module, FusedMember) else module
+        if isinstance(packed, PackedLinear):
+            layers[packed.kind] = packed
+    for num_rows in sorted({rounded_rows(n) for n in range(1, _PREPARED_ROWS + 1)}):
+        for (size, *_, dtype), packed in layers.items():
+            packed(torch.zeros(1, num_rows, size, dtype=dtype))
 
 
 def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
@@ -144,7 +161,7 @@ def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
         type(module) is nn.Linear
         and type(module.weight) is nn.Parameter
         and module.weight.dtype in _DTYPES
-        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not has_hooks(module)
     )
 
 
@@ -153,7 +170,8 @@ def _fit_together(linears: Sequence[nn.Linear]) -> bool:
     return len(kinds) == 1 and len({id(linear) for linear in linears}) == len(linears)
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def _linear_again(packed: PackedLinear | FusedMember) -> nn.Linear:
+    weight, bias = packed.unpacked()
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ssd.target.attention import ATTENTION_NAME
 from ssd.target.kv_cache import SlotKVCache, SlotRows
+from ssd.target.packed_linear import prepare_linears
 from ssd.target.static_steps import Scored, StaticSteps
 from ssd.target.tree import TreeShape
 
@@ -113,7 +114,7 @@ class Target(ABC):
 
     def warm_up(self) -> None:
         """Prepare what later passes would otherwise have to wait for."""
-        return
+        prepare_linears(self.model)
 
     @torch.inference_mode()
     def prefill(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
@@ -201,6 +202,7 @@ class SlotTarget(Target):
 
     def warm_up(self) -> None:
         """Record the passes that are made most."""
+        super().warm_up()
         if self.steps is not None:
             self.steps.warm_up(with_trees=self.can_verify_trees)
 

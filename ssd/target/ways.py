@@ -13,6 +13,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ssd.errors import first_line
 from ssd.target.attention import ATTENTION_NAME
+from ssd.target.fused_norm import fuse_norms
+from ssd.target.fused_rotary import fuse_rotary
+from ssd.target.layers import replace_layers
 from ssd.target.packed_linear import pack_linears
 from ssd.target.probe import (
     PROBE_LENGTH,
@@ -50,7 +53,7 @@ class Way:
 def find_way(model: PreTrainedModel) -> Way:
     """The fastest way that gives the model's own logits on a small probe: a few passes over 13 tokens.
 
-    On a CPU the model's linear layers are packed first, in place: see `pack_linears`.
+    On a CPU faster layers take the place of the model's own first: see `replace_layers`.
 
     1. `SlotTarget`: one batched pass. 2. `RowTarget`: rows one by one on transformers' caches. 3. `ReplayTarget`: the
     same for running states, with a copy to return to. 4. `RecurrentTarget`: for states that take one token at a time;
@@ -64,7 +67,7 @@ def find_way(model: PreTrainedModel) -> Way:
     # Quantised activations turn the last bit of a float32 into a step of their scale.
     exact = model.dtype == torch.float32 and getattr(model.config, "quantization_config", None) is None
     limit = _MOST_ERROR if exact else _MOST_ERROR_LOW_PRECISION
-    pack_linears(model, expected, limit)
+    replace_layers(model, (pack_linears, fuse_norms, fuse_rotary), expected=expected, tolerance=limit)
     if keeps_state(model):
         reason = "it keeps a running state"
     else:
