@@ -42,7 +42,7 @@ def test_where_asking_is_cheap_every_row_is_asked() -> None:
 
 def test_rows_that_get_nothing_are_asked_less_and_others_always() -> None:
     counts = run(Asking(), [row() for _ in range(32)], 84, [0] * 31 + [3], 30e-6, 20e-3)
-    assert counts[:31] == [4 + 80 // 5] * 31 and counts[31] == 84  # 32 x 30 us are 4.8 % of a pass
+    assert counts[:31] == [4 + 80 // 7] * 31 and counts[31] == 84  # 32 x 30 us are 4.8 % of a pass
 
 
 def test_a_row_that_gets_a_draft_again_is_asked_at_every_step() -> None:

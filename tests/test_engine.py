@@ -254,7 +254,7 @@ def test_cancelling_frees_the_slot_for_the_next() -> None:
     engine.step()
     engine.cancel("a")
     engine.cancel("never-seen")
-    cancelled, *first = engine.step()
+    *first, cancelled = engine.step()
     assert cancelled.finish_reason is FinishReason.CANCELLED
     assert tokens_of([*first, *finish_all(engine)["b"]]) == greedy_decode(PLAIN_MODEL, prompt(2), 12)[0]
 

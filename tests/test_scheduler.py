@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import EngineConfig, SamplingParams
+from ssd.drafting.none import NoDrafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.scheduler import AGEING_STEPS, Scheduler
@@ -176,7 +177,7 @@ def test_a_priority_out_of_range_and_one_that_is_not_served_are_refused() -> Non
         make_engine().submit(request("a", text(1, 4), priority=101))
     assert error.value.param == "priority"
     target = open_target(model_of("llama"), num_slots=1, max_length=96)
-    engine = Engine(target, drafter=make_engine()._drafter, config=EngineConfig(scheduling_policy="fcfs"))
+    engine = Engine(target, drafter=NoDrafter(), config=EngineConfig(scheduling_policy="fcfs"))
     engine.submit(request("a", text(1, 4), priority=0))
     with pytest.raises(RequestError, match="priorities are off"):
         engine.submit(request("b", text(1, 4), priority=1))
@@ -243,3 +244,16 @@ def test_a_prompt_of_all_but_one_token_of_the_context_runs_beside_others() -> No
     for asked in requests:
         assert tokens_of(outputs[asked.request_id]) == expected(asked)
     assert outputs["again"][-1].stats.num_cached_tokens >= 90
+
+
+def test_a_prompt_that_is_to_be_scored_waits_for_a_budget_that_is_used_up() -> None:
+    engine = make_engine(slots=2, chunk=8)
+    scored = request("scored", text(2, 30), SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=0))
+    engine.submit(request("other", text(1, 20), greedy(2)))
+    engine.submit(scored)
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    assert [len(output.prompt_logprobs) for output in outputs["scored"] if output.prompt_logprobs] == [30]
+    assert [token for output in outputs["scored"] for token in output.token_ids] == expected(scored)

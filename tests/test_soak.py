@@ -110,13 +110,17 @@ def run(engine: Engine, random: np.random.Generator) -> dict[str, Asked]:
 
 
 @pytest.mark.timeout(600)
-def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("runs_beside_host", [False, True])
+def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
+    runs_beside_host: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_model()
     target = open_target(model, num_slots=SLOTS, max_length=MAX_LENGTH, max_draft_tokens=4)
     draft_target = open_target(
         tiny_model(hidden_size=32, num_hidden_layers=1), num_slots=SLOTS, max_length=MAX_LENGTH, max_draft_tokens=7
     )
     assert isinstance(target, SlotTarget)
+    target.runs_beside_host = runs_beside_host
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         suffix, model_drafter = SuffixDrafter(), DraftModelDrafter(draft_target)
         engine = Engine(

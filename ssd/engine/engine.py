@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
-from ssd.engine.asking import Asking
+from ssd.drafting.protocol import Draft, Drafter
+from ssd.engine.guard import Guard
 from ssd.engine.integrity import settle, violations
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
+from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
-from ssd.engine.sequence import Sequence
-from ssd.engine.trust import Trust, is_sure
-from ssd.engine.verify import Verdict, branches, possible_shape, usable, verify
-from ssd.engine.verify_cost import VerifyCost, calibrate
+from ssd.engine.sequence import Sequence, Taken
+from ssd.engine.verify import Pass, Verdict
 from ssd.errors import EngineStopped, QueueFull
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import Snapshot
@@ -35,10 +30,6 @@ from ssd.target.loading import load_model, open_target
 from ssd.target.target import Target
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -68,21 +59,17 @@ class Engine:
         self.max_model_len = target.max_length
         self._config = config or EngineConfig()
         draft = draft or DraftConfig()
-        self._draft_limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._draft_acceptance = draft.draft_acceptance
-        self._draft_shape = possible_shape(draft.draft_shape, target)
         self._draw_seed = draw_seed
-        self._drafter = drafter
         self._eos_token_ids = tuple(
             eos_token_ids if eos_token_ids is not None else codec.eos_token_ids if codec else ()
         )
         self.grammars = (
             GrammarCompiler(codec, vocab_size=target.vocab_size, eos_token_ids=self._eos_token_ids) if codec else None
         )
-        self._cost = VerifyCost()
-        self._trust = Trust()
-        self._asking = Asking()
-        self._num_source_failures = 0
+        self._guard = Guard()
+        self._proposals = Proposals(target, drafter, draft, self._guard, self._snapshot)
+        self._under_way: Pass | None = None
         self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
         self._prefill = Prefill(target, self._reuse, self._config.prefill_chunk_tokens)
@@ -186,31 +173,33 @@ class Engine:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Advance every running sequence by one forward pass of the target."""
-        outputs = self._admit_and_cancel()
-        if batch := self._prefill.run(self._scheduler.running):
-            drafts = self._propose(batch)
-            started = time.perf_counter()
-            verdicts = verify(self.target, batch, drafts)
-            seconds = time.perf_counter() - started
-            self._asking.passed(seconds)
-            committed = [self._commit(*row) for row in zip(batch, drafts, verdicts, strict=True)]
-            num_tokens = sum(len(output.token_ids) for output in committed)
-            width = 1 + max(len(draft.token_ids) for draft in drafts)
-            self._cost.observe(len(batch), width, num_tokens, seconds)
-            outputs += committed
+        """Advance every running sequence by one forward pass of the target.
+
+        On a device that computes beside the host, the next pass is launched as soon as the last one's tokens are known,
+        and their text is made, sent and learned from while it runs: the outputs are those of the pass before it.
+        """
+        taken = self._land()
+        ended = self._admit_and_cancel()
+        self._launch()
+        if not self.target.runs_beside_host:
+            taken += self._land()
+        outputs = [self._report(sequence, each) for sequence, each in taken]
+        outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in ended]
         self._observe_load()
         return outputs
 
     def check(self) -> list[str]:
-        """What is wrong in the bookkeeping of slots and requests, a sentence each; between steps only."""
+        """What is wrong in the bookkeeping of slots and requests, a sentence each; between steps only.
+
+        Sequences of a pass that is under way are not looked at.
+        """
         with self._lock:
             arriving = list(self._inbox)
-        return violations(self.target, self._scheduler, self._reuse, arriving)
+        return violations(self.target, self._scheduler, self._reuse, arriving, is_under_way=self._under_way is not None)
 
     def warm_up(self) -> None:
         """Compile every kernel and run every kind of pass once, so that the first request compiles nothing."""
-        self._guarded(lambda: getattr(self._drafter, "warm_up", lambda: None)())
+        self._proposals.warm_up()
         repeated = tuple([1, 2, 3] * min(12, self.max_model_len // 6))
         sampled = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True)
         greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -219,8 +208,7 @@ class Engine:
             self.submit(Request(request_id=f"warm-up-{i}", prompt_token_ids=repeated, sampling=params, namespace=None))
         while self.has_work():
             self.step()
-        if self._draft_limit > 0:
-            calibrate(self._cost, self.target, self._draft_limit + 1)
+        self._proposals.calibrate()
         self.metrics = EngineMetrics()
 
     def generate(
@@ -245,89 +233,40 @@ class Engine:
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _admit_and_cancel(self) -> list[RequestOutput]:
+    def _admit_and_cancel(self) -> list[Sequence]:
+        """Fill free slots; those that were cancelled, off their slots."""
         with self._lock:
             self._scheduler.enqueue(self._inbox)
             self._inbox.clear()
             cancelled, self._cancelled = self._cancelled, set()
         ended = self._scheduler.remove(cancelled) if cancelled else []
-        outputs = [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in ended]
         preempted = self._scheduler.admit()
         self.metrics.num_preemptions += len(preempted)
         for sequence in preempted:  # a drafter's memory goes with the slot; the sequence comes back as if it were new
-            self._forget_drafts(sequence)
-        return outputs
+            self._proposals.forget(sequence)
+        return ended
 
-    def _forget_drafts(self, sequence: Sequence) -> None:
-        self._guarded(lambda: self._drafter.finish(sequence.request.request_id))
+    def _launch(self) -> None:
+        """Compute prompts, draft and begin the pass over every sequence that is ready."""
+        if batch := self._prefill.run(self._scheduler.running):
+            self._under_way = Pass(self.target, batch, self._proposals.of(batch))
 
-    def _propose(self, batch: list[Sequence]) -> list[Draft]:
-        """One draft per sequence; those that are not worth asking for get none."""
-        if self._draft_limit == 0:
-            return [EMPTY_DRAFT] * len(batch)
-        due = self._asking.due(batch)
-        shares = [self._trust.share(sequence.request.sampling.temperature) for sequence in batch]
-        started = time.perf_counter()
-        asked = [(sequence, share) for sequence, share, is_due in zip(batch, shares, due, strict=True) if is_due]
-        found = iter(self._ask(asked, len(batch)) if asked else ())
-        seconds = time.perf_counter() - started
-        kept = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
-        width = self._cost.paying_width(kept, shares)
-        drafts = [draft.cut(width) for draft in kept]
-        self._asking.asked(batch, due, [len(draft.token_ids) for draft in drafts], seconds)
-        return drafts
+    def _land(self) -> list[tuple[Sequence, Taken]]:
+        """Wait for the pass that is under way, and take what it gave."""
+        landing, self._under_way = self._under_way, None
+        if landing is None:
+            return []
+        verdicts = landing.verdicts()
+        rows = zip(landing.batch, landing.drafts, verdicts, strict=True)
+        taken = [(sequence, self._take(sequence, draft, verdict)) for sequence, draft, verdict in rows]
+        num_tokens = sum(len(each.token_ids) for _, each in taken)
+        self._proposals.passed(landing.drafts, num_tokens, landing.seconds)
+        return taken
 
-    def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
-        """A draft for each sequence and its share, in a pass of ``num_rows``; a drafter that fails proposes nothing."""
-        prices = self._cost.prices(num_rows)
-        drafts = self._guarded(
-            lambda: self._drafter.propose(
-                [
-                    DraftRequest(
-                        request_id=sequence.request.request_id,
-                        context=sequence.context,
-                        prompt_length=sequence.num_prompt_tokens,
-                        snapshot=self._snapshot(sequence.request.namespace),
-                        limit=sequence.most_drafted(self._draft_limit),
-                        prices=None if prices is None else prices / share,
-                        tree=self._may_branch(sequence, num_rows),
-                        prediction=sequence.prediction,
-                        sampling=sequence.sampling,
-                    )
-                    for sequence, share in asked
-                ]
-            )
-        )
-        if drafts is None or len(drafts) != len(asked):
-            return [EMPTY_DRAFT] * len(asked)
-        return [
-            self._usable(draft, sequence, num_rows)
-            if len(draft.token_ids) and (sequence.stats.num_verify_steps or is_sure(draft, share))
-            else EMPTY_DRAFT
-            for draft, (sequence, share) in zip(drafts, asked, strict=True)
-        ]
-
-    def _usable(self, draft: Draft, sequence: Sequence, num_rows: int) -> Draft:
-        """The draft, or nothing where a token or parent cannot be; cut to what may still be generated."""
-        limit = sequence.most_drafted(self._draft_limit)
-        allow_tree = self._may_branch(sequence, num_rows)
-        found = usable(draft, limit, vocab_size=self.target.vocab_size, allow_tree=allow_tree)
-        self.metrics.drafter_failures += found is None
-        return EMPTY_DRAFT if found is None else found
-
-    def _may_branch(self, sequence: Sequence, num_rows: int) -> bool:
-        is_free = sequence.sampling.acceptance == "match" and sequence.request.sampling.structured_output is None
-        return is_free and branches(self._draft_shape, num_rows)
-
-    def _commit(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> RequestOutput:
-        """Emit what was accepted, take back the rest of the draft, end or go on."""
-        output = sequence.commit(verdict.token_ids, verdict.logits)
-        num_accepted = min(len(verdict.path), len(output.token_ids))
-        if draft.parents is not None:
-            draft = replace(draft, path=verdict.path[:num_accepted])
-        if draft.probabilities is not None or not len(draft.token_ids):
-            promised = 0.0 if draft.probabilities is None else float(draft.chances().sum())
-            self._trust.observe(sequence.request.sampling.temperature, promised, len(verdict.path))
+    def _take(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Taken:
+        """Append what was accepted, take back the rest of the draft, give the slot back at the end."""
+        taken = sequence.take(verdict.token_ids, verdict.logits)
+        num_accepted = min(len(verdict.path), len(taken.token_ids))
         stats = sequence.stats
         if not stats.num_verify_steps:
             self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
@@ -336,19 +275,23 @@ class Engine:
         stats.num_draft_tokens += len(draft.token_ids)
         stats.num_accepted_tokens += num_accepted
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
-        self.metrics.generation_tokens += len(output.token_ids)
-        self._guarded(lambda: self._drafter.observe(sequence.request.request_id, draft, num_accepted))
-        if output.finish_reason is not None:
-            return self._finish(sequence, output)
-        self.target.rollback(sequence.slot, sequence.num_tokens - 1)
-        return output
+        self.metrics.generation_tokens += len(taken.token_ids)
+        self._proposals.verified(sequence, draft, verdict, num_accepted)
+        if taken.finish_reason is None:
+            self.target.rollback(sequence.slot, sequence.num_tokens - 1)
+        else:
+            self._scheduler.release(sequence)
+        return taken
+
+    def _report(self, sequence: Sequence, taken: Taken) -> RequestOutput:
+        """Make text of what was taken; learn from a sequence that has ended."""
+        output = sequence.output(taken)
+        return output if output.finish_reason is None else self._finish(sequence, output)
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
-        if sequence.slot >= 0:
-            self._scheduler.release(sequence)
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
-        self._forget_drafts(sequence)
+        self._proposals.forget(sequence)
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._learn(sequence)
         return output
@@ -357,7 +300,7 @@ class Engine:
         if self.caches is None or sequence.request.namespace is None:
             return
         caches, namespace = self.caches, sequence.request.namespace
-        self._guarded(
+        self._guard(
             lambda: caches.get(namespace).append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
         )
 
@@ -366,22 +309,9 @@ class Engine:
             return None
         return self.caches.get(namespace).snapshot()
 
-    def _guarded(self, call: Callable[[], T]) -> T | None:
-        """Run something of the drafter's or the cache's: its failure is a counter, never a failed request."""
-        try:
-            return call()
-        except Exception:
-            self.metrics.drafter_failures += 1
-            if self.metrics.drafter_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
-                log.exception("drafting or caching failed (%d times so far)", self.metrics.drafter_failures)
-            return None
-
     def _observe_load(self) -> None:
-        # A drafter that owns several survives the failure of one, and counts it.
-        failures = getattr(self._drafter, "num_failures", 0)
-        self.metrics.drafter_failures += failures - self._num_source_failures
-        self._num_source_failures = failures
         scheduler = self._scheduler
+        self.metrics.drafter_failures = self._proposals.num_failures
         self.metrics.num_running = len(scheduler.running)
         self.metrics.num_waiting = len(scheduler.waiting)
         held = sum(sequence.num_tokens for sequence in scheduler.running)

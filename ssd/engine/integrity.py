@@ -18,18 +18,24 @@ log = logging.getLogger(__name__)
 
 
 def violations(
-    target: Target, scheduler: Scheduler, reuse: PrefixReuse, arriving: Iterable[Sequence] = ()
+    target: Target,
+    scheduler: Scheduler,
+    reuse: PrefixReuse,
+    arriving: Iterable[Sequence] = (),
+    *,
+    is_under_way: bool = False,
 ) -> list[str]:
     """Everything that is wrong, a sentence each; empty when all is well.
 
     Between two steps must hold: every slot is free or has one sequence; no request is in two places; a slot holds the
     beginning of its sequence's context, all but the last token at most; a free slot holds what it is said to keep. What
-    a slot holds is the target's own record of the tokens it was fed. O(tokens held).
+    a slot holds is the target's own record of the tokens it was fed. Where a pass ``is_under_way``, slots hold drafts
+    too: what sequences hold is not looked at. O(tokens held).
     """
     return [
         *_slots(target, scheduler),
         *_places([*arriving, *scheduler.waiting, *scheduler.running]),
-        *_running(target, scheduler.running),
+        *_running(target, [] if is_under_way else scheduler.running),
         *_waiting(scheduler.waiting),
         *_kept(target, scheduler, reuse),
     ]

@@ -56,8 +56,10 @@ class Prefill:
         self._reuse.catch_up(sequence, running)
         done = self._target.length(sequence.slot)
         part = sequence.context[done : min(sequence.num_tokens - 1, done + budget)]
+        if not len(part):  # the budget is used up, or others hold it all
+            return 0
         if sequence.scores_prompt and done < sequence.num_prompt_tokens - 1:
             sequence.score_prompt(self._target.forward([sequence.slot], pad_rows([part]), [len(part)])[0], done)
-        elif len(part):
+        else:
             self._target.prefill([sequence.slot], pad_rows([part]), [len(part)])
         return len(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,22 @@ from ssd.target.rejection import SampledDraft
 from ssd.target.sampling import SamplingRow
 from ssd.text.grammar import GrammarState
 from ssd.text.stream import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one pass added to a sequence.
+
+    ``spelled`` : the tokens of which text is still to be made. ``text`` : what was made already. The rest as in
+    `RequestOutput`.
+    """
+
+    token_ids: tuple[int, ...]
+    spelled: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprobs, ...] | None
 
 
 class Sequence:
@@ -121,15 +138,17 @@ class Sequence:
             grammar=self._grammar,
         )
 
-    def commit(self, token_ids: Tokens[int], logits: torch.Tensor) -> RequestOutput:
+    def take(self, token_ids: Tokens[int], logits: torch.Tensor) -> Taken:
         """Append verified tokens up to the first that ends the output; nothing after it is sent, counted or kept.
 
-        logits : [>= n, V], the model's own, row i for token i.
+        logits : [>= n, V], the model's own, row i for token i. Text is made here only as far as it may end the output:
+        `output` must follow, for one after the other.
         """
         emitted: list[int] = []
         spelled: list[int] = []
-        text: list[str] = []
         stop_reason: str | int | None = None
+        stopping = self._stream if self._stream is not None and self._stream.may_stop else None
+        text: list[str] = []
         for token_id in token_ids:
             emitted.append(token_id)
             self.tokens[self.num_tokens] = token_id
@@ -138,40 +157,47 @@ class Sequence:
                 self.finish_reason = FinishReason.STOP
             elif token_id in self.stop_token_ids:
                 self.finish_reason, stop_reason = FinishReason.STOP, token_id
-            elif self._stream is not None:
+            elif stopping is None:
                 spelled.append(token_id)
-                if self._stream.may_stop:
-                    text.append(self._stream.push(spelled))
-                    spelled.clear()
-                if self._stream.stop_hit is not None:
-                    self.finish_reason, stop_reason = FinishReason.STOP, self._stream.stop_hit
+            else:
+                text.append(stopping.push_token(token_id))
+                if stopping.stop_hit is not None:
+                    self.finish_reason, stop_reason = FinishReason.STOP, stopping.stop_hit
             if self.finish_reason is None and self.num_remaining == 0:
                 self.finish_reason = FinishReason.LENGTH
             if self.finish_reason is not None:
                 break
-        if self._stream is not None and spelled:
-            text.append(self._stream.push(spelled))
-        if self.finish_reason is not None and self._stream is not None:
-            text.append(self._stream.finish())
-            if stop_reason is None and self._stream.stop_hit is not None:  # completed by the last flush
-                self.finish_reason, stop_reason = FinishReason.STOP, self._stream.stop_hit
+        if stopping is not None and self.finish_reason is not None:
+            text.append(stopping.finish())
+            if stop_reason is None and stopping.stop_hit is not None:  # completed by the last flush
+                self.finish_reason, stop_reason = FinishReason.STOP, stopping.stop_hit
         self.stats.num_output_tokens += len(emitted)
         if self._grammar is not None:
             self._grammar.advance(emitted)
         num_top = self.request.sampling.logprobs
         logprobs = None if num_top is None else token_logprobs(logits, emitted, num_top)
-        return self._output(emitted, "".join(text), stop_reason, logprobs=logprobs)
+        return Taken(tuple(emitted), spelled, "".join(text), self.finish_reason, stop_reason, logprobs)
+
+    def output(self, taken: Taken) -> RequestOutput:
+        """What was taken, with its text."""
+        text, stream = taken.text, self._stream
+        if stream is not None and not stream.may_stop:
+            text = stream.push(taken.spelled)
+            if taken.finish_reason is not None:
+                text += stream.finish()
+        return self._output(taken.token_ids, text, taken.finish_reason, taken.stop_reason, logprobs=taken.logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """Close the output without another token."""
         self.finish_reason = reason
-        return self._output([], "", None, error)
+        return self._output((), "", reason, error=error)
 
     def _output(
         self,
-        token_ids: list[int],
+        token_ids: tuple[int, ...],
         text: str,
-        stop_reason: str | int | None,
+        finish_reason: FinishReason | None,
+        stop_reason: str | int | None = None,
         error: str | None = None,
         logprobs: tuple[TokenLogprobs, ...] | None = None,
     ) -> RequestOutput:
@@ -179,9 +205,9 @@ class Sequence:
         self._prompt_logprobs_sent = True
         return RequestOutput(
             request_id=self.request.request_id,
-            token_ids=tuple(token_ids),
+            token_ids=token_ids,
             text=text,
-            finish_reason=self.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=stop_reason,
             error=error,
             logprobs=logprobs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -71,34 +72,49 @@ def usable(draft: Draft, limit: int, *, vocab_size: int, allow_tree: bool) -> Dr
     return draft
 
 
-def verify(target: Target, batch: Rows[Sequence], drafts: Rows[Draft]) -> list[Verdict]:
-    """Feed every sequence's last token and draft in one pass; the target keeps those that it accepts.
+class Pass:
+    """A verify pass: every sequence's last token and draft, fed at once. ``verdicts`` must be asked for, once, before
+    the next pass begins.
 
-    Its slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers them
-    to what is committed.
+    ``seconds`` : what it took, once its verdicts are known.
     """
-    slots = [sequence.slot for sequence in batch]
-    fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
-    counts = [len(draft.token_ids) + 1 for draft in drafts]
-    has_trees = any(draft.parents is not None for draft in drafts)
-    if has_trees:
-        parents = node_parents([draft.parents for draft in drafts], fed.shape[1])
-        logits = target.forward_trees(slots, fed, counts, parents)
-    else:
-        logits = target.forward(slots, fed, counts)
-    rows = [s.sampling_row(draft) for s, draft in zip(batch, drafts, strict=True)]
-    chosen = target_tokens(logits, rows, target.best)
-    nodes = [_agreeing(draft, row) for draft, row in zip(drafts, chosen, strict=True)]
-    if has_trees:
-        target.keep_paths(slots, counts, nodes)
-    return [
-        Verdict(
-            row[path].tolist(),
-            (path[1:] - 1).astype(np.int32),
-            scores if draft.parents is None else scores[torch.from_numpy(path).to(scores.device)],
-        )
-        for row, path, scores, draft in zip(chosen, nodes, logits, drafts, strict=True)
-    ]
+
+    def __init__(self, target: Target, batch: Rows[Sequence], drafts: Rows[Draft]) -> None:
+        """Begins it; a device that runs beside the host computes from here on."""
+        self.batch, self.drafts = batch, drafts
+        self.seconds = 0.0
+        self._target = target
+        self._started = time.perf_counter()
+        self._slots = [sequence.slot for sequence in batch]
+        self._counts = [len(draft.token_ids) + 1 for draft in drafts]
+        self._has_trees = any(draft.parents is not None for draft in drafts)
+        fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
+        if self._has_trees:
+            parents = node_parents([draft.parents for draft in drafts], fed.shape[1])
+            self._logits = target.forward_trees(self._slots, fed, self._counts, parents)
+        else:
+            self._logits = target.forward(self._slots, fed, self._counts)
+
+    def verdicts(self) -> list[Verdict]:
+        """Wait for it and find how far the target agrees with each draft.
+
+        The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
+        them to what is committed.
+        """
+        rows = [s.sampling_row(draft) for s, draft in zip(self.batch, self.drafts, strict=True)]
+        chosen = target_tokens(self._logits, rows, self._target.best)
+        nodes = [_agreeing(draft, row) for draft, row in zip(self.drafts, chosen, strict=True)]
+        if self._has_trees:
+            self._target.keep_paths(self._slots, self._counts, nodes)
+        self.seconds = time.perf_counter() - self._started
+        return [
+            Verdict(
+                row[path].tolist(),
+                (path[1:] - 1).astype(np.int32),
+                scores if draft.parents is None else scores[torch.from_numpy(path).to(scores.device)],
+            )
+            for row, path, scores, draft in zip(chosen, nodes, self._logits, self.drafts, strict=True)
+        ]
 
 
 def _agreeing(draft: Draft, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -42,6 +42,8 @@ class Target(ABC):
         self.num_slots = num_slots
         self.max_length = max_length
         self.device: torch.device = model.device
+        self.runs_beside_host = self.device.type != "cpu"
+        """Whether a pass that was begun goes on while the host does something else."""
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size

@@ -1,0 +1,133 @@
+"""What the engine asks its drafter, how much of the answer is verified, and what is learned from that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+from ssd.config import DraftConfig
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
+from ssd.engine.asking import Asking
+from ssd.engine.guard import Guard
+from ssd.engine.sequence import Sequence
+from ssd.engine.trust import Trust, is_sure
+from ssd.engine.verify import Verdict, branches, possible_shape, usable
+from ssd.engine.verify_cost import VerifyCost, calibrate
+from ssd.retrieval.snapshot import Snapshot
+from ssd.target.target import Target
+
+SnapshotOf = Callable[[str | None], Snapshot | None]
+"""A namespace's index; None where there is none."""
+
+
+class Proposals:
+    """Drafts for the rows of a pass, as many tokens as pay. Only speed depends on it, never a token.
+
+    A drafter that fails proposes nothing, see `Guard`.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, draft: DraftConfig, guard: Guard, snapshot_of: SnapshotOf
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._guard = guard
+        self._snapshot_of = snapshot_of
+        self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
+        self._shape = possible_shape(draft.draft_shape, target)
+        self._cost = VerifyCost()
+        self._trust = Trust()
+        self._asking = Asking()
+
+    @property
+    def num_failures(self) -> int:
+        """Times that a drafter or a cache failed; one that owns several survives the failure of one, and counts it."""
+        return self._guard.num_failures + int(getattr(self._drafter, "num_failures", 0))
+
+    def warm_up(self) -> None:
+        """Compile the drafter's kernels."""
+        self._guard(lambda: getattr(self._drafter, "warm_up", lambda: None)())
+
+    def calibrate(self) -> None:
+        """Time passes of several sizes, on free slots."""
+        if self._limit > 0:
+            calibrate(self._cost, self._target, self._limit + 1)
+
+    def of(self, batch: Rows[Sequence]) -> list[Draft]:
+        """One draft per sequence; those that are not worth asking for get none."""
+        if self._limit == 0:
+            return [EMPTY_DRAFT] * len(batch)
+        due = self._asking.due(batch)
+        shares = [self._trust.share(sequence.request.sampling.temperature) for sequence in batch]
+        started = time.perf_counter()
+        asked = [(sequence, share) for sequence, share, is_due in zip(batch, shares, due, strict=True) if is_due]
+        found = iter(self._ask(asked, len(batch)) if asked else ())
+        seconds = time.perf_counter() - started
+        kept = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
+        width = self._cost.paying_width(kept, shares)
+        drafts = [draft.cut(width) for draft in kept]
+        self._asking.asked(batch, due, [len(draft.token_ids) for draft in drafts], seconds)
+        return drafts
+
+    def passed(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
+        """The pass over such drafts put out ``num_tokens``."""
+        self._asking.passed(seconds)
+        width = 1 + max(len(draft.token_ids) for draft in drafts)
+        self._cost.observe(len(drafts), width, num_tokens, seconds)
+
+    def verified(self, sequence: Sequence, draft: Draft, verdict: Verdict, num_accepted: int) -> None:
+        """Learn from what the target said to a draft, of which ``num_accepted`` tokens were emitted."""
+        if draft.parents is not None:
+            draft = replace(draft, path=verdict.path[:num_accepted])
+        if draft.probabilities is not None or not len(draft.token_ids):
+            promised = 0.0 if draft.probabilities is None else float(draft.chances().sum())
+            self._trust.observe(sequence.request.sampling.temperature, promised, len(verdict.path))
+        self._guard(lambda: self._drafter.observe(sequence.request.request_id, draft, num_accepted))
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing of this request will be asked for, or all of it anew."""
+        self._guard(lambda: self._drafter.finish(sequence.request.request_id))
+
+    def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
+        """A draft for each sequence and its share, in a pass of ``num_rows``."""
+        prices = self._cost.prices(num_rows)
+        drafts = self._guard(
+            lambda: self._drafter.propose(
+                [
+                    DraftRequest(
+                        request_id=sequence.request.request_id,
+                        context=sequence.context,
+                        prompt_length=sequence.num_prompt_tokens,
+                        snapshot=self._snapshot_of(sequence.request.namespace),
+                        limit=sequence.most_drafted(self._limit),
+                        prices=None if prices is None else prices / share,
+                        tree=self._may_branch(sequence, num_rows),
+                        prediction=sequence.prediction,
+                        sampling=sequence.sampling,
+                    )
+                    for sequence, share in asked
+                ]
+            )
+        )
+        if drafts is None or len(drafts) != len(asked):
+            return [EMPTY_DRAFT] * len(asked)
+        return [
+            self._usable(draft, sequence, num_rows)
+            if len(draft.token_ids) and (sequence.stats.num_verify_steps or is_sure(draft, share))
+            else EMPTY_DRAFT
+            for draft, (sequence, share) in zip(drafts, asked, strict=True)
+        ]
+
+    def _usable(self, draft: Draft, sequence: Sequence, num_rows: int) -> Draft:
+        """The draft, or nothing where a token or parent cannot be; cut to what may still be generated."""
+        limit = sequence.most_drafted(self._limit)
+        allow_tree = self._may_branch(sequence, num_rows)
+        found = usable(draft, limit, vocab_size=self._target.vocab_size, allow_tree=allow_tree)
+        self._guard.num_failures += found is None
+        return EMPTY_DRAFT if found is None else found
+
+    def _may_branch(self, sequence: Sequence, num_rows: int) -> bool:
+        is_free = sequence.sampling.acceptance == "match" and sequence.request.sampling.structured_output is None
+        return is_free and branches(self._shape, num_rows)

@@ -1,0 +1,160 @@
+"""On a device that computes beside the host, outputs come while the next pass runs: they are the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import make_drafter
+from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine.sequence import Sequence
+from ssd.retrieval.cache import CacheSet
+from ssd.target.loading import load_model, open_target
+from ssd.target.target import Target
+from ssd.text.codec import TextCodec
+from tests.models import VOCAB, tiny_model
+
+EOS = 2
+CODEC = TextCodec.load(str(MODEL_PATH))
+
+
+@cache
+def target_of(kind: str) -> Target:
+    model = tiny_model() if kind == "tiny" else load_model(MODEL_PATH, dtype="float32", device="cpu")
+    return open_target(model, num_slots=3, max_length=128, max_draft_tokens=4)
+
+
+def engine_of(kind: str, *, runs_beside_host: bool, caches: CacheSet | None = None) -> Engine:
+    target = target_of(kind)
+    target.runs_beside_host = runs_beside_host
+    for slot in range(target.num_slots):
+        target.rollback(slot, 0)
+    draft = DraftConfig(num_speculative_tokens=4)
+    return Engine(
+        target,
+        drafter=make_drafter("ssd", draft),
+        codec=None if kind == "tiny" else CODEC,
+        caches=caches,
+        config=EngineConfig(max_num_seqs=3, prefill_chunk_tokens=16),
+        draft=draft,
+        eos_token_ids=[EOS] if kind == "tiny" else None,
+    )
+
+
+def finish_all(engine: Engine) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        assert engine.check() == []
+    assert engine._under_way is None
+    return outputs
+
+
+def said(outputs: list[RequestOutput]) -> tuple[Any, ...]:
+    """All that a client sees of a request."""
+    *before, last = outputs
+    assert all(output.finish_reason is None for output in before)
+    logprobs = [each for output in outputs for each in output.logprobs or ()]
+    prompt_logprobs = [output.prompt_logprobs for output in outputs]
+    assert prompt_logprobs[1:] == [None] * len(before)
+    return (
+        [token for output in outputs for token in output.token_ids],
+        "".join(output.text for output in outputs),
+        last.finish_reason,
+        last.stop_reason,
+        [(each.token_id, [other for other, _ in each.top]) for each in logprobs] if logprobs else None,
+        prompt_logprobs[0] is None,
+    )
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9))
+def test_a_random_load_gives_the_same(seed: int, count: int) -> None:
+    random = np.random.default_rng(seed)
+    requests = []
+    for number in range(count):
+        length = int(random.integers(1, 40))
+        requests.append(
+            Request(
+                request_id=str(number),
+                prompt_token_ids=tuple(random.integers(3, VOCAB, length).tolist()),
+                sampling=SamplingParams(
+                    max_tokens=int(random.integers(1, 30)),
+                    temperature=float(random.choice([0.0, 1.0])),
+                    seed=number,
+                    logprobs=int(random.choice([0, 2])) if random.random() < 0.5 else None,
+                    stop_token_ids=(int(random.integers(3, VOCAB)),),
+                )
+                if random.random() < 0.7
+                else SamplingParams(max_tokens=5, temperature=0.0, prompt_logprobs=1),
+                priority=int(random.integers(-2, 3)),
+            )
+        )
+    found = []
+    for runs_beside_host in (False, True):
+        with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+            engine = engine_of("tiny", runs_beside_host=runs_beside_host, caches=caches)
+            for request in requests:
+                engine.submit(request)
+            found.append({name: said(outputs) for name, outputs in finish_all(engine).items()})
+            assert engine.metrics.drafter_failures == 0
+            assert sum(engine.metrics.num_requests_finished.values()) == count
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stop", [(), ("def",), ("\n\n", "return"), ("\n    ",)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_text_and_stop_strings_are_the_same(stop: tuple[str, ...], temperature: float) -> None:
+    prompt = tuple(CODEC.encode_prompt("import os\n\n\nclass Path:\n    def join(self, other):\n"))
+    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=3, stop=stop, logprobs=2)
+    found = []
+    for runs_beside_host in (False, True):
+        engine = engine_of("bundled", runs_beside_host=runs_beside_host)
+        for choice in range(3):
+            engine.submit(
+                Request(request_id=str(choice), prompt_token_ids=prompt, sampling=sampling, choice_index=choice)
+            )
+        found.append({name: said(outputs) for name, outputs in finish_all(engine).items()})
+    assert found[0] == found[1]
+    assert all(text for _, text, *_ in found[0].values()) or stop
+
+
+def test_text_is_made_and_learned_from_while_the_next_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+        engine = engine_of("bundled", runs_beside_host=True, caches=caches)
+        made: list[bool] = []
+        output, cache = Sequence.output, caches.get("default")
+        monkeypatch.setattr(
+            Sequence, "output", lambda *args: made.append(engine._under_way is not None) or output(*args)
+        )
+        append, learned = cache.append, []
+        monkeypatch.setattr(
+            cache, "append", lambda *a, **k: learned.append(engine._under_way is not None) or append(*a, **k)
+        )
+        prompt = tuple(CODEC.encode_prompt("import os\n"))
+        for name, max_tokens in (("short", 3), ("long", 12)):
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            engine.submit(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+        outputs = finish_all(engine)
+    assert made[:-1] == [True] * (len(made) - 1) and not made[-1]
+    assert learned == [True, False]
+    assert sum(len(each.token_ids) for each in outputs["long"]) == 12
+
+
+def test_what_a_cancelled_request_had_is_sent_before_its_end() -> None:
+    engine = engine_of("tiny", runs_beside_host=True)
+    engine.submit(Request(request_id="a", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(max_tokens=30)))
+    assert engine.step() == [] and engine.has_work(), "the first pass is under way"
+    engine.cancel("a")
+    tokens, end = engine.step()
+    assert tokens.token_ids and tokens.finish_reason is None
+    assert end.token_ids == () and end.finish_reason is FinishReason.CANCELLED
+    assert not engine.has_work() and engine.check() == []
