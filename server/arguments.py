@@ -103,6 +103,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
                 scheduling_policy=found.scheduling_policy,
                 enable_prefix_caching=found.enable_prefix_caching,
                 enforce_eager=found.enforce_eager,
+                fuse_linears=found.fuse_linears,
             ),
             draft=DraftConfig(
                 num_speculative_tokens=0 if found.no_speculation else limit,
@@ -189,6 +190,10 @@ def _build_parser() -> _Parser:
     add(
         "--enforce-eager", action="store_true",
         help="record no CUDA graphs: slower steps, less memory (default: graphs where there is a GPU)",
+    )  # fmt: skip
+    add(
+        "--fuse-linears", action="store_true",
+        help="on a GPU compute query, key and value, and gate and up, as one product each (a CPU always does)",
     )  # fmt: skip
     add(
         "--generation-config", default="auto", metavar="auto|vllm|DIR",

@@ -130,6 +130,9 @@ class EngineConfig:
     enforce_eager: bool = False
     """Launch every kernel of the target from Python, on CUDA too: slower, but without the memory of recorded graphs."""
 
+    fuse_linears: bool = False
+    """On CUDA compute query, key and value, and gate and up, as one product each, as on a CPU; rounding may differ."""
+
     enable_prefix_caching: bool = True
     """Slots keep their keys and values, and requests of the same namespace and cache salt go on with them."""
 

@@ -26,7 +26,9 @@ def test_passes_attention_and_decode_run_and_agree(tmp_path: Path, capsys: pytes
         assert [way["way"] for way in result["passes"][dtype]["ways"]] == ["plain", "static shapes"]
         assert all(way["passed"] and len(way["times"]) == 4 for way in result["passes"][dtype]["ways"])
     assert result["passes"]["float32"]["ways"][1]["tokens_that_differ"] == 0
-    assert all(row["T"] in (1, 16) for way in ("graphs", "enforce_eager") for row in result["decode"][way]["rows"])
+    assert all(
+        row["T"] in (1, 16) for way in ("graphs", "enforce_eager", "fused") for row in result["decode"][way]["rows"]
+    )
     assert json.loads((tmp_path / "gpu_check.json").read_text()) == result
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from ssd.bundled import MODEL_PATH
+from ssd.target.fused_linear import FusedMember
 from ssd.target.fused_norm import FusedNorm, fuse_norms
 from ssd.target.fused_rotary import FusedRotary, fuse_rotary
 from ssd.target.layers import replace_layers
 from ssd.target.loading import load_model, open_target
-from ssd.target.packed_linear import FusedMember, PackedLinear, pack_linears
+from ssd.target.packed_linear import PackedLinear, pack_linears
 from ssd.target.probe import plain_logits
 from tests.models import tiny_model
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ssd.target import packed_linear
+from ssd.target.fused_linear import FusedMember
 from ssd.target.packed_linear import (
-    FusedLinears,
-    FusedMember,
     PackedLinear,
     pack_linears,
     prepare_linears,
@@ -44,35 +43,6 @@ def test_a_packed_layer_computes_what_torch_does(
     weight, kept_bias = packed.unpacked()
     assert torch.equal(weight, plain.weight)
     assert (kept_bias is None) == (plain.bias is None)
-
-
-@given(
-    outs=st.lists(st.integers(1, 20), min_size=1, max_size=4),
-    bias=st.booleans(),
-    asked=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), max_size=12),
-)
-def test_fused_layers_answer_in_any_order(outs: list[int], bias: bool, asked: list[tuple[int, int]]) -> None:
-    torch.manual_seed(0)
-    layers = [linear(out, 11, bias=bias) for out in outs]
-    group = FusedLinears(layers)
-    members = [FusedMember(group, member) for member in range(len(layers))]
-    inputs = [torch.randn(2, 3, 11) for _ in range(2)]
-    with torch.inference_mode():
-        for member, number in asked:
-            chosen = member % len(layers)
-            torch.testing.assert_close(members[chosen](inputs[number]), layers[chosen](inputs[number]))
-    for member, layer in zip(members, layers, strict=True):
-        weight, kept_bias = member.unpacked()
-        assert torch.equal(weight, layer.weight)
-        assert kept_bias is None or torch.equal(kept_bias, layer.bias)
-
-
-def test_nothing_of_a_pass_stays_in_a_group() -> None:
-    group = FusedLinears([linear(2, 3, bias=False), linear(4, 3, bias=False)])
-    x = torch.randn(1, 3)
-    group.output(x, 1)
-    group.output(x, 0)
-    assert group._input is None and group._outputs == [None, None]
 
 
 def test_layers_with_something_special_stay() -> None:

@@ -60,14 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.shape
         else load_model(args.model, dtype=args.dtype, device=args.device)
     )
-    # On a CPU a target packs the layers of its model; what it is compared with stays as the library loads it.
-    library = deepcopy(model) if model.device.type == "cpu" else model
+    # A target replaces layers of its model; what it is compared with stays as the library loads it.
+    library = deepcopy(model) if model.device.type == "cpu" or args.fuse_linears else model
     target = open_target(
         model,
         num_slots=max(args.batch),
         max_length=max(args.context) + max(args.baseline_tokens, tokens_said(args.rounds, max(args.draft) + 1)) + 8,
         max_draft_tokens=max(args.draft),
         enforce_eager=args.enforce_eager,
+        fuse_linears=args.fuse_linears,
     )
     copied = copy_bytes_per_second(target.device, args.copy_mb << 20)
     rows, num_changed = [], 0
@@ -131,6 +132,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--baseline-tokens", type=int, default=128)
     add("--baseline-rounds", type=int, default=7)
     add("--enforce-eager", action="store_true", help="record no CUDA graphs")
+    add("--fuse-linears", action="store_true", help="on a GPU too, one product for layers that read the same input")
     add("--no-baselines", action="store_true", help="leave model.generate out")
     add("--out", type=Path, help="also write the JSON line to this file")
     add("--json", action="store_true", help="accepted for symmetry: the JSON line is always the last")

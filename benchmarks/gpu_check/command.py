@@ -90,11 +90,12 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def decode(args: argparse.Namespace) -> dict[str, Any]:
-    """The same steps with graphs and without."""
+    """The same steps with graphs, without, and with fused layers."""
     sizes = ["--batch", "1", "--context", str(args.decode_context), "--draft", "0", "15", "--rounds", str(args.rounds)]
     base = ["--shape", args.decode_shape, "--device", args.device, "--no-baselines", *sizes]
     found: dict[str, Any] = {"passed": True}
-    for name, options in (("graphs", []), ("enforce_eager", ["--enforce-eager"])):
+    ways = {"graphs": [], "enforce_eager": ["--enforce-eager"], "fused": ["--fuse-linears"]}
+    for name, options in ways.items():
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
             out = Path(directory) / "decode.json"
             found["passed"] &= benchmarks.decode.main([*base, *options, "--out", str(out)]) == 0

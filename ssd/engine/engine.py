@@ -107,11 +107,18 @@ class Engine:
             max_draft_tokens=draft.num_speculative_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             enforce_eager=config.enforce_eager,
+            fuse_linears=config.fuse_linears,
         )
         chosen = make_drafter(drafter, draft)
         if draft_model is not None:
             smaller = load_draft_model(
-                draft_model, target, codec, dtype=dtype, device=device, enforce_eager=config.enforce_eager
+                draft_model,
+                target,
+                codec,
+                dtype=dtype,
+                device=device,
+                enforce_eager=config.enforce_eager,
+                fuse_linears=config.fuse_linears,
             )
             chosen = Arbiter([chosen, smaller])
         return cls(target, drafter=chosen, codec=codec, caches=caches, config=config, draft=draft)

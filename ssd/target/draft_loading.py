@@ -20,11 +20,12 @@ def load_draft_model(
     dtype: str = "auto",
     device: str = "auto",
     enforce_eager: bool = False,
+    fuse_linears: bool = False,
 ) -> DraftModelDrafter:
     """A drafter around a Hugging Face causal language model that shares the target's tokenizer.
 
-    codec : the target's. dtype, device, enforce_eager : as for the target. Contexts longer than the draft model takes
-    get no drafts. Raises ModelError when the model cannot be loaded, has another tokenizer or does not fit.
+    codec : the target's. dtype, device, enforce_eager, fuse_linears : as for the target. Contexts longer than the draft
+    model takes get no drafts. Raises ModelError when the model cannot be loaded, has another tokenizer or does not fit.
     """
     own = TextCodec.load(str(name_or_path))
     if own.fingerprint != codec.fingerprint:
@@ -47,5 +48,6 @@ def load_draft_model(
         max_length=target.max_length if limit is None else min(limit, target.max_length),
         max_draft_tokens=READ_WIDTH - 1,
         enforce_eager=enforce_eager,
+        fuse_linears=fuse_linears,
     )
     return DraftModelDrafter(draft_target, vocab_size=target.vocab_size)

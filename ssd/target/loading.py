@@ -67,18 +67,20 @@ def open_target(
     max_draft_tokens: int = 16,
     kv_cache_memory_bytes: int | None = None,
     enforce_eager: bool = False,
+    fuse_linears: bool = False,
 ) -> Target:
     """The fastest way to drive ``model`` that reproduces its own logits.
 
     num_slots : most slots; fewer where memory lacks, see `fit_slots`. max_length : tokens a slot holds; None takes the
     model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use; None takes half of what is free.
-    enforce_eager: record no CUDA graphs. Raises ModelError when an explicit ``max_length`` cannot be had.
+    enforce_eager: record no CUDA graphs. fuse_linears: on CUDA too, compute layers that read the same input as one.
+    Raises ModelError when an explicit ``max_length`` cannot be had.
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
         raise ModelError(f"max_model_len {max_length} exceeds the model's context of {limit} tokens")
     wanted = settle_rope(model, max_length) or limit or DEFAULT_MAX_LENGTH
-    found = find_way(model)
+    found = find_way(model, fuse=fuse_linears)
     bytes_per_token = found.bytes_per_token or (row_bytes_per_token(model) if found.kind is RowTarget else 0)
     slots = fit_slots(
         num_slots=num_slots,

@@ -13,6 +13,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ssd.errors import first_line
 from ssd.target.attention import ATTENTION_NAME
+from ssd.target.fused_linear import fuse_linears
 from ssd.target.fused_norm import fuse_norms
 from ssd.target.fused_rotary import fuse_rotary
 from ssd.target.layers import replace_layers
@@ -37,6 +38,9 @@ _MOST_ERROR_LOW_PRECISION = 0.08
 """A wrong mask, position or state is off by about 1; rounding to bfloat16 by up to some hundredths."""
 
 
+_CPU_LAYERS = (pack_linears, fuse_norms, fuse_rotary)
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How a model is driven. ``reason`` says why not by slot attention."""
@@ -50,10 +54,11 @@ class Way:
     """Greatest relative error of logits that is put down to rounding."""
 
 
-def find_way(model: PreTrainedModel) -> Way:
+def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
     """The fastest way that gives the model's own logits on a small probe: a few passes over 13 tokens.
 
-    On a CPU faster layers take the place of the model's own first: see `replace_layers`.
+    Faster layers take the place of the model's own first, see `replace_layers`: on a CPU all there are, elsewhere one
+    for the linear layers that read the same input, where ``fuse`` asks for it.
 
     1. `SlotTarget`: one batched pass. 2. `RowTarget`: rows one by one on transformers' caches. 3. `ReplayTarget`: the
     same for running states, with a copy to return to. 4. `RecurrentTarget`: for states that take one token at a time;
@@ -67,7 +72,8 @@ def find_way(model: PreTrainedModel) -> Way:
     # Quantised activations turn the last bit of a float32 into a step of their scale.
     exact = model.dtype == torch.float32 and getattr(model.config, "quantization_config", None) is None
     limit = _MOST_ERROR if exact else _MOST_ERROR_LOW_PRECISION
-    replace_layers(model, (pack_linears, fuse_norms, fuse_rotary), expected=expected, tolerance=limit)
+    kinds = _CPU_LAYERS if model.device.type == "cpu" else (fuse_linears,) if fuse else ()
+    replace_layers(model, kinds, expected=expected, tolerance=limit)
     if keeps_state(model):
         reason = "it keeps a running state"
     else:
