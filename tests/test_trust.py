@@ -20,8 +20,8 @@ def test_the_share_is_what_was_accepted_of_what_was_promised(rows: list[tuple[fl
         trust.observe(0.0, promised, accepted)
     kept = [0.99 if promised else 0.999 for promised, _ in rows]
     weights = [prod(kept[i + 1 :]) for i in range(len(rows))]
-    promised = 2 + sum(w * p for w, (p, _) in zip(weights, rows, strict=True))
-    accepted = 2 + sum(w * a for w, (_, a) in zip(weights, rows, strict=True))
+    promised = 1 + sum(w * p for w, (p, _) in zip(weights, rows, strict=True))
+    accepted = 1 + sum(w * a for w, (_, a) in zip(weights, rows, strict=True))
     assert trust.share(0.0) == pytest.approx(min(1.0, accepted / promised))
 
 
@@ -39,7 +39,7 @@ def test_trust_comes_back_while_nothing_is_drafted() -> None:
         trust.observe(1.0, 2.0, 0)
     for _ in range(6000):
         trust.observe(1.0, 0.0, 0)
-    assert trust.share(1.0) > 0.9
+    assert trust.share(1.0) > 0.8
 
 
 def test_only_what_is_almost_certain_may_delay_the_first_token() -> None:

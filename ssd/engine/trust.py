@@ -6,7 +6,7 @@ from ssd.drafting.protocol import Draft
 
 _FORGETTING = 0.99
 _FORGETTING_UNTRIED = 0.999
-_PRIOR_TOKENS = 2.0
+_PRIOR_TOKENS = 1.0
 _SURE = 0.9
 
 
