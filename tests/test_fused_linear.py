@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ssd.target.fused_linear import FusedLinears, FusedMember, PlainProduct, fuse_linears
-from ssd.target.layers import replace_layers
-from ssd.target.packed_linear import PackedLinear
+from ssd.target.layers.fused_linear import FusedLinears, FusedMember, PlainProduct, fuse_linears
+from ssd.target.layers.packed_linear import PackedLinear
+from ssd.target.layers.replace import replace_layers
 from ssd.target.probe import plain_logits
 from tests.models import tiny_model
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ssd.bundled import MODEL_PATH
-from ssd.target.fused_linear import FusedMember
-from ssd.target.fused_norm import FusedNorm, fuse_norms
-from ssd.target.fused_rotary import FusedRotary, fuse_rotary
-from ssd.target.layers import replace_layers
+from ssd.target.layers.fused_linear import FusedMember
+from ssd.target.layers.fused_norm import FusedNorm, fuse_norms
+from ssd.target.layers.fused_rotary import FusedRotary, fuse_rotary
+from ssd.target.layers.packed_linear import PackedLinear, pack_linears
+from ssd.target.layers.replace import replace_layers
 from ssd.target.loading import load_model, open_target
-from ssd.target.packed_linear import PackedLinear, pack_linears
 from ssd.target.probe import plain_logits
 from tests.models import tiny_model
 
@@ -91,7 +91,7 @@ def test_a_wrong_kernel_is_found_out(
         setattr(parent, name, again())
     wrong = (lambda self, x: x.new_ones(*x.shape[:-1], self.out_features)) if kind is PackedLinear else _shifted
     monkeypatch.setattr(kind, "__call__", wrong)
-    monkeypatch.setattr("ssd.target.fused_norm._agree", lambda *_: True)
+    monkeypatch.setattr("ssd.target.layers.fused_norm._agree", lambda *_: True)
     with caplog.at_level(logging.WARNING):
         assert not replace(model, expected)
     assert kinds(model) & {PackedLinear, FusedMember, FusedNorm, FusedRotary} == set()

@@ -67,7 +67,10 @@ def test_the_stamp_follows_what_files_hold_and_not_when_they_were_written(tmp_pa
         stamps.append(machine_code._stamp_of(tmp_path))
     (tmp_path / "target" / "a.py").rename(tmp_path / "target" / "b.py")
     stamps.append(machine_code._stamp_of(tmp_path))
-    assert len(set(stamps)) == len(stamps) == 5
+    (tmp_path / "target" / "layers").mkdir()
+    (tmp_path / "target" / "layers" / "a.py").write_text("x = 1")
+    stamps.append(machine_code._stamp_of(tmp_path))
+    assert len(set(stamps)) == len(stamps) == 6
 
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])

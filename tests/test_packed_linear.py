@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ssd.target import packed_linear
-from ssd.target.fused_linear import FusedMember
-from ssd.target.packed_linear import (
+from ssd.target.layers import packed_linear
+from ssd.target.layers.fused_linear import FusedMember
+from ssd.target.layers.packed_linear import (
     PackedLinear,
     pack_linears,
     prepare_linears,

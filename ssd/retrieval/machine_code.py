@@ -25,9 +25,9 @@ def _stamp_of(package: Path) -> str:
     """A digest of every file of the package that may hold a kernel. O(their size), about a millisecond."""
     digest = xxhash.xxh3_128()
     for room in ("retrieval", "drafting", "target"):
-        for path in sorted((package / room).glob("*.py")):
+        for path in sorted((package / room).rglob("*.py")):
             text = path.read_bytes()
-            digest.update(f"{room}/{path.name} {len(text)}\n".encode() + text)
+            digest.update(f"{path.relative_to(package).as_posix()} {len(text)}\n".encode() + text)
     return digest.hexdigest()
 
 

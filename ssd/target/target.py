@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ssd.target.attention import ATTENTION_NAME
 from ssd.target.kv_cache import SlotKVCache, SlotRows
-from ssd.target.packed_linear import prepare_linears
+from ssd.target.layers.packed_linear import prepare_linears
 from ssd.target.static_steps import Scored, StaticSteps
 from ssd.target.tree import TreeShape
 

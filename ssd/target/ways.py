@@ -13,11 +13,11 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ssd.errors import first_line
 from ssd.target.attention import ATTENTION_NAME
-from ssd.target.fused_linear import fuse_linears
-from ssd.target.fused_norm import fuse_norms
-from ssd.target.fused_rotary import fuse_rotary
-from ssd.target.layers import replace_layers
-from ssd.target.packed_linear import pack_linears
+from ssd.target.layers.fused_linear import fuse_linears
+from ssd.target.layers.fused_norm import fuse_norms
+from ssd.target.layers.fused_rotary import fuse_rotary
+from ssd.target.layers.packed_linear import pack_linears
+from ssd.target.layers.replace import replace_layers
 from ssd.target.probe import (
     PROBE_LENGTH,
     PROBE_SLOTS,

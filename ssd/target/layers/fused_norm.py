@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ssd.retrieval.memory import float32_array, summing_kernel
-from ssd.target.replaced import Replaced, has_hooks
+from ssd.target.layers.replaced import Replaced, has_hooks
 
 _MOST_NUMBERS = 1 << 16
 """In a larger input torch's own operations, which several cores share, are faster."""

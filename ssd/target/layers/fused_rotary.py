@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ssd.retrieval.memory import float32_array, kernel
-from ssd.target.replaced import Replaced
+from ssd.target.layers.replaced import Replaced
 
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from ssd.target.fused_linear import FusedMember, fuse_linears, is_plain, linear_again
-from ssd.target.replaced import Replaced
+from ssd.target.layers.fused_linear import FusedMember, fuse_linears, is_plain, linear_again
+from ssd.target.layers.replaced import Replaced
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.errors import first_line
+from ssd.target.layers.replaced import Replace
 from ssd.target.probe import plain_logits
-from ssd.target.replaced import Replace
 
 log = logging.getLogger(__name__)
 
