@@ -42,13 +42,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of every step, of the target's own call inside it, and of the bare forward after it.
+    """Seconds of steps, of the target's own call inside one and of what is around that, and of bare forwards.
 
-    ``outputs`` : what each row said. ``num_tokens`` : put out in the timed steps.
+    On a device that computes beside the host, the target's call is timed in steps of their own, which wait for it: no
+    work of the host is hidden behind it there. ``outputs`` : what each row said. ``num_tokens`` : put out in the steps.
     """
 
     steps: list[float]
     targets: list[float]
+    outside: list[float]
     forwards: list[float]
     outputs: list[list[int]]
     num_tokens: int
@@ -78,11 +80,12 @@ class KnownText:
 
 
 class TimedTarget:
-    """A target that notes what its calls take, device included."""
+    """A target that notes what its calls take, with ``waits`` the device included."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self.seconds = 0.0
+        self.waits = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -91,7 +94,8 @@ class TimedTarget:
         """The target's, timed."""
         began = time.perf_counter()
         logits = self._target.forward(*args, **kwargs)
-        synchronize(self._target.device)
+        if self.waits:
+            synchronize(self._target.device)
         self.seconds += time.perf_counter() - began
         return logits
 
@@ -146,16 +150,23 @@ def time_steps(
     while not all(outputs):  # prompts are read beside the first steps
         step()
     forward = BareForward(library, shape, len(prompts[0]) + num_tokens // 2)
-    steps, targets, forwards, num_steps = [], [], [], 0
-    put_out = 0
+    steps: list[float] = []
+    targets: list[float] = []
+    outside: list[float] = []
+    forwards: list[float] = []
+    num_steps = put_out = 0
     while engine.has_work() and min(map(len, outputs)) <= num_tokens - shape.width + 1:
-        timed.seconds = 0.0
+        turn = num_steps % _TURN
+        timed.seconds, timed.waits = 0.0, turn % 2 == 1
         began = time.perf_counter()
         new = step()
         synchronize(target.device)
-        if turn := num_steps % _TURN:
-            steps.append(time.perf_counter() - began)
+        took = time.perf_counter() - began
+        if turn and (timed.waits or not target.runs_beside_host):
             targets.append(timed.seconds)
+            outside.append(took - timed.seconds)
+        if turn and not (timed.waits and target.runs_beside_host):
+            steps.append(took)
             put_out += new
         num_steps += 1
         if turn == _TURN - 1:
@@ -163,7 +174,7 @@ def time_steps(
     forwards += [forward.seconds() for _ in range(len(steps) - len(forwards) + 1)][1:]
     while engine.has_work():
         step()
-    return Timing(steps, targets, forwards, outputs, put_out)
+    return Timing(steps, targets, outside, forwards, outputs, put_out)
 
 
 class BareForward:

@@ -6,7 +6,7 @@
   greedy text against plain passes, what warming up takes, the time of a pass at batch 1, 4, 16, T = 1 to 65.
 - attention: our kernel and other attentions against float32, and their times (`benchmarks.attention`).
 - decode: steps of the engine over random weights in the shape of an 8B Llama, context 1024, draft 0 and 15, with graphs
-  and without (`benchmarks.decode`).
+  without, and with fused layers (`benchmarks.decode`).
 - exactness: float32 greedy against ``model.generate`` and sampling against no speculation, every pair of drafter, draft
   limit and batch size; bfloat16: how often a token differs (published, not asserted).
 - growth: a stream with repeats, speculation on and off in turn.
