@@ -226,6 +226,29 @@ def streamed(codec: TextCodec, token_ids: list[int], **options: Any) -> tuple[st
     return text, stream.stop_hit
 
 
+@given(st.data(), st.booleans())
+def test_text_is_that_of_transformers(codec: TextCodec, data: st.DataObject, skip: bool) -> None:
+    ids = data.draw(st.lists(st.integers(0, codec.vocab_size + 3), max_size=40))
+    assert codec._rust_decode is not None
+    assert codec.decode(ids, skip_special_tokens=skip) == theirs(codec, ids, skip)
+    assert codec.decode(tuple(ids[:1])) == theirs(codec, ids[:1], False)
+
+
+def theirs(codec: TextCodec, ids: list[int], skip: bool) -> str:
+    text: str = codec._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    return text
+
+
+def test_a_tokenizer_with_a_decoder_of_its_own_keeps_it(codec: TextCodec) -> None:
+    class Shouting(type(codec._tokenizer)):  # type: ignore[misc]
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return super()._decode(*args, **kwargs).upper()  # type: ignore[no-any-return]
+
+    tokenizer = Shouting(tokenizer_object=codec._tokenizer.backend_tokenizer)
+    ids = codec.encode_completion("word")
+    assert TextCodec(tokenizer, ()).decode(ids) == "WORD"
+
+
 @given(st.data())
 def test_pieces_are_together_the_decoded_text(codec: TextCodec, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, codec.vocab_size + 3), max_size=60))
@@ -316,6 +339,7 @@ def test_real_tokenizers_stream_what_they_decode(path: Path, data: st.DataObject
     ids = codec.encode_completion(text)
     assert streamed(codec, ids)[0] == decoded_text(codec, ids)
     ids = data.draw(st.lists(st.integers(0, codec.vocab_size - 1), max_size=40))
+    assert codec.decode(ids) == theirs(codec, ids, False)
     whole = decoded_text(codec, ids)
     if "\ufffd" not in whole:
         assert streamed(codec, ids)[0] == whole

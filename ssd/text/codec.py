@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ class TextCodec:
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
         """``tokenizer`` : a transformers tokenizer. ``eos_token_ids`` : the ids that end an output, its own first."""
         self._tokenizer = tokenizer
+        self._rust_decode = _rust_decode(tokenizer)
         self._lock = threading.Lock()
         # Encoding once settles the padding and truncation settings, which the Rust tokenizer must not change while
         # another thread decodes ("Already borrowed").
@@ -202,7 +203,21 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ``token_ids``, each within [0, 2^31). Ids without a token give nothing, broken UTF-8 U+FFFD."""
+        if self._rust_decode is not None:
+            return self._rust_decode(token_ids, skip_special_tokens=skip_special_tokens)
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def _rust_decode(tokenizer: Any) -> Callable[..., str] | None:
+    """The Rust tokenizer's own ``decode``, where transformers adds nothing to it: asked for every token of a server."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    own = (getattr(kind, "decode", None), getattr(kind, "_decode", None))
+    if own != (PreTrainedTokenizerBase.decode, PreTrainedTokenizerFast._decode):
+        return None
+    decode: Callable[..., str] = tokenizer.backend_tokenizer.decode
+    return decode
