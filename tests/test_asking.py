@@ -22,7 +22,7 @@ MODEL = tiny_model()
 
 
 def row() -> Any:
-    return SimpleNamespace(num_fruitless=0, num_not_asked=0)
+    return SimpleNamespace(num_fruitless=0)
 
 
 def run(asking: Asking, batch: list[Any], steps: int, lengths: Rows[int], ask_s: float, pass_s: float) -> list[int]:

@@ -8,15 +8,12 @@ import numpy as np
 
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.by_snapshot import propose_by_snapshot
-from ssd.drafting.protocol import Draft, DraftRequest, TokenIds
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenIds
 from ssd.drafting.suffix_kernel import end_request, propose_suffix, propose_suffix_one
 from ssd.drafting.wishes import Wishes, contiguous
 from ssd.drafting.workspace import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import Snapshot
-
-_NOTHING: tuple[int, TokenIds] = (0, np.empty(0, np.int32))
-"""Drafted, and accepted of it."""
 
 
 class SuffixDrafter:
@@ -100,10 +97,9 @@ class SuffixDrafter:
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
-        path = draft.path
-        if not len(draft.token_ids):  # as at most steps of new text
-            self._verified[request_id] = _NOTHING
+        if draft is EMPTY_DRAFT:  # nothing was asked at this step: the last draft is still the one before
             return
+        path = draft.path
         if draft.parents is None or num_accepted == 0:
             path = np.arange(num_accepted, dtype=np.int32)
         if path is None:  # of a tree, and nobody says which tokens of it

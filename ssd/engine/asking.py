@@ -20,16 +20,18 @@ class Asking:
 
     Looking up takes each row the same, while a pass takes little more for another row: beside one row it is nothing,
     in a large batch of new text it would be several percent of a step. A request that gets a draft is asked at every
-    step. Only speed depends on it, never a token. O(rows).
+    step, the others all at the same one: a call takes something of its own. Only speed depends on it, never a token.
+    O(rows).
     """
 
     def __init__(self) -> None:
         self._row_s = self._pass_s = 0.0
+        self._num_spared = 0  # steps since all rows were asked
 
     def due(self, batch: Rows[Sequence]) -> list[bool]:
         """Of each row whether it is asked at this step."""
-        period = self.period(len(batch))
-        return [s.num_fruitless < _FRUITLESS_AFTER or s.num_not_asked + 1 >= period for s in batch]
+        all_are = self._num_spared + 1 >= self.period(len(batch))
+        return [all_are or sequence.num_fruitless < _FRUITLESS_AFTER for sequence in batch]
 
     def period(self, num_rows: int) -> int:
         """Steps from one time to the next that a fruitless row is asked."""
@@ -39,8 +41,8 @@ class Asking:
 
     def asked(self, batch: Rows[Sequence], due: Rows[bool], lengths: Rows[int], seconds: float) -> None:
         """Rows were asked and got drafts of these lengths, in so many seconds together."""
+        self._num_spared = 0 if all(due) else self._num_spared + 1
         for sequence, was_asked, length in zip(batch, due, lengths, strict=True):
-            sequence.num_not_asked = 0 if was_asked else sequence.num_not_asked + 1
             if was_asked:
                 sequence.num_fruitless = 0 if length else sequence.num_fruitless + 1
         if num_asked := sum(due):

@@ -81,7 +81,8 @@ class Proposals:
         """Learn from what the target said to a draft, of which ``num_accepted`` tokens were emitted."""
         if draft.parents is not None:
             draft = replace(draft, path=verdict.path[:num_accepted])
-        if draft.probabilities is not None or not len(draft.token_ids):
+        is_told = draft.probabilities is not None or not len(draft.token_ids)
+        if is_told and draft is not EMPTY_DRAFT:  # else nobody was asked, or what was said has been put aside
             promised = 0.0 if draft.probabilities is None else float(draft.chances().sum())
             self._trust.observe(sequence.request.sampling.temperature, promised, len(verdict.path))
         self._guard(lambda: self._drafter.observe(sequence.request.request_id, draft, num_accepted))

@@ -80,8 +80,6 @@ class Sequence:
         self.num_preemptions = 0
         self.num_fruitless = 0
         """Times in a row that it was asked for and got no draft."""
-        self.num_not_asked = 0
-        """Steps since it was asked for one."""
         self.stats = RequestStats(num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
