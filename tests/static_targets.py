@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ssd.target.graphs import CudaGraphs, Recorder, eagerly
 from ssd.target.kv_cache import AttentionKernel
+from ssd.target.sampler import Sampler
 from ssd.target.step_probe import make_steps
 from ssd.target.target import SlotTarget
 
@@ -33,10 +34,11 @@ def pair_of_targets(
     max_length: int = 64,
     max_width: int = 9,
     kernel: AttentionKernel | None = None,
+    sampler: Sampler | None = None,
 ) -> tuple[SlotTarget, SlotTarget]:
     """One that makes plain passes and one that makes static ones, over the same weights."""
     if recorder != "eagerly":
         model = model.to("cuda")
     plain, static = (SlotTarget(model, num_slots, max_length, max_width) for _ in range(2))
-    static.steps = make_steps(static, recorder_of(recorder), tolerance=1e-4, kernel=kernel)
+    static.steps = make_steps(static, recorder_of(recorder), tolerance=1e-4, kernel=kernel, sampler=sampler)
     return plain, static

@@ -126,4 +126,4 @@ def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr[-2000:]
     sizes = [int(size) for size in re.findall(r"(\d+) bytes", done.stdout)]
-    assert len(sizes) == 12 and max(sizes) <= 99 * 1024  # what a block may take on the smaller GPUs of these kinds
+    assert len(sizes) == 20 and max(sizes) <= 99 * 1024  # what a block may take on the smaller GPUs of these kinds

@@ -3,7 +3,8 @@
 ``python -m benchmarks.gpu_check [MODEL] [--device cuda] [--parts PART...] [--minutes M] [--out DIR]``
 
 - passes: the small model by plain passes, static shapes, CUDA graphs, with and without our attention kernel: logits and
-  greedy text against plain passes, what warming up takes, the time of a pass at batch 1, 4, 16, T = 1 to 65.
+  greedy text against plain passes, what warming up takes, the time of a pass at batch 1, 4, 16, T = 1 to 65, and of one
+  whose tokens are sampled inside and outside.
 - attention: our kernel and other attentions against float32, and their times (`benchmarks.attention`).
 - decode: steps of the engine over random weights in the shape of an 8B Llama, context 1024, draft 0 and 15, with graphs
   without, and with fused layers (`benchmarks.decode`).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,8 +12,14 @@ import numpy as np
 import torch
 
 from benchmarks.decode.steps import passes_of, synchronize
-from ssd.target.graphs import CudaGraphs, eagerly
+from ssd.config import SamplingParams
+from ssd.target.graphs import CudaGraphs, Recorder, eagerly
+from ssd.target.kv_cache import AttentionKernel
 from ssd.target.loading import load_model, open_target
+from ssd.target.noise import Noise
+from ssd.target.pass_noise import noise_of
+from ssd.target.sampler import sampler_of
+from ssd.target.sampling import SamplingRow, target_tokens
 from ssd.target.static_steps import StaticSteps
 from ssd.target.step_probe import make_steps, steps_error, triton_kernel
 from ssd.target.target import SlotTarget
@@ -55,6 +61,7 @@ def passes(args: argparse.Namespace) -> dict[str, Any]:
                 way["tokens_that_differ"] = differing
                 way["passed"] = way["failure"] is None and way["error"] <= _MOST_ERROR[dtype]
                 way["passed"] &= dtype != "float32" or differing == 0
+                way["passed"] &= not any(row["tokens_that_differ"] for row in way["sampled"])
             except Exception as failure:  # said, and the other ways are tried
                 way |= {"passed": False, "failure": f"{type(failure).__name__}: {str(failure).splitlines()[:1]}"}
             finally:
@@ -65,14 +72,16 @@ def passes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ways(target: SlotTarget, tolerance: float) -> Iterator[tuple[str, StaticSteps | None]]:
+    def steps(record: Recorder, kernel: AttentionKernel | None = None) -> StaticSteps:
+        return make_steps(target, record, tolerance=tolerance, kernel=kernel, sampler=sampler_of(target.device))
+
     yield "plain", None
-    yield "static shapes", make_steps(target, eagerly, tolerance=tolerance)
+    yield "static shapes", steps(eagerly)
     if target.device.type == "cuda":
-        yield "graphs", make_steps(target, CudaGraphs(target.device), tolerance=tolerance)
+        yield "graphs", steps(CudaGraphs(target.device))
         if (kernel := triton_kernel()) is not None:
-            yield "static shapes, our kernel", make_steps(target, eagerly, tolerance=tolerance, kernel=kernel)
-            graphs = CudaGraphs(target.device)
-            yield "graphs, our kernel", make_steps(target, graphs, tolerance=tolerance, kernel=kernel)
+            yield "static shapes, our kernel", steps(eagerly, kernel)
+            yield "graphs, our kernel", steps(CudaGraphs(target.device), kernel)
 
 
 def _measure(target: SlotTarget, args: argparse.Namespace) -> dict[str, Any]:
@@ -94,6 +103,7 @@ def _measure(target: SlotTarget, args: argparse.Namespace) -> dict[str, Any]:
             for batch in args.batch
             for width in args.width
         ],
+        "sampled": [_sampled(target, batch, width, args.rounds) for batch in args.batch for width in _ends(args.width)],
         "failure": None if steps is None else steps.failure,
     }
 
@@ -112,8 +122,38 @@ def _greedy(target: SlotTarget) -> list[list[int]]:
     return text
 
 
-def _seconds(target: SlotTarget, batch: int, width: int, rounds: int) -> list[float]:
-    """Of passes that score ``width`` positions of each row and bring the most probable tokens to the host."""
+def _ends(widths: list[int]) -> list[int]:
+    return sorted({min(widths), max(widths)})
+
+
+def _sampled(target: SlotTarget, batch: int, width: int, rounds: int) -> dict[str, Any]:
+    """Times of passes whose tokens are sampled inside, where that can be, and outside; tokens that differ."""
+    nothing, draft = np.zeros(0, np.int32), np.full(width - 1, 7, np.int32)
+    rows = [SamplingRow(SamplingParams(temperature=1.0), b, 0, (), nothing, nothing, draft) for b in range(batch)]
+    found: dict[str, Any] = {"batch": batch, "T": width, "tokens_that_differ": 0}
+    for name, noise in (("inside", noise_of(rows, width)), ("outside", None)):
+        if noise is not None and not target.takes_noise:
+            continue
+        found[f"{name}_ms_p50"] = round(1e3 * median(_seconds(target, batch, width, rounds, rows, noise)), 4)
+        if noise is not None:
+            logits = target.forward(list(range(batch)), np.full((batch, width), 7), [width] * batch, noise)
+            inside, outside = target_tokens(logits, rows, target.best, noise), target_tokens(logits, rows)
+            found["tokens_that_differ"] = int((inside != outside).sum())
+            _empty(target)
+    return found
+
+
+def _seconds(
+    target: SlotTarget,
+    batch: int,
+    width: int,
+    rounds: int,
+    rows: Sequence[SamplingRow] = (),
+    noise: Noise | None = None,
+) -> list[float]:
+    """Of passes that score ``width`` positions of each row and bring tokens to the host: those of ``rows``, else the
+    most probable ones.
+    """
     slots = list(range(batch))
     for slot in slots:
         target.prefill([slot], np.full((1, _CONTEXT), 5), [_CONTEXT])
@@ -121,8 +161,11 @@ def _seconds(target: SlotTarget, batch: int, width: int, rounds: int) -> list[fl
     for _ in range(rounds + 1):
         synchronize(target.device)
         began = time.perf_counter()
-        logits = target.forward(slots, tokens, [width] * batch)
-        (logits.argmax(-1) if target.best is None else target.best).cpu()
+        logits = target.forward(slots, tokens, [width] * batch, noise)
+        if rows:
+            target_tokens(logits, rows, target.best, noise)
+        else:
+            (logits.argmax(-1) if target.best is None else target.best).cpu()
         seconds.append(time.perf_counter() - began)
         for slot in slots:
             target.rollback(slot, _CONTEXT)
@@ -148,3 +191,6 @@ def _print(dtype: str, way: dict[str, Any]) -> None:
     print(f"passes {dtype} {way['way']}: {agreement}, {taken}, {way['failure'] or 'no failure'}")
     for row in way["times"]:
         print(f"  batch {row['batch']:>2} T {row['T']:>2}: {row['ms_p50']:8.3f} ms")
+    for row in way["sampled"]:
+        times = ", ".join(f"{row[key]:.3f} ms {key.split('_')[0]}" for key in row if key.endswith("ms_p50"))
+        print(f"  batch {row['batch']:>2} T {row['T']:>2} sampled: {times}, {row['tokens_that_differ']} tokens differ")

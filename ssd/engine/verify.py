@@ -14,6 +14,7 @@ import torch
 from ssd.config import DraftShape
 from ssd.drafting.protocol import Draft
 from ssd.engine.sequence import Sequence
+from ssd.target.pass_noise import noise_of
 from ssd.target.sampling import target_tokens
 from ssd.target.target import Target
 from ssd.target.tree import accepted_path, is_tree, leading_chain, node_parents
@@ -89,11 +90,13 @@ class Pass:
         self._counts = [len(draft.token_ids) + 1 for draft in drafts]
         self._has_trees = any(draft.parents is not None for draft in drafts)
         fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
+        self._rows = [sequence.sampling_row(draft) for sequence, draft in zip(batch, drafts, strict=True)]
+        self._noise = noise_of(self._rows, fed.shape[1]) if target.takes_noise else None
         if self._has_trees:
             parents = node_parents([draft.parents for draft in drafts], fed.shape[1])
-            self._logits = target.forward_trees(self._slots, fed, self._counts, parents)
+            self._logits = target.forward_trees(self._slots, fed, self._counts, parents, self._noise)
         else:
-            self._logits = target.forward(self._slots, fed, self._counts)
+            self._logits = target.forward(self._slots, fed, self._counts, self._noise)
 
     def verdicts(self) -> list[Verdict]:
         """Wait for it and find how far the target agrees with each draft.
@@ -101,8 +104,7 @@ class Pass:
         The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
         them to what is committed.
         """
-        rows = [s.sampling_row(draft) for s, draft in zip(self.batch, self.drafts, strict=True)]
-        chosen = target_tokens(self._logits, rows, self._target.best)
+        chosen = target_tokens(self._logits, self._rows, self._target.best, self._noise)
         nodes = [_agreeing(draft, row) for draft, row in zip(self.drafts, chosen, strict=True)]
         if self._has_trees:
             self._target.keep_paths(self._slots, self._counts, nodes)

@@ -10,15 +10,19 @@ derived from seed, choice and position by the same mixing function.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.retrieval.memory import kernel
+GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+"""SplitMix64's increment and multipliers."""
 
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+LOWEST_TEMPERATURE = 1e-4
+"""One of 1e-6 would overflow float32; below 1e-4 the law is greedy to any measurement."""
 
 UInt64 = npt.NDArray[np.uint64]
 
@@ -27,26 +31,44 @@ CHOICE, DRAFT, ACCEPT, RECOVER = range(4)
 draft model draws, whether a token is accepted, and what replaces a rejected one."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Noise:
+    """What a pass needs to choose tokens itself.
+
+    ``keys`` : uint64[B, T], of `position_keys`. ``temperatures`` : float32[B, T], 0 where the most probable token is
+    to be chosen.
+    """
+
+    keys: UInt64
+    temperatures: npt.NDArray[np.float32]
+
+
 def _mix(z: UInt64) -> UInt64:
     """SplitMix64's output function, elementwise."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
     return z ^ (z >> np.uint64(31))
 
 
 def position_keys(seed: int, choice_index: int, positions: npt.NDArray[np.int64], stream: int = CHOICE) -> UInt64:
     """One generator key per absolute position: uint64, the shape of ``positions``."""
-    gamma = np.uint64(_GAMMA)
+    seeds = np.full(positions.shape, seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
+    return keys_of(seeds, np.full(positions.shape, choice_index, np.uint64), positions, stream)
+
+
+def keys_of(seeds: UInt64, choices: UInt64, positions: npt.NDArray[np.int64], stream: int = CHOICE) -> UInt64:
+    """As `position_keys`, of many sequences at once: arguments of shapes that broadcast, uint64 of their shape."""
+    gamma = np.uint64(GAMMA)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
-        key = _mix(np.full(positions.shape, seed & 0xFFFFFFFFFFFFFFFF, np.uint64) + gamma)
-        key = _mix((key ^ np.uint64(choice_index | stream << 32)) + gamma)
+        key = _mix(seeds + gamma)
+        key = _mix((key ^ (choices | np.uint64(stream << 32))) + gamma)
         return _mix((key ^ positions.astype(np.uint64)) + gamma)
 
 
 def uniform_noise(keys: UInt64) -> npt.NDArray[np.float64]:
     """One number in (0, 1) for each key: float64, the shape of ``keys``."""
     with np.errstate(over="ignore"):
-        bits = _mix(keys + np.uint64(_GAMMA)) >> np.uint64(11)
+        bits = _mix(keys + np.uint64(GAMMA)) >> np.uint64(11)
     return (bits.astype(np.float64) + 0.5) * 2.0**-53
 
 
@@ -58,66 +80,23 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     ``-log(-log(u))`` with u = (k + 1/2) / 2**53, k the upper 53 bits: never 0 or 1.
     """
     counter = torch.arange(1, vocab_size + 1, device=keys.device)
-    z = keys[..., None] + counter * _signed(_GAMMA)  # int64 wraps as uint64 does
-    z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
-    z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
+    z = keys[..., None] + counter * _signed(GAMMA)  # int64 wraps as uint64 does
+    z = (z ^ _shift_right(z, 30)) * _signed(MIX_1)
+    z = (z ^ _shift_right(z, 27)) * _signed(MIX_2)
     z = z ^ _shift_right(z, 31)
     uniform = (_shift_right(z, 11).double() + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform))
 
 
-def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int64]:
-    """The token of each row with the largest score after Gumbel noise: a sample of softmax(scores).
+def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """What a token is chosen by where nothing but a temperature is asked for: its argmax is the token.
 
-    scores : float32[N, V], -inf where a token is ruled out; at least one is finite in each row.
-    keys : uint64[N]. Returns int64[N]; the first of equals.
+    logits : [N, V], any float type. keys : int64[N], the bits of ``position_keys``. temperatures : float32[N], 0 where
+    the logits themselves decide. Returns float64[N, V].
     """
-    if scores.device.type != "cpu":
-        noise = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(scores.device), scores.shape[-1])
-        best: npt.NDArray[np.int64] = (scores.double() + noise).argmax(-1).cpu().numpy()
-        return best
-    highest = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - highest)
-    chosen: npt.NDArray[np.int64] = _argmax_with_noise(
-        scores.contiguous().numpy(), weights.numpy(), highest[:, 0].double().numpy(), np.ascontiguousarray(keys)
-    )
-    return chosen
-
-
-@kernel
-def _argmax_with_noise(
-    scores: npt.NDArray[np.float32],
-    weights: npt.NDArray[np.float32],
-    highest: npt.NDArray[np.float64],
-    keys: UInt64,
-) -> npt.NDArray[np.int64]:  # pragma: no cover - compiled
-    """Same result as ``(scores + gumbel_noise).argmax(-1)`` with logarithms for a few tokens only.
-
-    Token i beats the best score b so far when -log(u) < exp(score_i - b). As -log(u) >= 1 - u, no token with
-    1 - u >= exp(score_i - b) can: the common case is a hash and a comparison (with a margin for float32 rounding).
-    """
-    num_rows, vocab_size = scores.shape
-    chosen = np.zeros(num_rows, np.int64)
-    for row in range(num_rows):
-        best = -np.inf
-        bar = 0.0  # exp(best - highest)
-        state = keys[row]
-        for token in range(vocab_size):
-            state += np.uint64(_GAMMA)
-            weight = weights[row, token]
-            if weight == 0.0:
-                continue
-            z = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
-            bits = np.float64((z ^ (z >> np.uint64(31))) >> np.uint64(11)) + 0.5
-            if (9007199254740992.0 - bits) * 1.1102230246251565e-16 * bar > weight * 1.001:
-                continue
-            score = np.float64(scores[row, token]) - np.log(-np.log(bits * 1.1102230246251565e-16))
-            if score > best:
-                best = score
-                bar = np.exp(best - highest[row])
-                chosen[row] = token
-    return chosen
+    scores = logits.float() / temperatures.clamp_min(LOWEST_TEMPERATURE)[:, None]
+    noisy = scores.double() + gumbel_noise(keys, logits.shape[-1])
+    return torch.where(temperatures[:, None] > 0, noisy, logits.double())
 
 
 def _signed(constant: int) -> int:

@@ -22,7 +22,8 @@ import torch
 from torch.nn.functional import pad
 
 from ssd.drafting.protocol import Draft
-from ssd.target.noise import UInt64, argmax_with_noise, uniform_noise
+from ssd.target.noise import UInt64, uniform_noise
+from ssd.target.noisy_argmax import argmax_with_noise
 
 
 @dataclass(slots=True, eq=False)

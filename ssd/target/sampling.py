@@ -15,7 +15,8 @@ import torch
 
 from ssd.config import SamplingParams
 from ssd.target.constraints import bad_word_ends, mask_of, rule_out
-from ssd.target.noise import ACCEPT, CHOICE, RECOVER, UInt64, argmax_with_noise, position_keys
+from ssd.target.noise import ACCEPT, CHOICE, LOWEST_TEMPERATURE, RECOVER, Noise, UInt64, position_keys
+from ssd.target.noisy_argmax import argmax_with_noise
 from ssd.target.rejection import rejection_tokens
 from ssd.target.tree import Parents, depths, path_to
 from ssd.text.grammar import GrammarState
@@ -54,24 +55,33 @@ class SamplingRow:
 
 
 def target_tokens(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], best: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    best: torch.Tensor | None = None,
+    noise: Noise | None = None,
 ) -> npt.NDArray[np.int64]:
     """The token the target chooses at each position.
 
     logits : [B, T, V], any float type; row b is used at its first ``len(rows[b].draft) + 1`` positions. best :
-    int64[B, T], their argmax where it is known.
+    int64[B, T], where the pass chose tokens itself: by ``noise``, of `noise_of`, or their argmax.
     Returns int64[B, T]; what lies past a row's positions is meaningless. Where a draft is verified by rejection, the
     row holds the draft as far as it was accepted and then the token that follows it.
     """
-    ruled = with_prefix_rules(logits, rows)
-    if ruled is not logits:
-        logits, best = ruled, None
-    sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
-    if not sampled:
-        return (logits.argmax(-1) if best is None else best).cpu().numpy()
+    known = set() if best is None else {b for b, row in enumerate(rows) if _is_known(row, b, noise)}
+    if best is not None and len(known) == len(rows):
+        return best.cpu().numpy()
+    logits = with_prefix_rules(logits, rows)
+    sampled = [b for b, row in enumerate(rows) if not row.params.greedy and b not in known]
+    if not sampled and not known:
+        return logits.argmax(-1).cpu().numpy()
     chosen = np.zeros(logits.shape[:2], np.int64)
-    if len(sampled) < len(rows):
-        chosen[:] = (logits.argmax(-1) if best is None else best).cpu().numpy()
+    if len(sampled) + len(known) < len(rows):
+        chosen[:] = logits.argmax(-1).cpu().numpy()
+    if best is not None and known:
+        at = list(known)
+        chosen[at] = best.cpu().numpy()[at]
+    if not sampled:
+        return chosen
     # Only real positions: a short draft's padding would cost as much as its tokens.
     picks = [(b, t) for b in sampled for t in range(len(rows[b].draft) + 1)]
     at_row, at_position = (list(index) for index in zip(*picks, strict=True))
@@ -90,9 +100,21 @@ def target_tokens(
     return chosen
 
 
+def is_ruled(row: SamplingRow) -> bool:
+    """Whether the logits themselves are changed."""
+    return needs_prefix(row.params) or row.grammar is not None
+
+
+def _is_known(row: SamplingRow, b: int, noise: Noise | None) -> bool:
+    """Whether a pass that was given ``noise`` has chosen the tokens of ``row``, its row b."""
+    if row.params.greedy:
+        return not is_ruled(row)
+    return noise is not None and bool(noise.temperatures[b, 0] > 0)
+
+
 def with_prefix_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """The logits, [B, T, V], after each row's ``apply_prefix_rules``; the same tensor where no row has any."""
-    ruled = [b for b, row in enumerate(rows) if needs_prefix(row.params) or row.grammar is not None]
+    ruled = [b for b, row in enumerate(rows) if is_ruled(row)]
     if ruled:
         logits = logits.clone()
         for b in ruled:
@@ -113,8 +135,7 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
     """
     device = logits.device
     temperature = torch.tensor([p.temperature for p in params], device=device)
-    # A temperature of 1e-6 would overflow float32; below 1e-4 the law is greedy to any measurement.
-    scores = logits.float() / temperature.clamp_min(1e-4)[:, None]
+    scores = logits.float() / temperature.clamp_min(LOWEST_TEMPERATURE)[:, None]
     cut = [n for n, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
     if cut:
         scores[cut] = _cut_top(scores[cut], [params[n] for n in cut])
@@ -207,6 +228,10 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
         rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, allowed, forbidden)
 
 
+def positions_of(row: SamplingRow) -> npt.NDArray[np.int64]:
+    """Where the tokens to choose stand in the text: int64[k + 1]."""
+    return len(row.prompt) + len(row.output) + depths(row.parents, len(row.draft))
+
+
 def _keys(row: SamplingRow, stream: int) -> UInt64:
-    first = len(row.prompt) + len(row.output)
-    return position_keys(row.seed, row.choice_index, first + depths(row.parents, len(row.draft)), stream)
+    return position_keys(row.seed, row.choice_index, positions_of(row), stream)

@@ -13,6 +13,8 @@ import torch
 from ssd.errors import first_line
 from ssd.target.graphs import Recorder, Step
 from ssd.target.kv_cache import AttentionKernel, SlotKVCache, SlotRows
+from ssd.target.noise import Noise
+from ssd.target.sampler import Sampler, check_tokens, random_noise
 from ssd.target.static_moves import StaticMoves
 from ssd.target.step_buffers import Ints, StepBuffers, StepShape, powers_of_two
 from ssd.target.tree import TreeShape
@@ -30,9 +32,11 @@ _MOST_SHAPES = 96
 
 _FEWEST_KEYS = 256
 
+_CHECKED_POSITIONS = 8
+
 
 class Scored(NamedTuple):
-    """Logits [B, T, V] and, where a pass finds them itself, the most probable tokens, int64[B, T], on the device."""
+    """Logits [B, T, V] and, where a pass chooses tokens itself, those, int64[B, T]: see `Target.best`."""
 
     logits: torch.Tensor
     best: torch.Tensor | None
@@ -57,11 +61,13 @@ class StaticSteps:
         record: Recorder,
         tolerance: float,
         kernel: AttentionKernel | None = None,
+        sampler: Sampler | None = None,
         name: str = "static shapes",
     ) -> None:
         """``max_length`` : of a slot's text; ``max_width`` positions beyond it are there and never hold any.
 
-        tolerance : greatest relative error of the logits of a recorded pass. name : how passes are run, for reports.
+        tolerance : greatest relative error of the logits of a recorded pass. sampler : lets passes take noise. name :
+        how passes are run, for reports.
         """
         assert kv_cache.max_length >= max_length + max_width
         self.name = name
@@ -75,7 +81,8 @@ class StaticSteps:
         self._widths = powers_of_two(1, max_width)
         self._keys = [kv_cache.max_length] if kernel else powers_of_two(_FEWEST_KEYS, kv_cache.max_length)
         self._most_positions = max(_MOST_POSITIONS, kv_cache.num_slots)
-        self._buffers = StepBuffers(kv_cache.num_slots, self._most_positions, max_width, kv_cache.device)
+        self._takes_noise = sampler is not None
+        self._buffers = StepBuffers(kv_cache.num_slots, self._most_positions, max_width, kv_cache.device, sampler)
         self._steps: OrderedDict[StepShape, Step] = OrderedDict()
         self.moves = StaticMoves(kv_cache, scratch=max_length, record=record)
         """For what follows a pass over trees."""
@@ -87,6 +94,11 @@ class StaticSteps:
         """Shapes that are ready."""
         return len(self._steps)
 
+    @property
+    def takes_noise(self) -> bool:
+        """Whether passes choose tokens with noise."""
+        return self._takes_noise and self.failure is None
+
     def shape_of(self, num_rows: int, width: int, longest: int, *, is_tree: bool) -> StepShape | None:
         """The shape that takes such a pass; None where none does. longest : tokens that the longest slot holds."""
         if num_rows > self._rows[-1] or width > self._widths[-1]:
@@ -96,17 +108,19 @@ class StaticSteps:
             return None
         return StepShape(rows, wide, _rounded(longest + wide, self._keys), is_tree)
 
-    def run(self, slots: Sequence[int], tokens: Ints, trees: TreeShape | None) -> Scored | None:
+    def run(
+        self, slots: Sequence[int], tokens: Ints, trees: TreeShape | None, noise: Noise | None = None
+    ) -> Scored | None:
         """Write and score ``tokens``, int64[B, T], behind what ``slots`` hold; lengths stay as they are.
 
-        None where there is no static step for it: make a plain pass.
+        noise : only where it `takes_noise`. None where there is no static step for it: make a plain pass.
         """
         starts = self._kv_cache.lengths[list(slots)]
         num_rows, width = tokens.shape
         shape = self.shape_of(num_rows, width, int(starts.max()), is_tree=trees is not None)
         if self.failure is not None or shape is None:
             return None
-        self._buffers.fill(shape, slots, starts, tokens, trees, self._max_length)
+        self._buffers.fill(shape, slots, starts, tokens, trees, self._max_length, noise)
         if shape in self._steps:
             self._steps.move_to_end(shape)
             self._steps[shape]()
@@ -144,7 +158,7 @@ class StaticSteps:
                 inputs.sees,
                 self._kernel,
             )
-            self._buffers.store(self._score(inputs.tokens, rows))
+            self._buffers.store(self._score(inputs.tokens, rows), inputs)
 
         try:
             step()
@@ -157,6 +171,8 @@ class StaticSteps:
             )
             if not error <= self._tolerance * size:
                 raise ValueError(f"its logits differ by {error:.2g}, their norm is {size:.2g}")
+            if self._takes_noise:
+                self._check_tokens(shape, num_rows, recorded)
         # Whatever it is, a plain pass is right; one shape that fails is not worth a second try at the next.
         except Exception as failure:
             self._steps.clear()
@@ -167,6 +183,23 @@ class StaticSteps:
         if len(self._steps) > _MOST_SHAPES:
             self._steps.popitem(last=False)
         return True
+
+    def _check_tokens(self, shape: StepShape, num_rows: int, recorded: Step) -> None:
+        """Make the pass with other noise and compare what it chooses with the formula; then as it was once more."""
+        inputs = self._buffers.inputs(shape)
+        assert inputs.keys is not None and inputs.temperatures is not None
+        kept = inputs.keys.clone(), inputs.temperatures.clone()
+        keys, temperatures = random_noise(shape.num_positions)
+        inputs.keys.copy_(keys)
+        inputs.temperatures.copy_(temperatures)
+        recorded()
+        logits, tokens = (each.flatten(0, 1) for each in self._buffers.outputs(shape))
+        num_positions = num_rows * shape.width  # of the rows that are there, a few: the formula takes much memory
+        some = torch.linspace(0, num_positions - 1, min(num_positions, _CHECKED_POSITIONS), device=logits.device).long()
+        check_tokens(tokens[some], logits[some], inputs.keys[some], inputs.temperatures[some])
+        inputs.keys.copy_(kept[0])
+        inputs.temperatures.copy_(kept[1])
+        recorded()
 
 
 def _rounded(number: int, sizes: list[int]) -> int:

@@ -13,6 +13,7 @@ import torch
 from ssd.errors import first_line
 from ssd.target.graphs import CudaGraphs, Recorder, eagerly
 from ssd.target.kv_cache import AttentionKernel
+from ssd.target.sampler import Sampler, sampler_of
 from ssd.target.static_steps import StaticSteps
 from ssd.target.target import SlotTarget
 
@@ -34,6 +35,7 @@ class Candidate(NamedTuple):
     name: str
     make_recorder: Callable[[], Recorder]
     kernel: AttentionKernel | None = None
+    sampler: Sampler | None = None
 
 
 def attach_steps(target: SlotTarget, *, tolerance: float, enforce_eager: bool = False) -> None:
@@ -48,9 +50,10 @@ def attach_steps(target: SlotTarget, *, tolerance: float, enforce_eager: bool = 
 
 def attach_first(target: SlotTarget, candidates: Iterable[Candidate], *, tolerance: float) -> None:
     """Take the first candidate that runs and agrees with plain passes; without one, passes stay plain."""
-    for name, make_recorder, kernel in candidates:
+    for name, make_recorder, kernel, sampler in candidates:
         try:
-            target.steps = make_steps(target, make_recorder(), kernel=kernel, tolerance=tolerance, name=name)
+            recorder = make_recorder()
+            target.steps = make_steps(target, recorder, kernel=kernel, sampler=sampler, tolerance=tolerance, name=name)
             error = steps_error(target)
             if error <= tolerance:
                 log.info("scoring by %s: relative error %.2g", name, error)
@@ -72,6 +75,7 @@ def make_steps(
     *,
     tolerance: float,
     kernel: AttentionKernel | None = None,
+    sampler: Sampler | None = None,
     name: str = "static shapes",
 ) -> StaticSteps:
     """Static steps over the target's model and slots."""
@@ -83,6 +87,7 @@ def make_steps(
         record=record,
         tolerance=tolerance,
         kernel=kernel,
+        sampler=sampler,
         name=name,
     )
 
@@ -152,13 +157,13 @@ def _scored(
 
 def _candidates(device: torch.device, enforce_eager: bool) -> Iterator[Candidate]:
     """What to try, fastest first."""
-    kernel = triton_kernel()
+    kernel, sampler = triton_kernel(), sampler_of(device)
     if not enforce_eager:
         if kernel is not None:
-            yield Candidate("CUDA graphs with our attention kernel", lambda: CudaGraphs(device), kernel)
-        yield Candidate("CUDA graphs", lambda: CudaGraphs(device))
+            yield Candidate("CUDA graphs with our attention kernel", lambda: CudaGraphs(device), kernel, sampler)
+        yield Candidate("CUDA graphs", lambda: CudaGraphs(device), None, sampler)
     if kernel is not None:
-        yield Candidate("eager passes with our attention kernel", lambda: eagerly, kernel)
+        yield Candidate("eager passes with our attention kernel", lambda: eagerly, kernel, sampler)
 
 
 def triton_kernel() -> AttentionKernel | None:

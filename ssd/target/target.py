@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ssd.target.attention import ATTENTION_NAME
 from ssd.target.kv_cache import SlotKVCache, SlotRows
 from ssd.target.layers.packed_linear import prepare_linears
+from ssd.target.noise import Noise
 from ssd.target.static_steps import Scored, StaticSteps
 from ssd.target.tree import TreeShape
 
@@ -33,7 +34,8 @@ class Target(ABC):
     can_verify_trees: bool = False
     """Whether ``forward_trees`` and ``keep_paths`` are to be had."""
     best: torch.Tensor | None = None
-    """int64[B, T], the most probable tokens of the pass just scored, where the pass itself found them."""
+    """int64[B, T], the tokens that the pass just scored chose itself, where it did: with the noise it was given, else
+    the most probable ones."""
     way: str
     """How the model is driven, for logs."""
 
@@ -49,6 +51,11 @@ class Target(ABC):
         self.vocab_size: int = config.vocab_size
         self._keep_last = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
         self._fed: npt.NDArray[np.int32] = np.full((num_slots, max_length), -1, np.int32)
+
+    @property
+    def takes_noise(self) -> bool:
+        """Whether passes that choose tokens do so with noise; where not, none may be given."""
+        return False
 
     @abstractmethod
     def length(self, slot: int) -> int:
@@ -88,17 +95,25 @@ class Target(ABC):
         """Append ``counts[b]`` tokens to each slot and return logits [B, T or fewer, V]."""
 
     @torch.inference_mode()
-    def forward(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> torch.Tensor:
+    def forward(
+        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], noise: Noise | None = None
+    ) -> torch.Tensor:
         """Append tokens to slots and score every position in one pass.
 
         slots : B distinct slots. tokens : int64[B, T], row b valid in its first ``counts[b]`` (>= 1) entries, the
         rest any valid token id. Returns logits [B, T, V]; ``[b, t]`` predicts the token after ``tokens[b, t]``. They
-        are valid until the next pass.
+        are valid until the next pass. noise : where the target `takes_noise`, for ``best``.
         """
+        assert noise is None
         return self._feed(slots, tokens, counts)
 
     def forward_trees(
-        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], parents: TokenMatrix
+        self,
+        slots: Sequence[int],
+        tokens: TokenMatrix,
+        counts: Sequence[int],
+        parents: TokenMatrix,
+        noise: Noise | None = None,
     ) -> torch.Tensor:
         """As ``forward``, but each row is a tree: its token t is scored after the path to it instead of all before it.
 
@@ -147,12 +162,29 @@ class SlotTarget(Target):
         assert 0 <= length <= self.kv_cache.lengths[slot]
         self.kv_cache.lengths[slot] = length
 
+    @property
+    def takes_noise(self) -> bool:
+        """Whether passes choose tokens with noise."""
+        return self.steps is not None and self.steps.takes_noise
+
+    @torch.inference_mode()
+    def forward(
+        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], noise: Noise | None = None
+    ) -> torch.Tensor:
+        """Score tokens, see ``Target``."""
+        return self._feed(slots, tokens, counts, noise=noise)
+
     @torch.inference_mode()
     def forward_trees(
-        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], parents: TokenMatrix
+        self,
+        slots: Sequence[int],
+        tokens: TokenMatrix,
+        counts: Sequence[int],
+        parents: TokenMatrix,
+        noise: Noise | None = None,
     ) -> torch.Tensor:
         """Score the tokens of trees, see ``Target``."""
-        return self._feed(slots, tokens, counts, trees=TreeShape.build(parents))
+        return self._feed(slots, tokens, counts, trees=TreeShape.build(parents), noise=noise)
 
     @torch.inference_mode()
     def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
@@ -180,9 +212,10 @@ class SlotTarget(Target):
         tokens: TokenMatrix,
         counts: Sequence[int],
         trees: TreeShape | None = None,
+        noise: Noise | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        scored = None if self.steps is None or kwargs else self.steps.run(slots, tokens, trees)
+        scored = None if self.steps is None or kwargs else self.steps.run(slots, tokens, trees, noise)
         if scored is None:
             rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device, trees)
             scored = Scored(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs), None)

@@ -47,7 +47,7 @@ def triton_attention(
     block_keys = 32 if is_wide or query.dtype == torch.float32 else 64
     tiles = triton.cdiv(groups * width, block_queries)
     most_keys = min(rows.num_keys, *(limit + width for limit in (window, chunk) if limit is not None), 1 << 31)
-    splits = _num_splits(query.device, batch * kv_heads * tiles, triton.cdiv(most_keys, block_keys))
+    splits = num_splits(query.device, batch * kv_heads * tiles, min(triton.cdiv(most_keys, block_keys), _MOST_SPLITS))
     partial = torch.empty(batch, heads, width, splits, value_dim, dtype=torch.float32, device=query.device)
     weights = torch.empty(batch, heads, width, splits, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, width, heads, value_dim, dtype=query.dtype, device=query.device)
@@ -69,11 +69,14 @@ def triton_attention(
     return out
 
 
-def _num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
-    """A power of two, so that few kernels are compiled: enough to keep the device busy, none without a key block."""
+def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
+    """Programs to split each of ``num_programs`` into: a power of two, so that few kernels are compiled.
+
+    Enough to keep the device busy, and not twice ``most_splits``.
+    """
     wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * _num_processors(device), num_programs)
     splits = 1
-    while splits < min(wanted, most_splits, _MOST_SPLITS):
+    while splits < min(wanted, most_splits):
         splits *= 2
     return splits
 

@@ -1,0 +1,191 @@
+"""Tokens that a pass chooses itself are those that are chosen from its logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
+from ssd.config import SamplingParams
+from ssd.engine import verify
+from ssd.target.loading import open_target
+from ssd.target.noise import Noise, keys_of, noisy_scores, position_keys
+from ssd.target.noisy_argmax import argmax_with_noise, device_argmax
+from ssd.target.pass_noise import noise_of
+from ssd.target.sampler import Sampler, sampler_of, samples_rightly
+from ssd.target.sampling import SamplingRow, target_tokens
+from ssd.target.target import SlotTarget
+from ssd.target.tree import node_parents
+from tests.models import VOCAB, tiny_model
+from tests.static_targets import RECORDERS, pair_of_targets
+
+# What transformers has to say about tiny settings.
+pytestmark = pytest.mark.filterwarnings("default")
+
+MODEL = tiny_model()
+CPU = torch.device("cpu")
+
+
+def formula(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """A sampler for any device."""
+    return noisy_scores(logits, keys, temperatures).argmax(-1)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 1e-60},  # 0 in float32
+    {"temperature": 0.9, "top_p": 0.5},
+    {"temperature": 0.9, "top_k": 3},
+    {"temperature": 0.9, "min_p": 0.2},
+    {"temperature": 1.0, "repetition_penalty": 1.5},
+    {"temperature": 0.0, "logit_bias": ((4, 9.0),)},
+    {"temperature": 1.0, "allowed_token_ids": (3, 4, 5)},
+]
+CHOSEN_INSIDE = 1, 2
+
+
+def row_of(kind: int, seed: int, draft: list[int], parents: list[int] | None = None, **more: Any) -> SamplingRow:
+    prompt, output, tokens = (np.array(ids, np.int32) for ids in ([5, 6, 7], [4], draft))
+    tree = None if parents is None else np.array(parents, np.int32)
+    return SamplingRow(SamplingParams(**KINDS[kind]), seed, 1, (), prompt, output, tokens, parents=tree, **more)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[SamplingRow]:
+    has_trees = draw(st.booleans())
+    rows = []
+    for _ in range(draw(st.integers(1, 5))):
+        draft = draw(st.lists(st.integers(3, VOCAB - 1), max_size=6))
+        parents = [draw(st.integers(-1, token - 1)) for token in range(len(draft))] if has_trees else None
+        rows.append(
+            row_of(draw(st.integers(0, len(KINDS) - 1)), draw(st.integers(-(2**63), 2**63 - 1)), draft, parents)
+        )
+    return rows
+
+
+def check_batch(target: SlotTarget, rows: list[SamplingRow]) -> None:
+    """What is chosen inside of the pass and what is chosen from its logits alone."""
+    fed = np.zeros((len(rows), max(len(row.draft) for row in rows) + 1), np.int64)
+    for b, row in enumerate(rows):
+        fed[b, 1 : len(row.draft) + 1] = row.draft
+    slots, counts = list(range(len(rows))), [len(row.draft) + 1 for row in rows]
+    noise = noise_of(rows, fed.shape[1])
+    assert (noise is not None) == any(row.params.temperature in (0.3, 1.0) and plain(row) for row in rows)
+    if any(row.parents is not None for row in rows):
+        parents = node_parents([row.parents for row in rows], fed.shape[1])
+        logits = target.forward_trees(slots, fed, counts, parents, noise)
+    else:
+        logits = target.forward(slots, fed, counts, noise)
+    for slot in slots:
+        target.rollback(slot, 0)
+    assert target.best is not None
+    expected, found = target_tokens(logits, rows), target_tokens(logits, rows, target.best, noise)
+    blind = target_tokens(torch.zeros_like(logits), rows, target.best, noise)
+    for b, count in enumerate(counts):
+        assert np.array_equal(expected[b, :count], found[b, :count])
+        if plain(rows[b]) and rows[b].params.temperature in (0.0, 0.3, 1.0):
+            assert np.array_equal(expected[b, :count], blind[b, :count])
+
+
+def plain(row: SamplingRow) -> bool:
+    return row.params == SamplingParams(temperature=row.params.temperature)
+
+
+STATIC = pair_of_targets(MODEL, num_slots=5, max_width=7, sampler=formula)[1]
+
+
+@settings(max_examples=60)
+@given(batches())
+def test_a_pass_chooses_what_is_chosen_from_its_logits(rows: list[SamplingRow]) -> None:
+    check_batch(STATIC, rows)
+    assert STATIC.steps is not None and STATIC.steps.failure is None
+
+
+def test_rows_that_are_verified_by_rejection_are_left_out() -> None:
+    draft_law = torch.zeros(1, VOCAB)
+    assert noise_of([row_of(1, 0, [5], draft_law=draft_law)], 2) is None
+    assert noise_of([row_of(1, 0, [5])], 2) is not None
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4), st.integers(0, 9))
+def test_keys_of_many_rows_are_those_of_each(seeds: list[int], choice: int) -> None:
+    positions = np.arange(3 * len(seeds)).reshape(len(seeds), 3)
+    found = keys_of(np.array(seeds, np.uint64)[:, None], np.array([[choice]], np.uint64), positions)
+    for row, seed, where in zip(found, seeds, positions, strict=True):
+        assert np.array_equal(row, position_keys(seed, choice, where))
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_an_engine_whose_passes_choose_says_the_same(recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = formula if recorder == "eagerly" else sampler_of(torch.device("cuda"))
+    plain, static = pair_of_targets(tiny_model(), recorder, num_slots=6, max_length=64, sampler=sampler)
+    assert static.takes_noise
+    given: list[Noise | None] = []
+    monkeypatch.setattr(verify, "noise_of", lambda *args: given.append(noise_of(*args)) or given[-1])
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, VOCAB, int(random.integers(2, 12))).tolist() for _ in range(10)]
+    mixed = [SamplingParams(max_tokens=12, seed=i, ignore_eos=True, **KINDS[i]) for i in range(10)]
+    greedy = [SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)] * 10
+    expected = reference_greedy(plain, prompts, 12, [])
+    drawn, _ = run(plain, prompts, mixed, None, eos_token_ids=[])
+    assert not given
+    report = Report()
+    for setting in (Setting("oracle", 4, 5), Setting("ssd", 8, 1)):
+        compare(static, prompts, greedy, expected, setting, eos_token_ids=[], report=report)
+        compare(static, prompts, mixed, drawn, setting, eos_token_ids=[], report=report)
+    assert report.passed, report.mismatches
+    assert any(noise is not None for noise in given) and None in given
+
+
+def test_targets_without_a_sampler_take_no_noise() -> None:
+    plain, static = pair_of_targets(MODEL)
+    whole = open_target(tiny_model("StableLM"), num_slots=2, max_length=32)
+    assert not (plain.takes_noise or static.takes_noise or whole.takes_noise)
+    assert sampler_of(CPU) is None
+
+
+def second_best(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    return noisy_scores(logits, keys, temperatures).topk(2).indices[:, 1]
+
+
+def raising(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no compiler\nis there")
+
+
+@pytest.mark.parametrize(("sampler", "said"), [(second_best, "are not those of"), (raising, "no compiler")])
+def test_a_sampler_that_is_wrong_or_fails_is_found_out(
+    sampler: Sampler, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert samples_rightly(formula, CPU) and not caplog.text
+    assert not samples_rightly(sampler, CPU) and said in caplog.text
+    _, static = pair_of_targets(MODEL, sampler=sampler)
+    static.forward([0], np.array([[5]]), [1])
+    assert static.best is None and not static.takes_noise
+    assert static.steps is not None and static.steps.failure is not None and said in static.steps.failure
+
+
+def test_recording_a_shape_leaves_the_tokens_of_the_pass_that_needed_it() -> None:
+    rows = [row_of(1, seed, [5, 6]) for seed in range(4)]
+    _, static = pair_of_targets(MODEL, sampler=formula)
+    for _ in range(2):  # recorded, and repeated
+        check_batch(static, rows)
+    assert static.steps is not None and static.steps.num_recorded == 1
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 50))
+def test_a_device_chooses_what_the_host_chooses(seed: int, num_rows: int, vocab_size: int) -> None:
+    random = np.random.default_rng(seed)
+    scores = torch.from_numpy(random.normal(0, 3, (num_rows, vocab_size)).astype(np.float32))
+    scores[:, 1:][torch.from_numpy(random.random((num_rows, vocab_size - 1)) < 0.3)] = -torch.inf
+    keys = position_keys(seed, 0, np.arange(num_rows))
+    for sampler in (None, formula):
+        found = device_argmax(scores, torch.from_numpy(keys.view(np.int64)), sampler)
+        assert np.array_equal(found.numpy(), argmax_with_noise(scores, keys))

@@ -1,0 +1,96 @@
+"""The sampling kernel against torch, compiled where there is a GPU, else interpreted: TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU and "triton" not in sys.modules:  # read when triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="triton is not installed; it comes with CUDA builds of torch")
+if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from ssd.target import triton_sampling  # noqa: E402
+from ssd.target.noise import noisy_scores  # noqa: E402
+from ssd.target.noisy_argmax import argmax_with_noise  # noqa: E402
+from ssd.target.sampler import check_tokens, samples_rightly  # noqa: E402
+from ssd.target.triton_sampling import triton_sampler  # noqa: E402
+from tests.models import tiny_model  # noqa: E402
+from tests.static_targets import pair_of_targets  # noqa: E402
+from tests.test_pass_noise import check_batch, row_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+# The interpreter computes with numpy, which has no bfloat16.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
+TEMPERATURES = [0.0, 1e-30, 1e-6, 1e-4, 0.7, 1.0, 3.0, 1e4]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, keys and temperatures."""
+    num_rows, vocab_size = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 15, 16, 17, 100, 129, 700]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    logits = random.normal(0, draw(st.sampled_from([0.0, 0.1, 3.0, 1000.0])), (num_rows, vocab_size))
+    logits = logits.astype(np.float32)
+    ruled_out = draw(st.sampled_from([0.0, 0.5, 0.99, 1.0]))
+    logits[:, 1:][random.random((num_rows, vocab_size - 1)) < ruled_out] = -np.inf
+    logits = np.roll(logits, draw(st.integers(0, vocab_size - 1)), axis=1)
+    keys = random.integers(-(2**63), 2**63 - 1, num_rows)
+    temperatures = np.array([draw(st.sampled_from(TEMPERATURES)) for _ in range(num_rows)], np.float32)
+    dtype = draw(st.sampled_from(DTYPES))
+    return (
+        torch.from_numpy(logits).to(DEVICE, dtype),
+        torch.from_numpy(keys).to(DEVICE),
+        torch.from_numpy(temperatures).to(DEVICE),
+    )
+
+
+@settings(max_examples=60)
+@given(problems(), st.sampled_from([16, 32]))
+def test_the_kernel_chooses_what_the_formula_chooses(problem: Any, block: int) -> None:
+    logits, keys, temperatures = problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_sampling, "_BLOCK", block)  # so that few tokens are several splits of several blocks
+        tokens = triton_sampler(logits, keys, temperatures)
+    assert tokens.dtype == torch.int64 and tokens.shape == keys.shape
+    check_tokens(tokens, logits, keys, temperatures)
+    is_greedy = temperatures == 0
+    assert torch.equal(tokens[is_greedy], logits.argmax(-1)[is_greedy])
+    scores = logits.float() / temperatures.clamp_min(1e-4)[:, None]
+    drawn = torch.from_numpy(argmax_with_noise(scores.cpu(), keys.cpu().numpy().view(np.uint64))).to(DEVICE)
+    assert torch.equal(tokens[~is_greedy], drawn[~is_greedy])
+
+
+def test_a_row_need_not_be_contiguous_and_impossible_tokens_give_the_first() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    keys, temperatures = torch.arange(3, device=DEVICE), torch.ones(3, device=DEVICE)
+    for view in (logits[:, :20], logits[:, ::2], logits[:, 20:]):
+        expected = noisy_scores(view, keys, temperatures).argmax(-1)
+        assert torch.equal(triton_sampler(view, keys, temperatures), expected)
+    for value in (-torch.inf, torch.nan):
+        assert triton_sampler(torch.full_like(logits, value), keys, temperatures).tolist() == [0, 0, 0]
+
+
+def test_the_kernel_passes_the_probe() -> None:
+    assert samples_rightly(triton_sampler, DEVICE)
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_a_pass_chooses_by_the_kernel(is_tree: bool) -> None:
+    recorder = "as a CUDA graph" if HAS_GPU else "eagerly"
+    _, static = pair_of_targets(tiny_model(), recorder, num_slots=3, max_width=4, sampler=triton_sampler)
+    parents = [-1, -1, 0] if is_tree else None
+    for seed in range(3):
+        check_batch(static, [row_of(kind, seed, [5, 6, 7], parents) for kind in (0, 1, 4)])
+    assert static.steps is not None and static.steps.failure is None
