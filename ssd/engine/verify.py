@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import DraftShape
-from ssd.drafting.protocol import Draft
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.engine.sequence import Sequence
 from ssd.target.pass_noise import noise_of
 from ssd.target.sampling import target_tokens
@@ -21,6 +21,9 @@ from ssd.target.tree import accepted_path, is_tree, leading_chain, node_parents
 from ssd.target.verification import accepted_length, pad_rows
 
 log = logging.getLogger(__name__)
+
+_FIRST_NODE = np.zeros(1, np.int64)
+"""The path of a row without a draft."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,18 +108,23 @@ class Pass:
         them to what is committed.
         """
         chosen = target_tokens(self._logits, self._rows, self._target.best, self._noise)
-        nodes = [_agreeing(draft, row) for draft, row in zip(self.drafts, chosen, strict=True)]
+        nodes = [
+            _agreeing(draft, row) if len(draft.token_ids) else _FIRST_NODE
+            for draft, row in zip(self.drafts, chosen, strict=True)
+        ]
         if self._has_trees:
             self._target.keep_paths(self._slots, self._counts, nodes)
         self.seconds = time.perf_counter() - self._started
-        return [
-            Verdict(
-                row[path].tolist(),
-                (path[1:] - 1).astype(np.int32),
-                scores if draft.parents is None else scores[torch.from_numpy(path).to(scores.device)],
-            )
-            for row, path, scores, draft in zip(chosen, nodes, self._logits, self.drafts, strict=True)
-        ]
+        rows = zip(chosen, nodes, self._logits, self.drafts, strict=True)
+        return [_verdict(row, path, scores, draft) for row, path, scores, draft in rows]
+
+
+def _verdict(chosen: npt.NDArray[np.int64], path: npt.NDArray[np.int64], logits: torch.Tensor, draft: Draft) -> Verdict:
+    if path is _FIRST_NODE:  # most rows of text that nobody knows
+        return Verdict([int(chosen[0])], EMPTY_DRAFT.token_ids, logits)
+    if draft.parents is not None:
+        logits = logits[torch.from_numpy(path).to(logits.device)]
+    return Verdict(chosen[path].tolist(), (path[1:] - 1).astype(np.int32), logits)
 
 
 def _agreeing(draft: Draft, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
