@@ -39,8 +39,8 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.engine.metrics import EngineMetrics
 from ssd.retrieval.cache import CacheSet
-from ssd.target.draft_model import SOURCE, DraftModelDrafter
-from ssd.target.draft_slots import READ_WIDTH
+from ssd.target.draft.model import SOURCE, DraftModelDrafter
+from ssd.target.draft.slots import READ_WIDTH
 from ssd.target.loading import load_model, open_target
 from ssd.target.target import Target
 from ssd.text.codec import TextCodec

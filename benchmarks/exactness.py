@@ -19,8 +19,8 @@ from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.retrieval.cache import CacheSet
-from ssd.target.noise import gumbel_noise, position_keys
-from ssd.target.sampling import truncated_scores
+from ssd.target.sampling.noise import gumbel_noise, position_keys
+from ssd.target.sampling.target_tokens import truncated_scores
 from ssd.target.target import SlotTarget, Target
 
 TIE_MARGIN = 1e-4

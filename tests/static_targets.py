@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ssd.target.graphs import CudaGraphs, Recorder, eagerly
 from ssd.target.kv_cache import AttentionKernel
-from ssd.target.sampler import Sampler
-from ssd.target.step_probe import make_steps
+from ssd.target.sampling.sampler import Sampler
+from ssd.target.steps.graphs import CudaGraphs, Recorder, eagerly
+from ssd.target.steps.probe import make_steps
 from ssd.target.target import SlotTarget
 
 RECORDERS = [

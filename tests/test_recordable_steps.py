@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ssd.target.kv_cache import SlotRows
-from ssd.target.step_buffers import StepBuffers, StepShape
+from ssd.target.steps.buffers import StepBuffers, StepShape
 from ssd.target.target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import tiny_model

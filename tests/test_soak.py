@@ -16,7 +16,7 @@ from ssd.drafting.suffix import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence
 from ssd.retrieval.cache import CacheSet
-from ssd.target.draft_model import DraftModelDrafter
+from ssd.target.draft.model import DraftModelDrafter
 from ssd.target.loading import open_target
 from ssd.target.target import SlotTarget
 from tests.models import VOCAB, tiny_model

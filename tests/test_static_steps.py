@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
-from ssd.target.graphs import Recorder, Step, eagerly
 from ssd.target.kv_cache import SlotKVCache
 from ssd.target.loading import open_target
-from ssd.target.sampling import SamplingRow, target_tokens
-from ssd.target.static_moves import StaticMoves
-from ssd.target.static_steps import StaticSteps
-from ssd.target.step_buffers import StepShape, powers_of_two
-from ssd.target.step_probe import Candidate, attach_first, attach_steps, make_steps, steps_error
+from ssd.target.sampling.target_tokens import SamplingRow, target_tokens
+from ssd.target.steps.buffers import StepShape, powers_of_two
+from ssd.target.steps.graphs import Recorder, Step, eagerly
+from ssd.target.steps.probe import Candidate, attach_first, attach_steps, make_steps, steps_error
+from ssd.target.steps.static_moves import StaticMoves
+from ssd.target.steps.static_steps import StaticSteps
 from ssd.target.target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
@@ -259,7 +259,7 @@ def test_on_a_cpu_passes_are_plain() -> None:
 
 
 def test_only_so_many_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd.target.static_steps._MOST_SHAPES", 2)
+    monkeypatch.setattr("ssd.target.steps.static_steps._MOST_SHAPES", 2)
     _, static = pair_of_targets(tiny_model())
     assert static.steps is not None
     for width in (1, 2, 1, 4):

@@ -12,7 +12,7 @@ from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft
 from ssd.engine.verify import usable
 from ssd.target.loading import open_target
-from ssd.target.sampling import SamplingRow, target_tokens
+from ssd.target.sampling.target_tokens import SamplingRow, target_tokens
 from ssd.target.target import RowTarget, SlotTarget
 from ssd.target.tree import TreeShape, accepted_path, depths, is_tree, leading_chain, node_parents, path_to
 from ssd.target.tree_probe import verifies_trees

@@ -25,8 +25,8 @@ if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
 
 from ssd.target.attention import slot_attention  # noqa: E402
 from ssd.target.kv_cache import SlotKVCache, SlotRows  # noqa: E402
+from ssd.target.steps.triton_attention import triton_attention  # noqa: E402
 from ssd.target.tree import TreeShape  # noqa: E402
-from ssd.target.triton_attention import triton_attention  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 from tests.static_targets import pair_of_targets  # noqa: E402
 from tests.test_static_steps import random_walk  # noqa: E402

@@ -19,11 +19,11 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with CUD
 if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-from ssd.target import triton_sampling  # noqa: E402
-from ssd.target.noise import noisy_scores  # noqa: E402
-from ssd.target.noisy_argmax import argmax_with_noise  # noqa: E402
-from ssd.target.sampler import check_tokens, samples_rightly  # noqa: E402
-from ssd.target.triton_sampling import triton_sampler  # noqa: E402
+from ssd.target.sampling import triton_sampling  # noqa: E402
+from ssd.target.sampling.noise import noisy_scores  # noqa: E402
+from ssd.target.sampling.noisy_argmax import argmax_with_noise  # noqa: E402
+from ssd.target.sampling.sampler import check_tokens, samples_rightly  # noqa: E402
+from ssd.target.sampling.triton_sampling import triton_sampler  # noqa: E402
 from tests.models import tiny_model  # noqa: E402
 from tests.static_targets import pair_of_targets  # noqa: E402
 from tests.test_pass_noise import check_batch, row_of  # noqa: E402

@@ -91,7 +91,7 @@ def reference(problem: Problem) -> torch.Tensor:
 def ours(problem: Problem) -> Attend:
     """Our Triton kernel, on the cache in place."""
     _needs_cuda(problem)
-    from ssd.target.triton_attention import triton_attention
+    from ssd.target.steps.triton_attention import triton_attention
 
     none: dict[str, Any] = {"window": None, "chunk": None, "softcap": None, "sinks": None}
     return lambda: triton_attention(

@@ -101,7 +101,7 @@ def _time(attend: Attend, device: torch.device, rounds: int) -> tuple[float, boo
 
     run, is_recorded = calls, False
     if device.type == "cuda":
-        from ssd.target.graphs import CudaGraphs
+        from ssd.target.steps.graphs import CudaGraphs
 
         try:
             run, is_recorded = CudaGraphs(device)(calls), True

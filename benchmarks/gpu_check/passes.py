@@ -13,15 +13,15 @@ import torch
 
 from benchmarks.decode.steps import passes_of, synchronize
 from ssd.config import SamplingParams
-from ssd.target.graphs import CudaGraphs, Recorder, eagerly
 from ssd.target.kv_cache import AttentionKernel
 from ssd.target.loading import load_model, open_target
-from ssd.target.noise import Noise
-from ssd.target.pass_noise import noise_of
-from ssd.target.sampler import sampler_of
-from ssd.target.sampling import SamplingRow, target_tokens
-from ssd.target.static_steps import StaticSteps
-from ssd.target.step_probe import make_steps, steps_error, triton_kernel
+from ssd.target.sampling.noise import Noise
+from ssd.target.sampling.pass_noise import noise_of
+from ssd.target.sampling.sampler import sampler_of
+from ssd.target.sampling.target_tokens import SamplingRow, target_tokens
+from ssd.target.steps.graphs import CudaGraphs, Recorder, eagerly
+from ssd.target.steps.probe import make_steps, steps_error, triton_kernel
+from ssd.target.steps.static_steps import StaticSteps
 from ssd.target.target import SlotTarget
 
 _CONTEXT = 256

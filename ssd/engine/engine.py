@@ -25,7 +25,7 @@ from ssd.engine.verify import Pass, Verdict
 from ssd.errors import EngineStopped, QueueFull
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.snapshot import Snapshot
-from ssd.target.draft_loading import load_draft_model
+from ssd.target.draft.loading import load_draft_model
 from ssd.target.loading import load_model, open_target
 from ssd.target.target import Target
 from ssd.text.codec import TextCodec

@@ -14,8 +14,8 @@ import torch
 from ssd.config import DraftShape
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.engine.sequence import Sequence
-from ssd.target.pass_noise import noise_of
-from ssd.target.sampling import target_tokens
+from ssd.target.sampling.pass_noise import noise_of
+from ssd.target.sampling.target_tokens import target_tokens
 from ssd.target.target import Target
 from ssd.target.tree import accepted_path, is_tree, leading_chain, node_parents
 from ssd.target.verification import accepted_length, pad_rows

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ssd.errors import ModelError, first_line
 from ssd.target.memory import fit_slots, usable_bytes
 from ssd.target.rope import settle_rope
-from ssd.target.step_probe import attach_steps
+from ssd.target.steps.probe import attach_steps
 from ssd.target.target import RowTarget, SlotTarget, Target
 from ssd.target.tree_probe import verifies_trees
 from ssd.target.ways import find_way, row_bytes_per_token

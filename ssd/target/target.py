@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 from ssd.target.attention import ATTENTION_NAME
 from ssd.target.kv_cache import SlotKVCache, SlotRows
 from ssd.target.layers.packed_linear import prepare_linears
-from ssd.target.noise import Noise
-from ssd.target.static_steps import Scored, StaticSteps
+from ssd.target.sampling.noise import Noise
+from ssd.target.steps.static_steps import Scored, StaticSteps
 from ssd.target.tree import TreeShape
 
 TokenMatrix = npt.NDArray[np.int64]

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.target.noise import GAMMA, LOWEST_TEMPERATURE, MIX_1, MIX_2
-from ssd.target.triton_attention import num_splits
+from ssd.target.sampling.noise import GAMMA, LOWEST_TEMPERATURE, MIX_1, MIX_2
+from ssd.target.steps.triton_attention import num_splits
 
 _BLOCK = 1024
 _MOST_SPLITS = 128

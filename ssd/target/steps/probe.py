@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from ssd.errors import first_line
-from ssd.target.graphs import CudaGraphs, Recorder, eagerly
 from ssd.target.kv_cache import AttentionKernel
-from ssd.target.sampler import Sampler, sampler_of
-from ssd.target.static_steps import StaticSteps
+from ssd.target.sampling.sampler import Sampler, sampler_of
+from ssd.target.steps.graphs import CudaGraphs, Recorder, eagerly
+from ssd.target.steps.static_steps import StaticSteps
 from ssd.target.target import SlotTarget
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def _candidates(device: torch.device, enforce_eager: bool) -> Iterator[Candidate
 def triton_kernel() -> AttentionKernel | None:
     """Our attention kernel where Triton is installed."""
     try:
-        from ssd.target.triton_attention import triton_attention
+        from ssd.target.steps.triton_attention import triton_attention
     except ImportError:  # it comes with CUDA builds of torch; without it, torch attends
         return None
     return triton_attention

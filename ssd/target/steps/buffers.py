@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.target.noise import Noise
-from ssd.target.sampler import Sampler
+from ssd.target.sampling.noise import Noise
+from ssd.target.sampling.sampler import Sampler
 from ssd.target.tree import TreeShape
 
 Ints = npt.NDArray[np.int64]

@@ -14,12 +14,12 @@ from ssd.config import SamplingParams
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, RequestSampling
 from ssd.drafting.rates import AcceptanceRates
 from ssd.errors import ModelError
-from ssd.target.draft_chances import ChanceModel
-from ssd.target.draft_sampling import draw
-from ssd.target.draft_slots import DraftSlot, DraftSlots
-from ssd.target.pass_seconds import PassSeconds
-from ssd.target.rejection import SampledDraft
-from ssd.target.sampling import SamplingRow
+from ssd.target.draft.chances import ChanceModel
+from ssd.target.draft.pass_seconds import PassSeconds
+from ssd.target.draft.sampling import draw
+from ssd.target.draft.slots import DraftSlot, DraftSlots
+from ssd.target.sampling.rejection import SampledDraft
+from ssd.target.sampling.target_tokens import SamplingRow
 from ssd.target.target import Target
 
 SOURCE = "model"

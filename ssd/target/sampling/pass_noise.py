@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ssd.target.noise import Noise, keys_of
-from ssd.target.sampling import SamplingRow, is_ruled, positions_of
+from ssd.target.sampling.noise import Noise, keys_of
+from ssd.target.sampling.target_tokens import SamplingRow, is_ruled, positions_of
 
 
 def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 from ssd.retrieval.memory import kernel
-from ssd.target.noise import GAMMA, MIX_1, MIX_2, UInt64, gumbel_noise
-from ssd.target.sampler import Sampler, sampler_of
+from ssd.target.sampling.noise import GAMMA, MIX_1, MIX_2, UInt64, gumbel_noise
+from ssd.target.sampling.sampler import Sampler, sampler_of
 
 
 def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int64]:

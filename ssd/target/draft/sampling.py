@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.target.noise import CHOICE, DRAFT, UInt64, position_keys
-from ssd.target.noisy_argmax import argmax_with_noise
-from ssd.target.sampling import SamplingRow, truncated_scores, with_prefix_rules
+from ssd.target.sampling.noise import CHOICE, DRAFT, UInt64, position_keys
+from ssd.target.sampling.noisy_argmax import argmax_with_noise
+from ssd.target.sampling.target_tokens import SamplingRow, truncated_scores, with_prefix_rules
 
 
 @dataclass(slots=True, eq=False)

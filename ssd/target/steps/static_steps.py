@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 from ssd.errors import first_line
-from ssd.target.graphs import Recorder, Step
 from ssd.target.kv_cache import AttentionKernel, SlotKVCache, SlotRows
-from ssd.target.noise import Noise
-from ssd.target.sampler import Sampler, check_tokens, random_noise
-from ssd.target.static_moves import StaticMoves
-from ssd.target.step_buffers import Ints, StepBuffers, StepShape, powers_of_two
+from ssd.target.sampling.noise import Noise
+from ssd.target.sampling.sampler import Sampler, check_tokens, random_noise
+from ssd.target.steps.buffers import Ints, StepBuffers, StepShape, powers_of_two
+from ssd.target.steps.graphs import Recorder, Step
+from ssd.target.steps.static_moves import StaticMoves
 from ssd.target.tree import TreeShape
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from ssd.errors import first_line
-from ssd.target.graphs import Recorder, Step
 from ssd.target.kv_cache import SlotKVCache
-from ssd.target.step_buffers import Ints, powers_of_two
+from ssd.target.steps.buffers import Ints, powers_of_two
+from ssd.target.steps.graphs import Recorder, Step
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ssd.errors import first_line
-from ssd.target.noise import noisy_scores
+from ssd.target.sampling.noise import noisy_scores
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def sampler_of(device: torch.device) -> Sampler | None:
     if device.type != "cuda":
         return None
     try:
-        from ssd.target.triton_sampling import triton_sampler
+        from ssd.target.sampling.triton_sampling import triton_sampler
     except ImportError:  # it comes with CUDA builds of torch
         return None
     return triton_sampler if samples_rightly(triton_sampler, device) else None

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
-from ssd.target.constraints import bad_word_ends, mask_of, rule_out
-from ssd.target.noise import ACCEPT, CHOICE, LOWEST_TEMPERATURE, RECOVER, Noise, UInt64, position_keys
-from ssd.target.noisy_argmax import argmax_with_noise
-from ssd.target.rejection import rejection_tokens
+from ssd.target.sampling.constraints import bad_word_ends, mask_of, rule_out
+from ssd.target.sampling.noise import ACCEPT, CHOICE, LOWEST_TEMPERATURE, RECOVER, Noise, UInt64, position_keys
+from ssd.target.sampling.noisy_argmax import argmax_with_noise
+from ssd.target.sampling.rejection import rejection_tokens
 from ssd.target.tree import Parents, depths, path_to
 from ssd.text.grammar import GrammarState
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssd.errors import ModelError
-from ssd.target.draft_model import DraftModelDrafter
-from ssd.target.draft_slots import READ_WIDTH
+from ssd.target.draft.model import DraftModelDrafter
+from ssd.target.draft.slots import READ_WIDTH
 from ssd.target.loading import load_model, model_limit, open_target
 from ssd.target.target import Target
 from ssd.text.codec import TextCodec

@@ -22,8 +22,8 @@ import torch
 from torch.nn.functional import pad
 
 from ssd.drafting.protocol import Draft
-from ssd.target.noise import UInt64, uniform_noise
-from ssd.target.noisy_argmax import argmax_with_noise
+from ssd.target.sampling.noise import UInt64, uniform_noise
+from ssd.target.sampling.noisy_argmax import argmax_with_noise
 
 
 @dataclass(slots=True, eq=False)

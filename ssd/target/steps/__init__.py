@@ -1,0 +1,1 @@
+"""Passes of fixed shape, recorded once and repeated with a single launch."""
