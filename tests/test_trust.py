@@ -18,7 +18,7 @@ def test_the_share_is_what_was_accepted_of_what_was_promised(rows: list[tuple[fl
     trust = Trust()
     for promised, accepted in rows:
         trust.observe(0.0, promised, accepted)
-    kept = [0.99 if promised else 0.999 for promised, _ in rows]
+    kept = [0.97 if promised else 0.999 for promised, _ in rows]
     weights = [prod(kept[i + 1 :]) for i in range(len(rows))]
     promised = 1 + sum(w * p for w, (p, _) in zip(weights, rows, strict=True))
     accepted = 1 + sum(w * a for w, (_, a) in zip(weights, rows, strict=True))

@@ -249,7 +249,7 @@ class Engine:
         ended = self._scheduler.remove(cancelled) if cancelled else []
         preempted = self._scheduler.admit()
         self.metrics.num_preemptions += len(preempted)
-        for sequence in preempted:  # a drafter's memory goes with the slot; the sequence comes back as if it were new
+        for sequence in (*ended, *preempted):  # what was preempted comes back as if it were new
             self._proposals.forget(sequence)
         return ended
 
@@ -286,8 +286,9 @@ class Engine:
         self._proposals.verified(sequence, draft, verdict, num_accepted)
         if taken.finish_reason is None:
             self.target.rollback(sequence.slot, sequence.num_tokens - 1)
-        else:
+        else:  # before the next pass is drafted for: a drafter may have as many slots as the target
             self._scheduler.release(sequence)
+            self._proposals.forget(sequence)
         return taken
 
     def _report(self, sequence: Sequence, taken: Taken) -> RequestOutput:
@@ -298,7 +299,6 @@ class Engine:
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
-        self._proposals.forget(sequence)
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._learn(sequence)
         return output

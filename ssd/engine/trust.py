@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ssd.drafting.protocol import Draft
 
-_FORGETTING = 0.99
+_FORGETTING = 0.97
 _FORGETTING_UNTRIED = 0.999
 _PRIOR_TOKENS = 1.0
 _SURE = 0.9
