@@ -53,7 +53,7 @@ def run_without_data(name: str, *, is_tree: bool) -> None:
         rows = SlotRows(
             target.kv_cache, inputs.slots, inputs.positions, inputs.places, inputs.starts, 64, None, inputs.sees
         )
-        buffers.store(target.score(inputs.tokens, rows))
+        buffers.store(target.score(inputs.tokens, rows), inputs)
     logits, best = buffers.outputs(shape)
     assert logits.shape[:2] == best.shape == (2, 4) and best.device.type == "meta"
 
