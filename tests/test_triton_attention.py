@@ -16,25 +16,20 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU and "triton" not in sys.modules:  # read when triton is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton", reason="triton is not installed; it comes with CUDA builds of torch")
-if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+from tests.triton_here import DEVICE, HAS_GPU
 
-from ssd.target.attention import slot_attention  # noqa: E402
-from ssd.target.kv_cache import SlotKVCache, SlotRows  # noqa: E402
-from ssd.target.steps.triton_attention import triton_attention  # noqa: E402
-from ssd.target.tree import TreeShape  # noqa: E402
-from tests.models import tiny_model  # noqa: E402
-from tests.static_targets import pair_of_targets  # noqa: E402
-from tests.test_static_steps import random_walk  # noqa: E402
-from tests.trees import trees  # noqa: E402
+# isort: split
+from ssd.target.attention import slot_attention
+from ssd.target.kv_cache import SlotKVCache, SlotRows
+from ssd.target.steps.triton_attention import triton_attention
+from ssd.target.tree import TreeShape
+from tests.models import tiny_model
+from tests.static_targets import pair_of_targets
+from tests.test_static_steps import random_walk
+from tests.trees import trees
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # The interpreter computes with numpy, which has no bfloat16.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3} | ({torch.bfloat16: 3e-2} if HAS_GPU else {})
 

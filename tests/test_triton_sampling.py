@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,25 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU and "triton" not in sys.modules:  # read when triton is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton", reason="triton is not installed; it comes with CUDA builds of torch")
-if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+from tests.triton_here import DEVICE, HAS_GPU
 
-from ssd.target.sampling import triton_sampling  # noqa: E402
-from ssd.target.sampling.noise import noisy_scores  # noqa: E402
-from ssd.target.sampling.noisy_argmax import argmax_with_noise  # noqa: E402
-from ssd.target.sampling.sampler import check_tokens, samples_rightly  # noqa: E402
-from ssd.target.sampling.triton_sampling import triton_sampler  # noqa: E402
-from tests.models import tiny_model  # noqa: E402
-from tests.static_targets import pair_of_targets  # noqa: E402
-from tests.test_pass_noise import check_batch, row_of  # noqa: E402
+# isort: split
+from ssd.target.sampling import triton_sampling
+from ssd.target.sampling.noise import noisy_scores
+from ssd.target.sampling.noisy_argmax import argmax_with_noise
+from ssd.target.sampling.sampler import check_tokens, samples_rightly
+from ssd.target.sampling.triton_sampling import triton_sampler
+from tests.models import tiny_model
+from tests.static_targets import pair_of_targets
+from tests.test_pass_noise import check_batch, row_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 # The interpreter computes with numpy, which has no bfloat16.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])
 TEMPERATURES = [0.0, 1e-30, 1e-6, 1e-4, 0.7, 1.0, 3.0, 1e4]

@@ -82,7 +82,6 @@ class Sequence:
         """Times in a row that it was asked for and got no draft."""
         self.stats = RequestStats(num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
-        self.cancelled = False
         self._stream = stream
         self._grammar = grammar
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]

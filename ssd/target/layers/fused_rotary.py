@@ -15,14 +15,11 @@ import torch
 from torch import nn
 
 from ssd.retrieval.memory import float32_array, kernel
-from ssd.target.layers.replaced import Replaced
+from ssd.target.layers.replaced import MOST_NUMBERS, Replaced, agrees
 
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 _NAME = "apply_rotary_pos_emb"
-_MOST_NUMBERS = 1 << 16
-"""In larger inputs torch's own operations, which several cores share, are faster."""
-
 _MOST_ERROR = 1e-6
 
 
@@ -79,17 +76,14 @@ def _agree(plain: Rotary) -> bool:
     except Exception:  # it takes something else
         return False
     found = FusedRotary(plain)(q, k, cos, sin)
-    return all(
-        want.shape == got.shape and float((got - want).norm()) <= _MOST_ERROR * float(want.norm())
-        for got, want in zip(found, wanted, strict=True)
-    )
+    return all(agrees(got, want, _MOST_ERROR) for got, want in zip(found, wanted, strict=True))
 
 
 def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     return (
         x.dtype == cos.dtype == sin.dtype == torch.float32
         and x.dim() == 4
-        and x.numel() <= _MOST_NUMBERS
+        and x.numel() <= MOST_NUMBERS
         and cos.shape == sin.shape == (x.shape[0], x.shape[2], x.shape[3])
         and x.shape[3] % 2 == 0
         and x.stride(3) == 1

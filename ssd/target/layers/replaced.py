@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 
@@ -18,6 +19,15 @@ class Replaced(NamedTuple):
 
 Replace = Callable[[nn.Module], Iterator[Replaced]]
 """Replaces the layers of one kind in place, and says of each where it was."""
+
+
+MOST_NUMBERS = 1 << 16
+"""In an input of a compiled loop, which one core runs; several cores share torch's own operations on a larger one."""
+
+
+def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool:
+    """Whether two tensors have one shape and differ by at most ``most_error``, as a share of the second's norm."""
+    return found.shape == wanted.shape and float((found - wanted).norm()) <= most_error * float(wanted.norm())
 
 
 def has_hooks(module: nn.Module) -> bool:
