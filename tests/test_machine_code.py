@@ -49,28 +49,56 @@ def test_what_one_process_compiled_another_only_loads(compiled: Callable[[], Any
     assert list((tmp_path / "kept").rglob("twice.*.nbc"))
 
 
-def test_a_change_of_any_source_compiles_anew(compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_its_sources_compiles_anew(compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_compiled(compiled()) == 1
-    monkeypatch.setattr(machine_code, "_SOURCES", "another")
+    monkeypatch.setattr(machine_code, "_stamp_of", lambda _path: "another")
     assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
 
 
-def test_the_stamp_follows_what_files_hold_and_not_when_they_were_written(tmp_path: Path) -> None:
-    for room in ("retrieval", "drafting", "target"):
-        (tmp_path / room).mkdir()
-        (tmp_path / room / "a.py").write_text("x = 1")
-    stamps = [machine_code._stamp_of(tmp_path)]
-    (tmp_path / "retrieval" / "a.py").write_text("x = 1")
-    assert machine_code._stamp_of(tmp_path) == stamps[0]
-    for room in ("retrieval", "drafting", "target"):
-        (tmp_path / room / "a.py").write_text("x = 2")  # as long as before
-        stamps.append(machine_code._stamp_of(tmp_path))
-    (tmp_path / "target" / "a.py").rename(tmp_path / "target" / "b.py")
-    stamps.append(machine_code._stamp_of(tmp_path))
-    (tmp_path / "target" / "layers").mkdir()
-    (tmp_path / "target" / "layers" / "a.py").write_text("x = 1")
-    stamps.append(machine_code._stamp_of(tmp_path))
-    assert len(set(stamps)) == len(stamps) == 6
+def stamp_of(package: Path, name: str = "a.py") -> str:
+    """As a process that starts finds it."""
+    machine_code._imports_of.cache_clear()
+    machine_code._text_of.cache_clear()
+    return machine_code._stamp_of(package / name, package)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from house.room.b import X",
+        "from house.room import b",
+        "from house.room import other as c, b as d",
+        "from house.room import (\n    b,\n)",
+        "import house.room.b",
+        "import os, house.room.b as c",
+        "def f():\n    from house.room.b import X",
+        "from house.between import X",
+    ],
+)
+def test_the_stamp_follows_what_the_files_hold_that_a_kernel_is_made_of(tmp_path: Path, statement: str) -> None:
+    package = tmp_path / "house"
+    (package / "room").mkdir(parents=True)
+    (package / "between.py").write_text("from house.room.b import X")
+    (package / "unrelated.py").write_text("from house.a import f")
+    (package / "room" / "b.py").write_text("X = 1")
+    (package / "a.py").write_text(statement)
+    first = stamp_of(package)
+    (package / "room" / "b.py").write_text("X = 1")
+    (package / "unrelated.py").write_text("X = 1")
+    assert stamp_of(package) == first
+    stamps = [first]
+    (package / "room" / "b.py").write_text("X = 2")  # as long as before
+    stamps.append(stamp_of(package))
+    (package / "a.py").write_text(statement + " ")
+    stamps.append(stamp_of(package))
+    assert len(set(stamps)) == len(stamps) == 3
+
+
+def test_the_stamp_of_a_kernel_holds_the_layout_of_what_it_reads() -> None:
+    package = machine_code._PACKAGE
+    found = machine_code._imports_of(package / "retrieval" / "lanes.py", package)
+    assert package / "retrieval" / "snapshot.py" in found and package / "retrieval" / "memory.py" in found
+    assert package / "retrieval" / "directory.py" not in found
 
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])

@@ -1,7 +1,8 @@
 """Compiled kernels on disk, so that a process that starts does not compile what an earlier one has.
 
 Numba keeps machine code until the function's own file changes; one that calls it would go on with the old code of
-another file, and here that means another layout of memory. So it is kept until any file that may hold a kernel changes.
+another file, and here that means another layout of memory. So it is kept until a file changes that the function's own
+imports, directly or through others: what a kernel is made of, it imports.
 
 Keeping it is all that may fail: a directory that cannot be written, a torn file, a numba that does this in another way.
 Then kernels are compiled in every process, some seconds each time.
@@ -10,7 +11,9 @@ Then kernels are compiled in every process, some seconds each time.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +24,56 @@ log = logging.getLogger(__name__)
 _complained: set[str] = set()
 
 
-def _stamp_of(package: Path) -> str:
-    """A digest of every file of the package that may hold a kernel. O(their size), about a millisecond."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+([\w, \t]+|\()|import[ \t]+([\w., \t]+))", re.M)
+
+
+def _stamp_of(path: Path, package: Path = _PACKAGE) -> str:
+    """A digest of a file and of all files of ``package`` that it imports, directly or not. O(their size)."""
+    found, waiting = {path}, [path]
+    while waiting:
+        new = _imports_of(waiting.pop(), package) - found
+        found |= new
+        waiting += new
     digest = xxhash.xxh3_128()
-    for room in ("retrieval", "drafting", "target"):
-        for path in sorted((package / room).rglob("*.py")):
-            text = path.read_bytes()
-            digest.update(f"{path.relative_to(package).as_posix()} {len(text)}\n".encode() + text)
+    for each in sorted(found):
+        name = each.relative_to(package).as_posix() if each.is_relative_to(package) else each.name
+        text = _text_of(each)
+        digest.update(f"{name} {len(text)}\n".encode() + text)
     return digest.hexdigest()
 
 
-_SOURCES = _stamp_of(Path(__file__).resolve().parents[1])
+@cache
+def _imports_of(path: Path, package: Path) -> frozenset[Path]:
+    """The files of ``package`` that a file imports by absolute names, wherever in it; of a package in it, all."""
+    names: set[str] = set()
+    for module, members, modules in _IMPORT.findall(_text_of(path)):
+        if module:
+            names |= {module.decode(), *(f"{module.decode()}.{each.split()[0]}" for each in _listed(members))}
+        names |= {each.split()[0] for each in _listed(modules)}
+    found: set[Path] = set()
+    for name in names:
+        top, *rest = name.split(".")
+        if top != package.name or not rest:
+            continue
+        place = package.joinpath(*rest)
+        found |= set(place.rglob("*.py")) if place.is_dir() else {place.with_suffix(".py")}
+    return frozenset(each for each in found if each.is_file())
+
+
+def _listed(names: bytes) -> list[str]:
+    return [name.decode() for name in names.split(b",") if name.strip(b" \t(")]
+
+
+@cache
+def _text_of(path: Path) -> bytes:
+    return path.read_bytes()
 
 
 class KernelCache:
     """The machine code of one function, as numba's dispatcher asks for it; never raises.
 
-    Wraps numba's own cache of a function, made with the stamp of all sources in the place of the one file's.
+    Wraps numba's own cache of a function, made with the stamp of all its sources in the place of the one file's.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -47,7 +83,7 @@ class KernelCache:
         self._kept = FunctionCache(function)
         if not hasattr(self._kept._cache_file, "_source_stamp"):
             raise AttributeError("it has no stamp of its sources that could be replaced")
-        self._kept._cache_file._source_stamp = _SOURCES
+        self._kept._cache_file._source_stamp = _stamp_of(Path(function.__code__.co_filename).resolve())
         self.cache_path: str = self._kept.cache_path
 
     def load_overload(self, signature: Any, target: Any) -> Any:
