@@ -21,6 +21,10 @@ class EngineFailed(EngineError):
     """The engine died; every request fails until the service is restarted."""
 
 
+class RequestFailed(EngineError):
+    """This request failed inside the engine, which goes on with the others."""
+
+
 class ApiError(Exception):
     """An error with its HTTP status, for what is not an engine's or a request's own error."""
 
@@ -52,6 +56,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), kind="server_error", code="queue_full")
     if isinstance(error, (ServerNotReady, EngineStopped)):
         return ApiError(503, str(error), kind="server_error", code="not_ready")
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), kind="server_error", code="request_failed")
     if isinstance(error, EngineFailed):
         return ApiError(500, str(error), kind="server_error", code="engine_failed")
     return ApiError(500, "internal error; the server's log has it", kind="server_error")

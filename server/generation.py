@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssd.errors import EngineStopped
 
-from .errors import EngineFailed
+from .errors import RequestFailed
 from .metrics import Latencies
 from .prediction import common_tokens
 from .worker import Inbox, Worker
@@ -129,7 +129,7 @@ class Generation:
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
         """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
 
-        Raises EngineFailed or EngineStopped when a choice cannot be finished.
+        Raises RequestFailed, EngineFailed or EngineStopped when a choice cannot be finished.
         """
         while self._running:
             if self._inbox.queue.empty():
@@ -168,7 +168,7 @@ class Generation:
             return
         self._running.discard(request_id)
         if output.finish_reason == "error":
-            raise EngineFailed(output.error or "the engine failed on this request")
+            raise RequestFailed(f"this request failed: {output.error}; the server's log says why")
         if output.finish_reason == "cancelled":
             raise EngineStopped("the request was cancelled by the server")
         choice.finish_reason = str(output.finish_reason)

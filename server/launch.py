@@ -31,12 +31,18 @@ _CONNECTIONS_S = 3
 _CLOSE_S = 1.5
 """Time for the engine's thread to close the cache."""
 
-OK, UNUSABLE = 0, 2
+OK, FAILED, UNUSABLE = 0, 1, 2
+"""Exit statuses: told to stop; the engine ended while serving; could not be started."""
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""All end the server in the same order, what was learned is kept. A hang-up that was to be ignored stays ignored."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns the exit status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(OK))
+    for number in _signals():
+        if number is not signal.SIGINT:
+            signal.signal(number, lambda *_: sys.exit(OK))
     options = parse_arguments(arguments)
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -79,12 +85,18 @@ def serve(options: Options, settings: ServerSettings, listener: socket.socket) -
         stopped = worker.stop(_CLOSE_S)
     if worker.load_error is not None:
         return _refuse(worker.load_error)
+    status = FAILED if worker.state is WorkerState.FAILED else OK
     if not stopped:
         # The thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it.
         log.warning("left before the engine had stopped")
         logging.shutdown()
-        os._exit(OK)
-    return OK
+        os._exit(status)
+    return status
+
+
+def _signals() -> list[signal.Signals]:
+    """Those that stop this process; ``nohup`` has one ignored."""
+    return [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -107,7 +119,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Ends running requests when it is told to stop, and ends itself when the engine cannot be loaded."""
+    """Ends running requests when it is told to stop, and ends itself when there is no engine, or none any more."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker, name: str) -> None:
         super().__init__(config)
@@ -118,16 +130,16 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals, but do not raise them again at the end: having been told to stop is no failure."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _signals():
             signal.signal(number, self.handle_exit)
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """Several times a second: say once that the server is ready, or stop when it cannot become so."""
+        """Several times a second: say once that the server is ready, or stop when there is no engine."""
         if not self._announced and self._worker.state is WorkerState.READY:
             self._announced = True
             log.info("ready: %s", self._name)
-        return await super().on_tick(counter) or self._worker.load_error is not None
+        return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests finish for a while and end the others, while connections close."""
@@ -136,7 +148,7 @@ class _Server(uvicorn.Server):
         await drain
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: BaseException) -> int:
     """One line that says what to do; the traceback only for those who ask for it."""
     logging.getLogger(__name__).debug("could not start", exc_info=error)
     message = " ".join(str(error).split()) or type(error).__name__

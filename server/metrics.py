@@ -115,6 +115,7 @@ class _EngineCollector(Collector):
         yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up among keys and values kept.", queries)
         yield counter("vllm:prefix_cache_hits", "Prompt tokens that were not computed again.", hits)
         yield counter("vllm:num_preemptions", "Requests that made room for more urgent ones.", counts.num_preemptions)
+        yield counter("ssd:failed_passes", "Passes that failed and were computed again.", counts.num_failed_passes)
         yield counter("ssd:integrity_violations", "Faults found in the idle engine.", counts.integrity_violations)
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*LABELS, "finished_reason"]

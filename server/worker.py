@@ -55,7 +55,7 @@ class Worker:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state = WorkerState.LOADING
-        self.load_error: Exception | None = None
+        self.load_error: BaseException | None = None
         """Why the engine could not be loaded; a failure later is logged."""
 
     @property
@@ -134,7 +134,7 @@ class Worker:
                 engine = self._load(resources)
                 resources.callback(engine.close)
                 engine.warm_up()
-            except Exception as error:
+            except BaseException as error:
                 self.load_error = error
                 self.state = WorkerState.FAILED
                 return
@@ -143,9 +143,9 @@ class Worker:
                 self.state = WorkerState.READY
             try:
                 self._step_until_stopped(engine)
-            except Exception:
+            except BaseException as error:  # whatever it is, this thread ends here
                 self.state = WorkerState.FAILED
-                log.exception("the engine failed with %d requests in flight", self.num_requests)
+                log.critical("the engine failed with %d requests in flight", self.num_requests, exc_info=error)
                 failure = EngineFailed("the engine failed while it worked on this request; the server's log says why")
                 self._deliver([(request_id, failure) for request_id in list(self._inboxes)])
 

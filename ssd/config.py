@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ssd.errors import ConfigError, RequestError
+from ssd.token_rules import TokenRules
 
 DraftAcceptance = Literal["match", "rejection"]
 DRAFT_ACCEPTANCES: tuple[DraftAcceptance, ...] = get_args(DraftAcceptance)
@@ -219,6 +220,7 @@ class SamplingParams:
     of float32 logits before bias, penalties, temperature and everything else here, as vLLM's are by default."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, but its first."""
+    _rules: TokenRules | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         def check(condition: bool, param: str, allowed: str) -> None:
@@ -245,6 +247,15 @@ class SamplingParams:
         check(all(self.bad_words), "bad_words", "of at least one token each")
         for name, limit in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             check(limit is None or 0 <= limit <= MAX_LOGPROBS, name, f"within 0..{MAX_LOGPROBS}")
+
+    @property
+    def rules(self) -> TokenRules:
+        """Bias, allowed tokens and bad words, made ready at the first call: many take milliseconds."""
+        rules = self._rules
+        if rules is None:
+            rules = TokenRules(self.logit_bias, self.allowed_token_ids, self.bad_words)
+            object.__setattr__(self, "_rules", rules)
+        return rules
 
     @property
     def greedy(self) -> bool:

@@ -10,6 +10,7 @@
      + EngineError            the engine cannot take or finish work
      |  + QueueFull           try again later
      |  + EngineStopped
+     |  + EngineBroken        the target computes nothing any more
      + CacheError             the retrieval cache; inside the engine it becomes "no draft" and a counter
         + SegmentCorrupt      a file is torn or was changed
         + FormatVersion       a file was written by another version
@@ -62,6 +63,10 @@ class EngineStopped(EngineError):
     """The engine has been stopped and takes no more work."""
 
 
+class EngineBroken(EngineError):
+    """The target computes nothing any more, not for any request: the process must be started again."""
+
+
 class CacheError(SSDError):
     """The retrieval cache failed. Never leaves the engine: there it means "no draft" and a counter."""
 
@@ -89,3 +94,11 @@ class StoreUnavailable(CacheError):
 def first_line(error: BaseException) -> str:
     """What an error says, for a line of a log or of another error: its first line, or its kind where it is silent."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether what was raised may end as a count, an answer or a log line; False where it tells the program to end.
+
+    A panic of a library written in Rust is no Exception, but a fault like any other.
+    """
+    return not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))

@@ -16,6 +16,7 @@ ROOT = Path(ssd.__file__).parent.parent
 # Lowest first. A package may import from those before it and from itself.
 LAYERS = [
     "ssd.errors",
+    "ssd.token_rules",
     "ssd.config",
     "ssd.text",
     "ssd.retrieval",
@@ -32,6 +33,7 @@ MAY_USE = {
     "ssd.bundled": {"ssd.errors", "ssd.config", "ssd.text"},
     "ssd.integrations": {
         "ssd.errors",
+        "ssd.token_rules",
         "ssd.config",
         "ssd.text",
         "ssd.retrieval",

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from ssd.bundled import MODEL_PATH
-from tests.server_client import get, post, wait_until
+from tests.server_client import get, greedy_completion, post, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "256", "--cache-tokens", "65536")
@@ -41,9 +41,13 @@ def refused(*arguments: str) -> str:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def running(
+    *arguments: str, before: Callable[[], object] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server process; ``before`` is called in it before it becomes one."""
     port = free_port()
-    process = subprocess.Popen([sys.executable, "-m", "server", "--port", str(port), *arguments], cwd=ROOT)
+    command = [sys.executable, "-m", "server", "--port", str(port), *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=before)
     try:
         yield process, port
     finally:
@@ -56,6 +60,12 @@ def answers(port: int, path: str) -> bool:
         return get(port, path, timeout=5).status == 200
     except (OSError, http.client.HTTPException):
         return False
+
+
+def cache_tokens(port: int) -> float:
+    text = get(port, "/metrics").content.decode()
+    tokens = next(line for line in text.splitlines() if line.startswith("ssd:cache_tokens{"))
+    return float(tokens.rsplit(" ", 1)[1])
 
 
 def test_port_in_use_is_found_before_anything_is_loaded() -> None:
@@ -135,15 +145,66 @@ def test_start_serve_and_sigterm_with_a_request_in_flight(tmp_path: Path) -> Non
     # What was learned is there again after a restart.
     with running(*SMALL, "--cache-dir", directory) as (process, port):
         wait_until(lambda: answers(port, "/health"), 120)
-        text = get(port, "/metrics").content.decode()
-        tokens = next(line for line in text.splitlines() if line.startswith("ssd:cache_tokens{"))
-        assert float(tokens.rsplit(" ", 1)[1]) >= 40
+        assert cache_tokens(port) >= 40
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
 
 
-def test_sigterm_while_loading_ends_with_status_0() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_loading_ends_with_status_0(number: signal.Signals) -> None:
     with running(*SMALL) as (process, port):
         wait_until(lambda: answers(port, "/live"), 60)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(20) == 0
+
+
+def test_a_hang_up_keeps_what_was_learned_and_nohup_is_heard(tmp_path: Path) -> None:
+    arguments = (*SMALL, "--cache-dir", str(tmp_path / "cache"))
+    with running(*arguments) as (process, port):
+        wait_until(lambda: answers(port, "/health"), 120)
+        greedy_completion(port, prompt="import os\n", max_tokens=40, ignore_eos=True)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(20) == 0
+    with running(*arguments, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as (process, port):
+        wait_until(lambda: answers(port, "/health"), 120)
+        assert cache_tokens(port) >= 40
+        process.send_signal(signal.SIGHUP)
+        greedy_completion(port, prompt="import os\n", max_tokens=40)
+        assert process.poll() is None
+
+
+_BREAKS = """
+import sys
+from server.launch import main
+from ssd.engine.engine import Engine
+from ssd.target.target import SlotTarget
+
+warm_up = Engine.warm_up
+
+def failing(*arguments, **options):
+    raise MemoryError("the device is gone")
+
+def warm_up_and_break(engine):
+    warm_up(engine)
+    SlotTarget.forward = failing
+
+Engine.warm_up = warm_up_and_break
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_engine_that_ends_answers_500_and_ends_the_process_with_status_1(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-c", _BREAKS, "--port", str(port), *SMALL, "--cache-dir", str(tmp_path / "cache")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: answers(port, "/health"), 120)
+        answer = post(port, "/v1/completions", {"prompt": "import os\n", "max_tokens": 8})
+        assert answer.status == 500
+        assert answer.error["code"] in ("request_failed", "engine_failed")
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "the model computes nothing any more: the device is gone" in log
+    finally:
+        process.kill()
+        process.communicate()

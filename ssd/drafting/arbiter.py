@@ -11,8 +11,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, Prices
 from ssd.drafting.rates import AcceptanceRates
+from ssd.errors import is_fault
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,7 @@ class Pace:
 @dataclass(slots=True, eq=False)
 class _Source:
     drafter: Drafter
+    asked: OneByOne
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
     forgone: dict[str, float] = field(default_factory=dict)
     """Of each request, the gains it would have had if the drafter had read its context; in tokens."""
@@ -97,10 +100,15 @@ class Arbiter:
     def __init__(self, drafters: Sequence[Drafter], *, clock: Callable[[], float] = time.perf_counter) -> None:
         """``drafters`` : at least one, the cheapest first. ``clock`` : seconds."""
         assert drafters
-        self._sources = [_Source(drafter) for drafter in drafters]
+        self._sources = [_Source(drafter, OneByOne(drafter)) for drafter in drafters]
         self._pace = Pace(clock)
         self._chosen: dict[str, _Source] = {}
-        self.num_failures = 0
+        self._num_failures = 0
+
+    @property
+    def num_failures(self) -> int:
+        """Times that a drafter failed, for all requests or for one."""
+        return self._num_failures + sum(source.asked.num_failures for source in self._sources)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order."""
@@ -134,9 +142,12 @@ class Arbiter:
         for source in self._sources:
             source.rates.forget(request_id)
             source.forgone.pop(request_id, None)
+            source.asked.forget(request_id)
             try:
                 source.drafter.finish(request_id)
-            except Exception:
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
                 self._count_failure(source)
 
     def warm_up(self) -> None:
@@ -203,8 +214,10 @@ class Arbiter:
             source.num_to_skip -= 1
             return nothing
         try:
-            drafts = source.drafter.propose(requests)
-        except Exception:
+            drafts = source.asked.propose(requests)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
             self._count_failure(source)
             source.num_to_skip = min(2 ** (source.num_failures - 1), _MOST_SKIPPED)
             return nothing
@@ -212,10 +225,10 @@ class Arbiter:
         return drafts
 
     def _count_failure(self, source: _Source) -> None:
-        self.num_failures += 1
+        self._num_failures += 1
         source.num_failures += 1
-        if self.num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
-            log.exception("%s failed (%d failures so far)", type(source.drafter).__name__, self.num_failures)
+        if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
+            log.exception("%s failed (%d failures so far)", type(source.drafter).__name__, self._num_failures)
 
 
 def draft_gain(draft: Draft, estimates: Estimates, prices: Prices) -> float:

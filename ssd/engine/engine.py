@@ -11,8 +11,9 @@ from pathlib import Path
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter
-from ssd.engine.guard import Guard
+from ssd.engine.faults import Guard
 from ssd.engine.integrity import settle, violations
+from ssd.engine.isolation import Isolation
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
@@ -35,7 +36,8 @@ from ssd.text.grammar import GrammarCompiler
 class Engine:
     """Continuous batching over the slots of one target model, drafting from a retrieval cache.
 
-    ``submit``, ``cancel`` and ``wait_for_work`` may be called from any thread; ``step`` by one thread at a time.
+    ``submit``, ``cancel`` and ``wait_for_work`` may be called from any thread; ``step`` by one thread at a time. What a
+    request raises inside a step ends that request; the others go on with the output that they have without it.
     ``caches`` and ``codec`` may be None: then nothing is learned, or only token ids are handled.
     ``draw_seed`` gives the seed of a request that brings none.
     """
@@ -72,7 +74,8 @@ class Engine:
         self._under_way: Pass | None = None
         self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
-        self._prefill = Prefill(target, self._reuse, self._config.prefill_chunk_tokens)
+        self._isolation = Isolation(target, self._scheduler, self._reuse, self._proposals)
+        self._prefill = Prefill(target, self._reuse, self._config.prefill_chunk_tokens, self._isolation.fail_alone)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
         self._lock = threading.Lock()
@@ -184,14 +187,16 @@ class Engine:
 
         On a device that computes beside the host, the next pass is launched as soon as the last one's tokens are known,
         and their text is made, sent and learned from while it runs: the outputs are those of the pass before it.
+        Raises EngineBroken where nothing can be computed any more.
         """
         taken = self._land()
         ended = self._admit_and_cancel()
         self._launch()
         if not self.target.runs_beside_host:
             taken += self._land()
-        outputs = [self._report(sequence, each) for sequence, each in taken]
+        outputs = [output for sequence, each in taken if (output := self._report(sequence, each)) is not None]
         outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in ended]
+        outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
         self._observe_load()
         return outputs
 
@@ -254,18 +259,40 @@ class Engine:
         return ended
 
     def _launch(self) -> None:
-        """Compute prompts, draft and begin the pass over every sequence that is ready."""
-        if batch := self._prefill.run(self._scheduler.running):
-            self._under_way = Pass(self.target, batch, self._proposals.of(batch))
+        """Compute prompts, draft and begin the pass over every sequence that is ready, or over one suspect alone."""
+        ready = self._prefill.run(self._scheduler.running)
+        batch = next(([sequence] for sequence in ready if sequence.is_suspect), ready)
+        if not batch:
+            return
+        drafts = self._proposals.of(batch)
+        try:
+            self._under_way = Pass(self.target, batch, drafts)
+        except BaseException as error:
+            self._isolation.lose(batch, error)
 
     def _land(self) -> list[tuple[Sequence, Taken]]:
         """Wait for the pass that is under way, and take what it gave."""
         landing, self._under_way = self._under_way, None
         if landing is None:
             return []
-        verdicts = landing.verdicts()
-        rows = zip(landing.batch, landing.drafts, verdicts, strict=True)
-        taken = [(sequence, self._take(sequence, draft, verdict)) for sequence, draft, verdict in rows]
+        try:
+            verdicts = landing.verdicts()
+        except BaseException as error:
+            self._isolation.lose(landing.batch, error)
+            return []
+        taken = []
+        for sequence, draft, verdict in zip(landing.batch, landing.drafts, verdicts, strict=True):
+            if sequence.finish_reason is not None:  # its text failed while the pass ran
+                self._isolation.drop(sequence)
+            elif not isinstance(verdict, Verdict):
+                self._isolation.fail(sequence, "choosing a token", verdict)
+            else:
+                try:
+                    taken.append((sequence, self._take(sequence, draft, verdict)))
+                except BaseException as error:
+                    self._isolation.fail(sequence, "taking tokens", error)
+        if not taken:
+            self._isolation.require_a_target()
         num_tokens = sum(len(each.token_ids) for _, each in taken)
         self._proposals.passed(landing.drafts, num_tokens, landing.seconds)
         return taken
@@ -273,6 +300,7 @@ class Engine:
     def _take(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Taken:
         """Append what was accepted, take back the rest of the draft, give the slot back at the end."""
         taken = sequence.take(verdict.token_ids, verdict.logits)
+        sequence.is_suspect = False
         num_accepted = min(len(verdict.path), len(taken.token_ids))
         stats = sequence.stats
         if not stats.num_verify_steps:
@@ -291,10 +319,17 @@ class Engine:
             self._proposals.forget(sequence)
         return taken
 
-    def _report(self, sequence: Sequence, taken: Taken) -> RequestOutput:
-        """Make text of what was taken; learn from a sequence that has ended."""
-        output = sequence.output(taken)
+    def _report(self, sequence: Sequence, taken: Taken) -> RequestOutput | None:
+        """Make text of what was taken; learn from a sequence that has ended. None where that failed."""
+        try:
+            output = sequence.output(taken)
+        except BaseException as error:
+            self._isolation.fail(sequence, "making text", error, is_under_way=self._is_under_way(sequence))
+            return None
         return output if output.finish_reason is None else self._finish(sequence, output)
+
+    def _is_under_way(self, sequence: Sequence) -> bool:
+        return self._under_way is not None and sequence in self._under_way.batch
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
         reason = str(output.finish_reason)
@@ -319,9 +354,10 @@ class Engine:
     def _observe_load(self) -> None:
         scheduler = self._scheduler
         self.metrics.drafter_failures = self._proposals.num_failures
+        self.metrics.num_failed_passes = self._isolation.num_failed_passes
         self.metrics.num_running = len(scheduler.running)
         self.metrics.num_waiting = len(scheduler.waiting)
         held = sum(sequence.num_tokens for sequence in scheduler.running)
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
         if not scheduler.running and not scheduler.waiting:
-            settle(self.check(), self.metrics, scheduler, self._reuse)
+            self._guard(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

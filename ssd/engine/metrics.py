@@ -41,6 +41,8 @@ class EngineMetrics:
     """How many of them did not have to be computed."""
     num_preemptions: int = 0
     """Times a running sequence made room for a more urgent one."""
+    num_failed_passes: int = 0
+    """Forward passes that failed; the requests in them were computed again, each alone."""
     integrity_violations: int = 0
     """What ``Engine.check`` found while the engine was idle; 0 unless this program has a fault."""
     num_requests_finished: dict[str, int] = field(default_factory=dict)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.sequence import Sequence
+from ssd.errors import is_fault
 from ssd.target.target import Target
 from ssd.target.verification import pad_rows
 
@@ -23,9 +26,18 @@ class Prefill:
     first computes it.
     """
 
-    def __init__(self, target: Target, reuse: PrefixReuse, chunk_tokens: int) -> None:
-        """``chunk_tokens`` : most tokens computed in one step."""
+    def __init__(
+        self,
+        target: Target,
+        reuse: PrefixReuse,
+        chunk_tokens: int,
+        on_fault: Callable[[Sequence, BaseException], None],
+    ) -> None:
+        """``chunk_tokens`` : most tokens computed in one step. ``on_fault`` : told of a sequence that cannot be
+        computed, which it must take out of its slot.
+        """
         self._target = target
+        self._on_fault = on_fault
         self._reuse = reuse
         self._chunk_tokens = chunk_tokens
 
@@ -51,8 +63,17 @@ class Prefill:
 
     def _advance(self, sequence: Sequence, budget: int, running: list[Sequence]) -> int:
         """Compute up to ``budget`` tokens of one sequence; returns how many were."""
-        if not self.remaining(sequence):
+        if sequence.slot < 0 or not self.remaining(sequence):
             return 0
+        try:
+            return self._compute(sequence, budget, running)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self._on_fault(sequence, error)
+            return 0
+
+    def _compute(self, sequence: Sequence, budget: int, running: list[Sequence]) -> int:
         self._reuse.catch_up(sequence, running)
         done = self._target.length(sequence.slot)
         part = sequence.context[done : min(sequence.num_tokens - 1, done + budget)]

@@ -9,8 +9,10 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from ssd.engine.faults import Faults
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
+from ssd.errors import is_fault
 from ssd.target.target import Target
 
 TokenIds = npt.NDArray[np.int32]
@@ -73,10 +75,12 @@ class PrefixReuse:
         self._kept: dict[int, KeptText] = {}
         self._clock = count(1)
         self._used_at = [0] * target.num_slots
+        self._faults = Faults()
 
     def serves(self, sequence: Sequence) -> bool:
         """True where the sequence may use what was computed for others; one whose prompt is scored computes it all."""
-        return self._enabled and scope_of(sequence.request) is not None and not sequence.scores_prompt
+        is_allowed = sequence.may_copy and not sequence.scores_prompt
+        return self._enabled and is_allowed and scope_of(sequence.request) is not None
 
     def kept_text(self, slot: int) -> KeptText | None:
         """What a free slot keeps."""
@@ -151,7 +155,15 @@ class PrefixReuse:
         held = self._target.length(sequence.slot)
         spared = shared - held
         if donor is not None and (spared >= _LEAST_COPIED or 0 < spared == sequence.num_tokens - 1 - held):
-            self._target.copy_prefix(donor, sequence.slot, shared)
+            try:
+                self._target.copy_prefix(donor, sequence.slot, shared)
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                self._faults.note("copying keys and values", error, "they are computed instead")
+                self._target.rollback(sequence.slot, 0)  # what was copied of some layers is not known
+                sequence.may_copy = False
+                return
             if donor in self._kept:
                 self._used_at[donor] = next(self._clock)
             self._count(sequence, spared)

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
+from functools import partial
 
 from ssd.config import DraftConfig
+from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
 from ssd.engine.asking import Asking
-from ssd.engine.guard import Guard
+from ssd.engine.faults import Guard
 from ssd.engine.sequence import Sequence
 from ssd.engine.trust import Trust, is_sure
 from ssd.engine.verify import Verdict, branches, possible_shape, usable
@@ -33,6 +35,7 @@ class Proposals:
     ) -> None:
         self._target = target
         self._drafter = drafter
+        self._asked = OneByOne(drafter)
         self._guard = guard
         self._snapshot_of = snapshot_of
         self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
@@ -44,7 +47,8 @@ class Proposals:
     @property
     def num_failures(self) -> int:
         """Times that a drafter or a cache failed; one that owns several survives the failure of one, and counts it."""
-        return self._guard.num_failures + int(getattr(self._drafter, "num_failures", 0))
+        own = self._guard.num_failures + self._asked.num_failures
+        return own + int(getattr(self._drafter, "num_failures", 0))
 
     def warm_up(self) -> None:
         """Compile the drafter's kernels."""
@@ -56,9 +60,11 @@ class Proposals:
             calibrate(self._cost, self._target, self._limit + 1)
 
     def of(self, batch: Rows[Sequence]) -> list[Draft]:
-        """One draft per sequence; those that are not worth asking for get none."""
-        if self._limit == 0:
-            return [EMPTY_DRAFT] * len(batch)
+        """One draft per sequence; those that are not worth asking for get none, and all where this fails."""
+        nothing = [EMPTY_DRAFT] * len(batch)
+        return nothing if self._limit == 0 else self._guard(lambda: self._worth_verifying(batch)) or nothing
+
+    def _worth_verifying(self, batch: Rows[Sequence]) -> list[Draft]:
         due = self._asking.due(batch)
         shares = [self._trust.share(sequence.request.sampling.temperature) for sequence in batch]
         started = time.perf_counter()
@@ -73,45 +79,49 @@ class Proposals:
 
     def passed(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
         """The pass over such drafts put out ``num_tokens``."""
+        self._guard(lambda: self._observe_cost(drafts, num_tokens, seconds))
+
+    def _observe_cost(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
         self._asking.passed(seconds)
         width = 1 + max(len(draft.token_ids) for draft in drafts)
         self._cost.observe(len(drafts), width, num_tokens, seconds)
 
     def verified(self, sequence: Sequence, draft: Draft, verdict: Verdict, num_accepted: int) -> None:
         """Learn from what the target said to a draft, of which ``num_accepted`` tokens were emitted."""
+        self._guard(lambda: self._learn(sequence, draft, verdict, num_accepted))
+
+    def _learn(self, sequence: Sequence, draft: Draft, verdict: Verdict, num_accepted: int) -> None:
         if draft.parents is not None:
             draft = replace(draft, path=verdict.path[:num_accepted])
         is_told = draft.probabilities is not None or not len(draft.token_ids)
         if is_told and draft is not EMPTY_DRAFT:  # else nobody was asked, or what was said has been put aside
             promised = 0.0 if draft.probabilities is None else float(draft.chances().sum())
             self._trust.observe(sequence.request.sampling.temperature, promised, len(verdict.path))
-        self._guard(lambda: self._drafter.observe(sequence.request.request_id, draft, num_accepted))
+        self._drafter.observe(sequence.request.request_id, draft, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing of this request will be asked for, or all of it anew."""
+        self._asked.forget(sequence.request.request_id)
         self._guard(lambda: self._drafter.finish(sequence.request.request_id))
 
     def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
         """A draft for each sequence and its share, in a pass of ``num_rows``."""
         prices = self._cost.prices(num_rows)
-        drafts = self._guard(
-            lambda: self._drafter.propose(
-                [
-                    DraftRequest(
-                        request_id=sequence.request.request_id,
-                        context=sequence.context,
-                        prompt_length=sequence.num_prompt_tokens,
-                        snapshot=self._snapshot_of(sequence.request.namespace),
-                        limit=sequence.most_drafted(self._limit),
-                        prices=None if prices is None else prices / share,
-                        tree=self._may_branch(sequence, num_rows),
-                        prediction=sequence.prediction,
-                        sampling=sequence.sampling,
-                    )
-                    for sequence, share in asked
-                ]
+        requests = [
+            DraftRequest(
+                request_id=sequence.request.request_id,
+                context=sequence.context,
+                prompt_length=sequence.num_prompt_tokens,
+                snapshot=self._guard(partial(self._snapshot_of, sequence.request.namespace)),
+                limit=sequence.most_drafted(self._limit),
+                prices=None if prices is None else prices / share,
+                tree=self._may_branch(sequence, num_rows),
+                prediction=sequence.prediction,
+                sampling=sequence.sampling,
             )
-        )
+            for sequence, share in asked
+        ]
+        drafts = self._guard(lambda: self._asked.propose(requests))
         if drafts is None or len(drafts) != len(asked):
             return [EMPTY_DRAFT] * len(asked)
         return [

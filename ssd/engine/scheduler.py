@@ -79,6 +79,17 @@ class Scheduler:
         self._free_slots.add(sequence.slot)
         sequence.slot = -1
 
+    def discard(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and empty its slot: what that holds is not known."""
+        if sequence.slot < 0:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self._free_slots.add(sequence.slot)
+        slot, sequence.slot = sequence.slot, -1
+        self._reuse.forget(slot)
+
     def remove(self, request_ids: set[str]) -> list[Sequence]:
         """Take these requests out, wherever they are; unknown ones are ignored."""
         found = [s for s in (*self.waiting, *self.running) if s.request.request_id in request_ids]

@@ -80,6 +80,12 @@ class Sequence:
         self.num_preemptions = 0
         self.num_fruitless = 0
         """Times in a row that it was asked for and got no draft."""
+        self.is_suspect = False
+        """It was in a pass that failed, and is yet to be computed alone: only then is it known whose fault that was."""
+        self.may_copy = True
+        """Whether keys and values of others may be copied: not any more once that failed."""
+        self.num_lost_passes = 0
+        """Passes with it that failed."""
         self.stats = RequestStats(num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
         self._stream = stream
@@ -98,8 +104,11 @@ class Sequence:
         return self.max_length - self.num_tokens
 
     def most_drafted(self, limit: int) -> int:
-        """Longest draft of at most ``limit`` tokens: one token is always the target's own, so none reaches the end."""
-        own = self.request.num_speculative_tokens
+        """Longest draft of at most ``limit`` tokens: one token is always the target's own, so none reaches the end.
+
+        None any more after a pass failed: a draft may have been why.
+        """
+        own = 0 if self.num_lost_passes else self.request.num_speculative_tokens
         return max(0, min(limit, self.num_remaining - 1, limit if own is None else own))
 
     @property

@@ -14,6 +14,8 @@ import torch
 from ssd.config import DraftShape
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.engine.sequence import Sequence
+from ssd.errors import is_fault
+from ssd.target.sampling.noise import Noise
 from ssd.target.sampling.pass_noise import noise_of
 from ssd.target.sampling.target_tokens import target_tokens
 from ssd.target.target import Target
@@ -101,22 +103,48 @@ class Pass:
         else:
             self._logits = target.forward(self._slots, fed, self._counts, self._noise)
 
-    def verdicts(self) -> list[Verdict]:
-        """Wait for it and find how far the target agrees with each draft.
+    def verdicts(self) -> list[Verdict | BaseException]:
+        """Wait for it and find how far the target agrees with each draft; of a row that fails, what it raised.
 
         The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
-        them to what is committed.
+        them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
         """
-        chosen = target_tokens(self._logits, self._rows, self._target.best, self._noise)
+        chosen = self._choose()
         nodes = [
-            _agreeing(draft, row) if len(draft.token_ids) else _FIRST_NODE
+            _agreeing(draft, row) if isinstance(row, np.ndarray) and len(draft.token_ids) else _FIRST_NODE
             for draft, row in zip(self.drafts, chosen, strict=True)
         ]
         if self._has_trees:
             self._target.keep_paths(self._slots, self._counts, nodes)
         self.seconds = time.perf_counter() - self._started
         rows = zip(chosen, nodes, self._logits, self.drafts, strict=True)
-        return [_verdict(row, path, scores, draft) for row, path, scores, draft in rows]
+        return [
+            _verdict(row, path, scores, draft) if isinstance(row, np.ndarray) else row
+            for row, path, scores, draft in rows
+        ]
+
+    def _choose(self) -> list[npt.NDArray[np.int64] | BaseException]:
+        """The target's tokens of each row; after a failure each row alone, and of one that fails, what it raised."""
+        best = self._target.best
+        try:
+            return list(target_tokens(self._logits, self._rows, best, self._noise))
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            if len(self._rows) == 1:
+                return [error]
+        chosen: list[npt.NDArray[np.int64] | BaseException] = []
+        for b in range(len(self._rows)):
+            row = slice(b, b + 1)
+            noise = None if self._noise is None else Noise(self._noise.keys[row], self._noise.temperatures[row])
+            try:
+                tokens = target_tokens(self._logits[row], self._rows[row], None if best is None else best[row], noise)
+                chosen.append(tokens[0])
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                chosen.append(error)
+        return chosen
 
 
 def _verdict(chosen: npt.NDArray[np.int64], path: npt.NDArray[np.int64], logits: torch.Tensor, draft: Draft) -> Verdict:

@@ -55,6 +55,17 @@ class GrammarState:
         is never accepted. The state stays as it is. A mask has at least one token: an end of text where no other may
         follow, or where the grammar became too complex to go on.
         """
+        try:
+            masks, num_tried = self._tried(draft)
+        except BaseException:  # a panic, say: where the matcher stands is not known
+            self._begin_again()
+            raise
+        if num_tried and (self._matcher.is_error() or not self._matcher.rollback(num_tried)):
+            self._begin_again()  # a matcher never leaves its error state
+        return masks
+
+    def _tried(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> tuple[list[Mask], int]:
+        """The masks, and how many tokens the matcher has been given."""
         ended = self._ended
         masks = [self._only_end if ended else self._mask()]
         num_tried = 0
@@ -68,11 +79,12 @@ class GrammarState:
             self._matcher.consume_token(token)
             num_tried += 1
             masks.append(self._mask())
-        if num_tried and (self._matcher.is_error() or not self._matcher.rollback(num_tried)):
-            # A matcher never leaves its error state: begin again and go where the output is.
-            self._matcher = self._start.deep_copy()
-            self._matcher.consume_tokens(self._token_ids)
-        return masks
+        return masks, num_tried
+
+    def _begin_again(self) -> None:
+        """Go where the output is, from the beginning."""
+        self._matcher = self._start.deep_copy()
+        self._matcher.consume_tokens(self._token_ids)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens that were put out, each allowed where it stands."""

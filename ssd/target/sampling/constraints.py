@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.token_rules import TokenRules
+
 Mask = npt.NDArray[np.bool_]
 
 
-def mask_of(token_ids: Collection[int] | None, vocab_size: int) -> Mask | None:
-    """bool[V], True at ``token_ids`` within it (a draft model may have fewer tokens than the target); None for None."""
-    if token_ids is None:
-        return None
+@dataclass(frozen=True, slots=True, eq=False)
+class Constraints:
+    """What a request says of single tokens, for one vocabulary and device; none is changed.
+
+    ``bias_ids`` : int64[n]. ``bias`` : float32[n], added to their logits. ``allowed`` : bool[V]; None allows all.
+    """
+
+    bias_ids: torch.Tensor
+    bias: torch.Tensor
+    allowed: Mask | None
+
+    @classmethod
+    def of(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
+        """Made at the first call for a request and kept with its rules.
+
+        Ids outside the vocabulary are left out: a draft model may have fewer tokens than the target.
+        """
+        key = (cls, vocab_size, device)
+        if key not in rules.kept:
+            within = rules.bias_ids < vocab_size
+            rules.kept[key] = cls(
+                torch.from_numpy(rules.bias_ids[within]).to(device),
+                torch.from_numpy(rules.bias[within].astype(np.float32)).to(device),
+                None if rules.allowed_ids is None else mask_of(rules.allowed_ids, vocab_size),
+            )
+        made: Self = rules.kept[key]
+        return made
+
+    def add_bias(self, logits: torch.Tensor) -> None:
+        """In place, to every row of [T, V]; in float32, whatever the logits are."""
+        if len(self.bias_ids):
+            logits[:, self.bias_ids] = (logits[:, self.bias_ids].float() + self.bias).to(logits.dtype)
+
+
+def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
+    """bool[V], True at ``token_ids`` within it."""
+    ids = np.fromiter(token_ids, np.int64)
     mask = np.zeros(vocab_size, np.bool_)
-    mask[[token for token in token_ids if token < vocab_size]] = True
+    mask[ids[ids < vocab_size]] = True
     return mask
-
-
-def bad_word_ends(bad_words: Sequence[tuple[int, ...]], output: npt.NDArray[np.int32]) -> set[int]:
-    """The last token of each sequence of which ``output``, int32[n], ends with all the others. O(their tokens)."""
-    ends = set()
-    for *begin, end in bad_words:
-        if len(begin) <= len(output) and np.array_equal(output[len(output) - len(begin) :], begin):
-            ends.add(end)
-    return ends
 
 
 def rule_out(scores: torch.Tensor, by_grammar: Mask | None, allowed: Mask | None, forbidden: Collection[int]) -> None:
@@ -37,9 +65,7 @@ def rule_out(scores: torch.Tensor, by_grammar: Mask | None, allowed: Mask | None
     """
     rules = [mask for mask in (by_grammar, allowed) if mask is not None]
     if forbidden:
-        ruled_out = mask_of(forbidden, len(scores))
-        assert ruled_out is not None
-        rules.append(~ruled_out)
+        rules.append(~mask_of(forbidden, len(scores)))
     if not rules:
         return
     left = rules[0]

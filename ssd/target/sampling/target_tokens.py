@@ -14,12 +14,13 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
-from ssd.target.sampling.constraints import bad_word_ends, mask_of, rule_out
+from ssd.target.sampling.constraints import Constraints, rule_out
 from ssd.target.sampling.noise import ACCEPT, CHOICE, LOWEST_TEMPERATURE, RECOVER, Noise, UInt64, position_keys
 from ssd.target.sampling.noisy_argmax import argmax_with_noise
 from ssd.target.sampling.rejection import rejection_tokens
 from ssd.target.tree import Parents, depths, path_to
 from ssd.text.grammar import GrammarState
+from ssd.token_rules import BadWords
 
 _FIRST_LOOK = 256
 
@@ -156,7 +157,9 @@ def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams], look: int =
     """
     vocab_size = scores.shape[-1]
     look = min(look, vocab_size)
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=scores.device)
+    top_k = torch.tensor(
+        [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], device=scores.device
+    )
     top_p = torch.tensor([p.top_p for p in params], device=scores.device, dtype=torch.float64)
     best = torch.topk(scores, look).values
     rank = torch.arange(look, device=scores.device)
@@ -200,18 +203,20 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
     seen = counts > 0
     if params.repetition_penalty != 1.0:
         seen[row.prompt] = True
-    text = np.concatenate([row.output, row.draft])
-    allowed = mask_of(params.allowed_token_ids, vocab_size)
+    num_positions = len(row.draft) + 1
+    constraints = Constraints.of(params.rules, vocab_size, logits.device)
+    constraints.add_bias(logits[:num_positions])
+    bad_words = params.rules.bad_words
+    said = BadWords.START if bad_words is None else bad_words.after(row.output)
     by_grammar = row.grammar.masks(row.draft) if row.grammar is not None else []
-    for t in range(len(row.draft) + 1):
+    for t in range(num_positions):
         if t:
-            token = row.draft[t - 1]
+            token = int(row.draft[t - 1])
             counts[token] += 1
             seen[token] = True
+            if bad_words is not None:
+                said = bad_words.move(said, token)
         scores = logits[t]
-        for token, bias in params.logit_bias:
-            if token < vocab_size:  # a draft model may have fewer tokens than the target
-                scores[token] += bias
         if params.repetition_penalty != 1.0:
             ids = torch.from_numpy(np.flatnonzero(seen)).to(logits.device)
             old = scores[ids]
@@ -220,12 +225,11 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
         if params.presence_penalty or params.frequency_penalty:
             penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
             scores -= torch.from_numpy(penalty.astype(np.float32)).to(scores)
-        output = text[: len(row.output) + t]
-        forbidden = bad_word_ends(params.bad_words, output)
-        if len(output) < params.min_tokens:
+        forbidden = set() if bad_words is None else bad_words.ends(said)
+        if len(row.output) + t < params.min_tokens:
             forbidden |= set(row.stop_ids)
         # Positions after a token that the grammar refuses are never used.
-        rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, allowed, forbidden)
+        rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, constraints.allowed, forbidden)
 
 
 def positions_of(row: SamplingRow) -> npt.NDArray[np.int64]:

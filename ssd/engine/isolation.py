@@ -1,0 +1,96 @@
+"""What fails inside a step ends the request it belongs to, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+
+from ssd.engine.faults import Faults
+from ssd.engine.prefix_reuse import PrefixReuse
+from ssd.engine.proposals import Proposals
+from ssd.engine.request import FinishReason, RequestOutput
+from ssd.engine.scheduler import Scheduler
+from ssd.engine.sequence import Sequence
+from ssd.errors import EngineBroken, first_line, is_fault
+from ssd.target.target import Target
+
+
+class Isolation:
+    """Ends sequences that fail. Owned by the thread that steps the engine.
+
+    Where a failure belongs to one sequence (its prompt, its rules, its text) that one ends. Where a pass over several
+    fails, nobody knows whose fault it is nor what the pass left in the slots: all of them are emptied, each sequence is
+    computed again from its tokens, as one that was preempted is, and then passed alone once. One that fails alone is at
+    fault. They are not drafted for any more. Outputs stay what they are.
+
+    All methods that take an error raise it again where it is no fault but tells the program to end.
+    """
+
+    def __init__(self, target: Target, scheduler: Scheduler, reuse: PrefixReuse, proposals: Proposals) -> None:
+        self.num_failed_passes = 0
+        """Passes of several sequences that failed."""
+        self._target = target
+        self._scheduler = scheduler
+        self._reuse = reuse
+        self._proposals = proposals
+        self._faults = Faults()
+        self._ended: list[tuple[Sequence, RequestOutput]] = []
+
+    def collect(self) -> list[tuple[Sequence, RequestOutput]]:
+        """The sequences that failed since this was last asked, each with its last output."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def fail(self, sequence: Sequence, where: str, error: BaseException, *, is_under_way: bool = False) -> None:
+        """End a sequence by what it raised; one that ``is_under_way`` keeps its slot until it is dropped."""
+        if not is_fault(error):
+            raise error
+        self._faults.note(where, error, "one request ends with an error")
+        if sequence.finish_reason is not FinishReason.ERROR:
+            self._ended.append((sequence, sequence.end(FinishReason.ERROR, f"{where} failed")))
+        if not is_under_way:
+            self.drop(sequence)
+
+    def fail_alone(self, sequence: Sequence, error: BaseException) -> None:
+        """A pass over one sequence failed: end it, and see whether there is a target at all."""
+        self.fail(sequence, "a forward pass", error)
+        self.require_a_target()
+
+    def lose(self, batch: Rows[Sequence], error: BaseException) -> None:
+        """A pass failed, and with it what the slots of its rows hold."""
+        if not is_fault(error):
+            raise error
+        living = [sequence for sequence in batch if sequence.finish_reason is None]
+        for sequence in batch:
+            if sequence.finish_reason is not None:
+                self.drop(sequence)
+        if len(living) == 1:
+            self.fail_alone(living[0], error)
+            return
+        self.num_failed_passes += 1
+        self._faults.note("a pass of several requests", error, "each is computed alone to find the one at fault")
+        for sequence in living:
+            self._target.rollback(sequence.slot, 0)
+            self._proposals.forget(sequence)
+            sequence.is_suspect = True
+            sequence.num_lost_passes += 1
+
+    def drop(self, sequence: Sequence) -> None:
+        """Nothing of a sequence that failed stays."""
+        self._scheduler.discard(sequence)
+        self._proposals.forget(sequence)
+
+    def require_a_target(self) -> None:
+        """Raise EngineBroken unless the target computes a token about which nothing is special."""
+        slot = min(self._scheduler.free_slots, default=None)
+        if slot is None:  # others hold all slots: their passes will show it
+            return
+        self._reuse.forget(slot)
+        try:
+            self._target.forward([slot], np.zeros((1, 1), np.int64), [1])[0, 0, 0].item()
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            raise EngineBroken(f"the model computes nothing any more: {first_line(error)}") from error
+        self._reuse.forget(slot)

@@ -1,0 +1,389 @@
+"""What one request raises inside a step ends that request with an error; the others say what they say without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams, StructuredOutput
+from ssd.drafting import Arbiter, make_drafter
+from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine.sequence import Sequence as EngineSequence
+from ssd.engine.sequence import Taken
+from ssd.errors import EngineBroken
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.target.loading import load_model, open_target
+from ssd.target.sampling import target_tokens as choosing
+from ssd.target.target import Target
+from ssd.text.codec import TextCodec
+from ssd.text.grammar import GrammarState
+
+CODEC = TextCodec.load(str(MODEL_PATH))
+POISON = "poison"
+SLOTS = 4
+
+
+class Panic(BaseException):
+    """As a library written in Rust raises it: no Exception."""
+
+
+class Failure(Exception):
+    """What a library may raise."""
+
+
+@cache
+def target_of_all() -> Target:
+    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
+    return open_target(model, num_slots=SLOTS, max_length=128, max_draft_tokens=4)
+
+
+def engine_of(caches: CacheSet, *, overlap: bool, shape: Any, drafter: Any = None) -> Engine:
+    target = target_of_all()
+    target.runs_beside_host = overlap
+    for slot in range(target.num_slots):
+        target.rollback(slot, 0)
+    draft = DraftConfig(num_speculative_tokens=4, draft_shape=shape)
+    return Engine(
+        target,
+        drafter=drafter or make_drafter("ssd", draft),
+        codec=CODEC,
+        caches=caches,
+        config=EngineConfig(max_num_seqs=SLOTS, prefill_chunk_tokens=24),
+        draft=draft,
+    )
+
+
+def requests_of(grammar_for: str | None = None) -> list[Request]:
+    """Greedy, sampled, with rules and with a grammar; one of them is the poisoned one."""
+    asked = {
+        "greedy": SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+        "sampled": SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True, logprobs=2),
+        POISON: SamplingParams(max_tokens=24, temperature=1.0, top_k=20, seed=5, ignore_eos=True),
+        "ruled": SamplingParams(max_tokens=24, temperature=1.0, presence_penalty=1.0, seed=7, stop=("zzzz",)),
+        "waiting": SamplingParams(max_tokens=12, temperature=1.0, seed=9, prompt_logprobs=1),
+    }
+    text = "import os\nfor name in names:\n    print(name)\nfor name in names:\n"
+    return [
+        Request(
+            request_id=name,
+            prompt_token_ids=tuple(CODEC.encode_prompt(text if name == "greedy" else f"# {name}\n{text}")),
+            sampling=params
+            if name != grammar_for
+            else SamplingParams(max_tokens=24, seed=5, structured_output=StructuredOutput("regex", "[a-z ]{4,60}")),
+            cache_salt="own" if name == POISON else None,
+        )
+        for name, params in asked.items()
+    ]
+
+
+def finish_all(engine: Engine) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    for _ in range(2000):
+        if not engine.has_work():
+            break
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        assert engine.check() == []
+    assert not engine.has_work()
+    return outputs
+
+
+def said(outputs: Sequence[RequestOutput]) -> tuple[Any, ...]:
+    assert all(output.finish_reason is None for output in outputs[:-1])
+    return (
+        [token for output in outputs for token in output.token_ids],
+        "".join(output.text for output in outputs),
+        outputs[-1].finish_reason,
+        [each.token_id for output in outputs for each in output.logprobs or ()],
+        [output.prompt_logprobs is not None for output in outputs].count(True),
+    )
+
+
+@cache
+def undisturbed() -> dict[str, tuple[Any, ...]]:
+    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+        engine = engine_of(caches, overlap=False, shape="chain")
+        for request in requests_of():
+            engine.submit(request)
+        return {name: said(outputs) for name, outputs in finish_all(engine).items()}
+
+
+Inject = Callable[[pytest.MonkeyPatch, Engine, BaseException], None]
+
+
+def _slot_of(engine: Engine) -> int:
+    """The slot of the poisoned request, -1 where it has none."""
+    return next((s.slot for s in engine._scheduler.running if s.request.request_id == POISON), -1)
+
+
+def _is_due(engine: Engine) -> bool:
+    """After a few steps: drafts are under way, and text has been sent."""
+    sequence = next((s for s in engine._scheduler.running if s.request.request_id == POISON), None)
+    return sequence is not None and sequence.stats.num_output_tokens >= 5
+
+
+def in_prefill(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
+    prefill = engine.target.prefill
+
+    def failing(slots: Any, tokens: Any, counts: Any) -> None:
+        prefill(slots, tokens, counts)
+        if _slot_of(engine) in slots:
+            raise error
+
+    monkeypatch.setattr(engine.target, "prefill", failing)
+
+
+def in_forward(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
+    def failing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(slots: Any, *rest: Any) -> Any:
+            logits = plain(slots, *rest)
+            if _slot_of(engine) in slots and _is_due(engine):
+                raise error
+            return logits
+
+        return fail
+
+    for name in ("forward", "forward_trees"):
+        monkeypatch.setattr(engine.target, name, failing(getattr(engine.target, name)))
+
+
+def in_moving_paths(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
+    keep = engine.target.keep_paths
+
+    def failing(slots: Any, *rest: Any) -> None:
+        keep(slots, *rest)
+        if _slot_of(engine) in slots:
+            raise error
+
+    monkeypatch.setattr(engine.target, "keep_paths", failing)
+    in_forward(monkeypatch, engine, error)  # alone, without drafts, it has no path to move
+
+
+def in_choosing(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
+    cut = choosing.truncated_scores
+
+    def failing(logits: Any, params: Sequence[SamplingParams]) -> Any:
+        if any(each.top_k == 20 for each in params) and _is_due(engine):
+            raise error
+        return cut(logits, params)
+
+    monkeypatch.setattr(choosing, "truncated_scores", failing)
+
+
+def in_a_grammar(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:
+    mask, calls = GrammarState._mask, [0]
+
+    def failing(state: GrammarState) -> Any:
+        calls[0] += 1
+        if calls[0] > 6:
+            raise error
+        return mask(state)
+
+    monkeypatch.setattr(GrammarState, "_mask", failing)
+
+
+def in_advancing_a_grammar(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:
+    advance = GrammarState.advance
+
+    def failing(state: GrammarState, token_ids: Sequence[int]) -> None:
+        advance(state, token_ids)
+        if len(state._token_ids) > 5:
+            raise error
+
+    monkeypatch.setattr(GrammarState, "advance", failing)
+
+
+def in_making_text(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:
+    output = EngineSequence.output
+
+    def failing(sequence: EngineSequence, taken: Taken) -> RequestOutput:
+        if sequence.request.request_id == POISON and sequence.stats.num_output_tokens >= 5:
+            raise error
+        return output(sequence, taken)
+
+    monkeypatch.setattr(EngineSequence, "output", failing)
+
+
+STAGES: list[Inject] = [
+    in_prefill, in_forward, in_moving_paths, in_choosing, in_a_grammar, in_advancing_a_grammar, in_making_text,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("kind", [Failure, Panic, MemoryError])
+@pytest.mark.parametrize("inject", STAGES, ids=lambda inject: inject.__name__)
+def test_a_fault_ends_the_request_it_belongs_to(
+    monkeypatch: pytest.MonkeyPatch, inject: Inject, kind: type[BaseException], shape: str, overlap: bool
+) -> None:
+    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+        engine = engine_of(caches, overlap=overlap, shape=shape)
+        inject(monkeypatch, engine, kind("injected"))
+        grammar_for = POISON if inject in (in_a_grammar, in_advancing_a_grammar) else None
+        for request in requests_of(grammar_for):
+            engine.submit(request)
+        outputs = finish_all(engine)
+        monkeypatch.undo()
+
+        expected = undisturbed()
+        assert {name: said(outputs[name]) for name in expected if name != POISON} == {
+            name: found for name, found in expected.items() if name != POISON
+        }
+        *before, last = outputs[POISON]
+        assert last.finish_reason is FinishReason.ERROR and last.error is not None and "failed" in last.error
+        assert all(output.finish_reason is None for output in before)
+        sent = [token for output in before for token in output.token_ids]
+        assert grammar_for or sent == expected[POISON][0][: len(sent)]
+        assert engine.metrics.num_requests_finished == {"length": 4, "error": 1}
+
+        # The slot it had is as good as any.
+        for request in requests_of():
+            engine.submit(request)
+        assert {name: said(outputs) for name, outputs in finish_all(engine).items()} == expected
+        assert engine.metrics.integrity_violations == 0
+
+
+class Poisoned:
+    """The usual drafter, which fails whenever it is asked for one request."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=4))
+        self._error = error
+        self.num_drafts = 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        if any(request.request_id == POISON for request in requests):
+            raise self._error
+        drafts = self._drafter.propose(requests)
+        self.num_drafts += sum(len(draft.token_ids) > 0 for draft in drafts)
+        return drafts
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        if request_id == POISON:
+            raise self._error
+        self._drafter.observe(request_id, draft, num_accepted)
+
+    def finish(self, request_id: str) -> None:
+        self._drafter.finish(request_id)
+        if request_id == POISON:
+            raise self._error
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+@pytest.mark.parametrize("kind", [Failure, Panic])
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "with another drafter"])
+def test_a_fault_in_drafting_or_learning_fails_nothing_and_silences_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], several: bool, overlap: bool
+) -> None:
+    append = SuffixCache.append
+
+    def failing(cache: SuffixCache, tokens: Any, **options: Any) -> None:
+        if "# poison" in CODEC.decode(tokens.tolist()):
+            raise kind("injected")
+        append(cache, tokens, **options)
+
+    monkeypatch.setattr(SuffixCache, "append", failing)
+    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+        poisoned = Poisoned(kind("injected"))
+        drafter = Arbiter([poisoned, make_drafter("none", DraftConfig())]) if several else poisoned
+        engine = engine_of(caches, overlap=overlap, shape="chain", drafter=drafter)
+        for request in requests_of():
+            engine.submit(request)
+        assert {name: said(outputs) for name, outputs in finish_all(engine).items()} == undisturbed()
+        assert poisoned.num_drafts > 0
+        assert engine.metrics.drafter_failures > 0
+        assert caches.get().stats().num_tokens > 0
+
+
+@pytest.mark.parametrize("kind", [Failure, Panic])
+def test_a_namespace_that_cannot_be_opened_costs_others_no_draft(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+        get = caches.get
+
+        def failing(name: str = "default") -> SuffixCache:
+            if name == "bad":
+                raise kind("injected")
+            return get(name)
+
+        monkeypatch.setattr(caches, "get", failing)
+        poisoned = Poisoned(kind("injected"))
+        engine = engine_of(caches, overlap=False, shape="chain", drafter=poisoned)
+        for request in requests_of():
+            name = f"of {request.request_id}"
+            bad = request.request_id == POISON
+            engine.submit(
+                Request(
+                    request_id=name,
+                    prompt_token_ids=request.prompt_token_ids,
+                    sampling=request.sampling,
+                    namespace="bad" if bad else "default",
+                )
+            )
+        found = {name: said(outputs) for name, outputs in finish_all(engine).items()}
+        assert found == {f"of {name}": each for name, each in undisturbed().items()}
+        assert poisoned.num_drafts > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+@pytest.mark.parametrize("kind", [Failure, Panic])
+def test_a_target_that_computes_nothing_any_more_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], overlap: bool
+) -> None:
+    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+        engine = engine_of(caches, overlap=overlap, shape="chain")
+
+        def failing(*_arguments: Any, **_options: Any) -> Any:
+            raise kind("the device is gone")
+
+        for name in ("forward", "forward_trees", "prefill"):
+            monkeypatch.setattr(engine.target, name, failing)
+        for request in requests_of():
+            engine.submit(request)
+        with pytest.raises(EngineBroken, match="the device is gone"):
+            finish_all(engine)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_tells_the_program_to_end_is_not_contained(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    for inject in (in_forward, in_choosing, in_making_text):
+        with (
+            CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches,
+            monkeypatch.context() as here,
+        ):
+            engine = engine_of(caches, overlap=False, shape="chain")
+            inject(here, engine, kind())
+            for request in requests_of():
+                engine.submit(request)
+            with pytest.raises(kind):
+                finish_all(engine)
+
+
+def test_a_failed_copy_of_keys_and_values_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+        engine = engine_of(caches, overlap=False, shape="chain")
+        copies = []
+
+        def failing(source: int, slot: int, start: int, end: int) -> None:
+            copies.append(end - start)
+            raise Failure("injected")
+
+        monkeypatch.setattr(engine.target, "_copy", failing)
+        prompt = tuple(np.random.default_rng(0).integers(300, 900, 60).tolist())
+        sampling = SamplingParams(max_tokens=6, temperature=0.0)
+        for choice in range(3):
+            engine.submit(
+                Request(request_id=str(choice), prompt_token_ids=prompt, sampling=sampling, choice_index=choice)
+            )
+        found = [said(outputs) for outputs in finish_all(engine).values()]
+        assert copies and found[0] == found[1] == found[2]
