@@ -32,6 +32,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], An
         spec = importlib.util.spec_from_file_location("twice", source)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)  # where numba looks for what a function belongs to
         spec.loader.exec_module(module)
         return kernel(module.twice)
 
