@@ -11,7 +11,7 @@ import pytest
 from benchmarks.decode.baselines import time_generate
 from benchmarks.decode.command import main
 from benchmarks.decode.shapes import SHAPES
-from benchmarks.decode.steps import Shape, Tokens, cache_bytes, time_steps, weight_bytes
+from benchmarks.decode.steps import BareForward, Shape, Tokens, cache_bytes, time_steps, weight_bytes
 from ssd.target.loading import open_target
 from tests.models import VOCAB, tiny_model
 
@@ -36,6 +36,15 @@ def test_drafts_of_known_text_are_accepted_whole_and_change_nothing(runs_beside_
     weights = sum(p.numel() * p.element_size() for p in PLAIN_MODEL.parameters())
     assert 0 < weight_bytes(PLAIN_MODEL) <= weights
     assert 0 < cache_bytes(target, Shape(2, 16, 3)) <= target.num_slots * 64 * 10_000
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Mistral (sliding window)"])
+def test_a_bare_forward_of_a_model_with_a_window_that_is_full_can_be_repeated(name: str) -> None:
+    model = tiny_model(name)
+    window = model.config.get_text_config().sliding_window
+    forward = BareForward(model, Shape(2, window, 3), 3 * window)
+    assert min(forward.seconds() for _ in range(4)) > 0
+    assert forward._cache.get_seq_length() == 3 * window
 
 
 def test_generate_says_the_same_every_way_or_why_it_does_not_run() -> None:

@@ -187,7 +187,9 @@ class BareForward:
         random = torch.Generator().manual_seed(0)
         tokens = torch.randint(3, vocab_size, (shape.batch, context + shape.width), generator=random).to(model.device)
         self._tokens = tokens[:, context:]
-        self._cache = DynamicCache(config=model.config)
+        self._cache = (
+            DynamicCache()
+        )  # without the configuration it keeps what lies beyond a window: its end can be cropped
         with torch.inference_mode(), OwnAttention(model):
             model(input_ids=tokens[:, :context], past_key_values=self._cache, use_cache=True, logits_to_keep=1)
 
