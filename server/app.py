@@ -17,7 +17,7 @@ from ssd.errors import RequestError, SSDError
 
 from .bodies import Bodies
 from .errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
-from .gate import Gate
+from .gate import Gate, tenant_of
 from .generation import Generation
 from .metrics import NamespaceStats
 from .schema import (
@@ -66,12 +66,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=_body_of(CompletionBody))
     async def completions(request: Request) -> Response:
         body = CompletionBody.parse(await read_json(request, service.settings.max_body_bytes))
-        return await _generate(request, service, body, service.completion(body))
+        return await _generate(request, service, body, service.completion(body, tenant_of(request.scope)))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = ChatBody.parse(await read_json(request, service.settings.max_body_bytes))
-        return await _generate(request, service, body, service.chat(body))
+        return await _generate(request, service, body, service.chat(body, tenant_of(request.scope)))
 
 
 async def _generate(

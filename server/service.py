@@ -63,8 +63,8 @@ class Service:
             raise model_not_found(body.model, self.settings.model_name)
         return self.worker.engine
 
-    async def completion(self, body: CompletionBody) -> tuple[Generation, Bodies]:
-        """Start every choice of every prompt."""
+    async def completion(self, body: CompletionBody, tenant: str | None) -> tuple[Generation, Bodies]:
+        """Start every choice of every prompt. ``tenant`` : whose request it is."""
         engine = self.engine_for(body)
         prompts = [
             await self.encode_text(engine, prompt, special=body.add_special_tokens)
@@ -74,14 +74,15 @@ class Service:
         ]
         echo = [await self._text_of(engine, prompt) for prompt in body.prompts()] if body.echo else None
         bodies = CompletionBodies(self.settings, echo=echo, **self._body_options(engine, body))
-        return await self._start(engine, body, prompts, bodies, default_limit=COMPLETION_MAX_TOKENS), bodies
+        limit = COMPLETION_MAX_TOKENS
+        return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
-    async def chat(self, body: ChatBody) -> tuple[Generation, Bodies]:
-        """Start every choice of a conversation's next message."""
+    async def chat(self, body: ChatBody, tenant: str | None) -> tuple[Generation, Bodies]:
+        """Start every choice of a conversation's next message. ``tenant`` : whose request it is."""
         engine = self.engine_for(body)
         prompt = await self.encode_messages(engine, body)
         bodies = ChatBodies(self.settings, **self._body_options(engine, body))
-        return await self._start(engine, body, [prompt], bodies, default_limit=None), bodies
+        return await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant), bodies
 
     async def encode_text(self, engine: Engine, text: str, *, special: bool) -> list[int]:
         """Token ids of a text prompt, with the tokenizer's own special tokens around it if ``special``."""
@@ -139,7 +140,14 @@ class Service:
         return await self._aside(codec.decode, known, skip_special_tokens=True)
 
     async def _start(
-        self, engine: Engine, body: GenerateBody, prompts: list[list[int]], bodies: Bodies, *, default_limit: int | None
+        self,
+        engine: Engine,
+        body: GenerateBody,
+        prompts: list[list[int]],
+        bodies: Bodies,
+        *,
+        default_limit: int | None,
+        tenant: str | None,
     ) -> Generation:
         from ssd.engine import Request  # by now loaded by the engine's thread
 
@@ -170,6 +178,7 @@ class Service:
                     namespace=self._namespace(body),
                     priority=body.priority,
                     cache_salt=body.cache_salt,
+                    tenant=None if self.settings.share_prefix_cache else tenant,
                     num_speculative_tokens=body.num_speculative_tokens,
                     prediction_token_ids=prediction or (),
                 )
