@@ -101,7 +101,12 @@ class Service:
                 "Leave chat_template out, or start the server with --trust-request-chat-template",
                 param="chat_template",
             )
-        return await self._aside(codec_of(engine).encode_chat, body.messages, **body.template_arguments())
+        return await self._aside(
+            codec_of(engine).encode_chat,
+            body.messages,
+            allow_special_tokens=self.settings.allow_special_tokens,
+            **body.template_arguments(),
+        )
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
