@@ -32,7 +32,7 @@ from .schema import (
 )
 from .service import Service
 from .settings import VERSION, ServerSettings
-from .stream import ClientGone, EventStream, events, until_disconnect
+from .stream import ClientGone, EventStream, until_disconnect
 from .worker import Worker, WorkerState
 
 _CLIENT_CLOSED_REQUEST = 499
@@ -79,8 +79,7 @@ async def _generate(
 ) -> Response:
     generation, bodies = await start
     if body.stream:
-        options = body.stream_options or StreamOptions()
-        return EventStream(generation, events(generation, bodies, options, service.settings.keep_alive_s))
+        return EventStream(generation, service.events(generation, bodies, body.stream_options or StreamOptions()))
     try:
         await until_disconnect(request.receive, generation.finish())
     except ClientGone:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ssd.errors import ContextTooLong, RequestError
 from ssd.text.bad_words import encode_bad_words
+from ssd.text.stream import TextStream
 from ssd.text.token_text import TokenTexts
 
 from .bodies import Bodies, ChatBodies, CompletionBodies
@@ -17,6 +18,7 @@ from .errors import model_not_found
 from .generation import Generation
 from .logprobs import LogprobsWriter
 from .metrics import NamespaceStats, ServerMetrics
+from .obfuscation import EvenPieces, Pace, obfuscated_events
 from .schema import (
     COMPLETION_MAX_TOKENS,
     Body,
@@ -24,11 +26,13 @@ from .schema import (
     ChatTemplateFields,
     CompletionBody,
     GenerateBody,
+    StreamOptions,
     TokenizeChatBody,
     TokenizeTextBody,
 )
 from .settings import ServerSettings
-from .worker import Worker
+from .stream import EventWriter, events
+from .worker import Worker, WorkerState
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -83,6 +87,18 @@ class Service:
         prompt = await self.encode_messages(engine, body)
         bodies = ChatBodies(self.settings, **self._body_options(engine, body))
         return await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant), bodies
+
+    def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
+        keep_alive_s = self.settings.keep_alive_s
+        writer = EventWriter(generation, bodies, options)
+        engine = self.worker.loaded_engine
+        if not writer.pad or engine is None:
+            return events(generation, bodies, writer, keep_alive_s)
+        codec, stop = codec_of(engine), generation.stop
+        streams = [TextStream(codec, stop=stop, include_stop=generation.include_stop) for _ in generation.choices]
+        pace = Pace(self.settings.obfuscation_interval_s, lambda: self.worker.state is not WorkerState.READY)
+        return obfuscated_events(generation, writer, EvenPieces(streams), pace, keep_alive_s)
 
     async def encode_text(self, engine: Engine, text: str, *, special: bool) -> list[int]:
         """Token ids of a text prompt, with the tokenizer's own special tokens around it if ``special``."""
