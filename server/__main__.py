@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from .launch import main
+from .keys import hide_keys
+
+
+def main() -> int:
+    """Run the server; returns the exit status."""
+    hide_keys()  # before anything else is loaded: they are visible until then
+    from .launch import main as launch
+
+    return launch()
+
 
 if __name__ == "__main__":
     sys.exit(main())

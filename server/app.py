@@ -17,7 +17,7 @@ from ssd.errors import RequestError, SSDError
 
 from .bodies import Bodies
 from .errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
-from .gate import Gate
+from .gate import Gate, tenant_of
 from .generation import Generation
 from .metrics import NamespaceStats
 from .schema import (
@@ -32,7 +32,7 @@ from .schema import (
 )
 from .service import Service
 from .settings import VERSION, ServerSettings
-from .stream import ClientGone, EventStream, events, until_disconnect
+from .stream import ClientGone, EventStream, until_disconnect
 from .worker import Worker, WorkerState
 
 _CLIENT_CLOSED_REQUEST = 499
@@ -66,12 +66,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=_body_of(CompletionBody))
     async def completions(request: Request) -> Response:
         body = CompletionBody.parse(await read_json(request, service.settings.max_body_bytes))
-        return await _generate(request, service, body, service.completion(body))
+        return await _generate(request, service, body, service.completion(body, tenant_of(request.scope)))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = ChatBody.parse(await read_json(request, service.settings.max_body_bytes))
-        return await _generate(request, service, body, service.chat(body))
+        return await _generate(request, service, body, service.chat(body, tenant_of(request.scope)))
 
 
 async def _generate(
@@ -79,8 +79,7 @@ async def _generate(
 ) -> Response:
     generation, bodies = await start
     if body.stream:
-        options = body.stream_options or StreamOptions()
-        return EventStream(generation, events(generation, bodies, options, service.settings.keep_alive_s))
+        return EventStream(generation, service.events(generation, bodies, body.stream_options or StreamOptions()))
     try:
         await until_disconnect(request.receive, generation.finish())
     except ClientGone:

@@ -20,11 +20,14 @@ from ssd.config import (
 )
 from ssd.errors import ConfigError
 
-from .settings import VERSION
+from .keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
+from .settings import OBFUSCATION_INTERVAL_S, VERSION
 
 API_KEY_VARIABLE = "SSD_API_KEY"
 BUNDLED_NAME = "ssd-bundled"
 """Name of the model that comes with the package."""
+
+_MOST_OBFUSCATION_INTERVAL_S = 60
 
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Options of ``vllm serve`` that are understood and must be 1."""
@@ -52,7 +55,11 @@ class Options:
     namespace: str
     warm_directories: tuple[Path, ...]
     api_keys: tuple[str, ...]
+    api_key_file: Path | None
+    share_prefix_cache: bool
     trust_request_chat_template: bool
+    allow_special_tokens: bool
+    obfuscation_interval_s: float
     log_level: str
     engine: EngineConfig
     draft: DraftConfig
@@ -74,9 +81,14 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
         draft = DraftConfig()
         limit = draft.num_speculative_tokens if found.num_speculative_tokens is None else found.num_speculative_tokens
         _require_one_device(found)
-        keys = [*(found.api_key or []), *([environment[API_KEY_VARIABLE]] if environment.get(API_KEY_VARIABLE) else [])]
-        if not all(keys):
-            raise ConfigError("--api-key must not be empty")
+        keys = checked_keys([*(found.api_key or []), *_piped_keys(found)], KEY_OPTION)
+        if environment.get(API_KEY_VARIABLE):
+            keys += checked_keys([environment[API_KEY_VARIABLE]], f"${API_KEY_VARIABLE}")
+        if not 0 <= found.obfuscation_interval <= _MOST_OBFUSCATION_INTERVAL_S:
+            raise ConfigError(
+                f"--obfuscation-interval must be within 0..{_MOST_OBFUSCATION_INTERVAL_S} seconds, "
+                f"got {found.obfuscation_interval}"
+            )
         if found.draft_acceptance == "rejection" and found.draft_model is None:
             raise ConfigError("--draft-acceptance rejection needs --draft-model: no other drafts are drawn at random")
         model, name = (found.model, found.model) if found.model is not None else _bundled()
@@ -91,8 +103,12 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             generation_config=found.generation_config,
             namespace=found.namespace,
             warm_directories=tuple(found.warm or ()),
-            api_keys=tuple(keys),
+            api_keys=keys,
+            api_key_file=found.api_key_file,
+            share_prefix_cache=found.share_prefix_cache,
             trust_request_chat_template=found.trust_request_chat_template,
+            allow_special_tokens=found.allow_special_tokens,
+            obfuscation_interval_s=found.obfuscation_interval,
             log_level=found.log_level,
             engine=EngineConfig(
                 max_num_seqs=found.max_num_seqs,
@@ -132,6 +148,10 @@ def _require_one_device(found: argparse.Namespace) -> None:
             )
 
 
+def _piped_keys(found: argparse.Namespace) -> list[str]:
+    return [] if found.api_key_fd is None else read_pipe(found.api_key_fd)
+
+
 def _bundled() -> tuple[str, str]:
     from ssd.bundled import MODEL_PATH
 
@@ -155,8 +175,26 @@ def _build_parser() -> _Parser:
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)")
     add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
     add("--served-model-name", nargs="+", metavar="NAME", help="names requests call the model by (default: MODEL)")
-    add("--api-key", action="append", metavar="KEY", help=f"opens /v1; repeatable (also: ${API_KEY_VARIABLE})")
+    add(
+        FILE_OPTION, type=Path, metavar="FILE",
+        help="API keys, one a line, # begins a comment; without one only /live, /health, /version, /metrics and "
+        "/docs answer",
+    )  # fmt: skip
+    add(
+        KEY_OPTION, action="append", metavar="KEY",
+        help=f"one more key; repeatable; it shows in the process list for the first moment (also: ${API_KEY_VARIABLE})",
+    )  # fmt: skip
+    add(PIPE_OPTION, type=int, help=argparse.SUPPRESS)
     add("--trust-request-chat-template", action="store_true", help="run chat templates that requests bring")
+    add(
+        "--allow-special-tokens", action="store_true",
+        help="special tokens that messages spell out are control tokens, as those of the chat template (default: text)",
+    )  # fmt: skip
+    add(
+        "--obfuscation-interval", type=float, default=OBFUSCATION_INTERVAL_S, metavar="SECONDS",
+        help="obfuscated streams get one event of 16 tokens this often, so that times tell nothing: not less than the "
+        "model takes for them without drafts; 0 sends each when it is complete (default: %(default)s)",
+    )  # fmt: skip
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(default: %(default)s)")
 
     add = parser.add_argument_group("model").add_argument
@@ -180,12 +218,16 @@ def _build_parser() -> _Parser:
     )  # fmt: skip
     add(
         "--scheduling-policy", default=engine.scheduling_policy, choices=SCHEDULING_POLICIES,
-        help="priority: honour the field `priority` of requests, lower is earlier; fcfs: refuse it (default: "
-        "%(default)s)",
+        help="fcfs: first come, first served; priority: honour the field `priority` of requests, lower is earlier, "
+        "whoever sends it (default: %(default)s)",
     )  # fmt: skip
     add(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=engine.enable_prefix_caching,
         help="keep the keys and values of ended requests for those that begin alike (default: on)",
+    )  # fmt: skip
+    add(
+        "--share-prefix-cache", action="store_true",
+        help="also among requests of different API keys, which can then find out what others have asked",
     )  # fmt: skip
     add(
         "--enforce-eager", action="store_true",

@@ -76,6 +76,8 @@ class Generation:
         self.prompts = prompts
         self.prediction = prediction
         self.choices: list[Choice] = []
+        self.stop: tuple[str, ...] = ()
+        self.include_stop = False
         self._worker = worker
         self._latencies = latencies
         self._inbox = Inbox()
@@ -88,6 +90,7 @@ class Generation:
         """Hand over all choices; when one is refused, none stays and the refusal is raised."""
         try:
             for request in requests:
+                self.stop, self.include_stop = request.sampling.stop, request.sampling.include_stop_str_in_output
                 self._worker.submit(request, self._inbox)
                 self._index[request.request_id] = len(self.choices)
                 self._running.add(request.request_id)

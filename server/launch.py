@@ -17,7 +17,7 @@ import uvicorn
 from ssd.errors import ConfigError, SSDError
 
 from .app import create_app
-from .arguments import Options, parse_arguments
+from .arguments import API_KEY_VARIABLE, Options, parse_arguments
 from .loading import EngineLoader, make_settings
 from .settings import ServerSettings
 from .worker import Worker, WorkerState
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
     options = parse_arguments(arguments)
+    os.environ.pop(API_KEY_VARIABLE, None)  # no child needs it
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ssd.errors import ModelError
 
 from .arguments import Options
+from .keys import read_key_file
 from .settings import ServerSettings, read_sampling_defaults
 
 if TYPE_CHECKING:
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
 
 
 def make_settings(options: Options) -> ServerSettings:
-    """What the endpoints need; raises ConfigError or ModelError when the model is not there."""
+    """What the endpoints need; raises ConfigError or ModelError when the model or a file of keys is not there."""
+    filed = () if options.api_key_file is None else read_key_file(options.api_key_file)
     return ServerSettings(
         model_names=options.model_names,
         model=options.model,
         namespace=options.namespace,
-        api_keys=options.api_keys,
+        api_keys=(*options.api_keys, *filed),
+        share_prefix_cache=options.share_prefix_cache,
+        allow_special_tokens=options.allow_special_tokens,
+        obfuscation_interval_s=options.obfuscation_interval_s,
         trust_request_chat_template=options.trust_request_chat_template,
         sampling_defaults=_sampling_defaults(options),
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ssd.errors import ContextTooLong, RequestError
 from ssd.text.bad_words import encode_bad_words
+from ssd.text.stream import TextStream
 from ssd.text.token_text import TokenTexts
 
 from .bodies import Bodies, ChatBodies, CompletionBodies
@@ -17,6 +18,7 @@ from .errors import model_not_found
 from .generation import Generation
 from .logprobs import LogprobsWriter
 from .metrics import NamespaceStats, ServerMetrics
+from .obfuscation import EvenPieces, Pace, obfuscated_events
 from .schema import (
     COMPLETION_MAX_TOKENS,
     Body,
@@ -24,11 +26,13 @@ from .schema import (
     ChatTemplateFields,
     CompletionBody,
     GenerateBody,
+    StreamOptions,
     TokenizeChatBody,
     TokenizeTextBody,
 )
 from .settings import ServerSettings
-from .worker import Worker
+from .stream import EventWriter, events
+from .worker import Worker, WorkerState
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -63,8 +67,8 @@ class Service:
             raise model_not_found(body.model, self.settings.model_name)
         return self.worker.engine
 
-    async def completion(self, body: CompletionBody) -> tuple[Generation, Bodies]:
-        """Start every choice of every prompt."""
+    async def completion(self, body: CompletionBody, tenant: str | None) -> tuple[Generation, Bodies]:
+        """Start every choice of every prompt. ``tenant`` : whose request it is."""
         engine = self.engine_for(body)
         prompts = [
             await self.encode_text(engine, prompt, special=body.add_special_tokens)
@@ -74,14 +78,27 @@ class Service:
         ]
         echo = [await self._text_of(engine, prompt) for prompt in body.prompts()] if body.echo else None
         bodies = CompletionBodies(self.settings, echo=echo, **self._body_options(engine, body))
-        return await self._start(engine, body, prompts, bodies, default_limit=COMPLETION_MAX_TOKENS), bodies
+        limit = COMPLETION_MAX_TOKENS
+        return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
-    async def chat(self, body: ChatBody) -> tuple[Generation, Bodies]:
-        """Start every choice of a conversation's next message."""
+    async def chat(self, body: ChatBody, tenant: str | None) -> tuple[Generation, Bodies]:
+        """Start every choice of a conversation's next message. ``tenant`` : whose request it is."""
         engine = self.engine_for(body)
         prompt = await self.encode_messages(engine, body)
         bodies = ChatBodies(self.settings, **self._body_options(engine, body))
-        return await self._start(engine, body, [prompt], bodies, default_limit=None), bodies
+        return await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant), bodies
+
+    def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
+        keep_alive_s = self.settings.keep_alive_s
+        writer = EventWriter(generation, bodies, options)
+        engine = self.worker.loaded_engine
+        if not writer.pad or engine is None:
+            return events(generation, bodies, writer, keep_alive_s)
+        codec, stop = codec_of(engine), generation.stop
+        streams = [TextStream(codec, stop=stop, include_stop=generation.include_stop) for _ in generation.choices]
+        pace = Pace(self.settings.obfuscation_interval_s, lambda: self.worker.state is not WorkerState.READY)
+        return obfuscated_events(generation, writer, EvenPieces(streams), pace, keep_alive_s)
 
     async def encode_text(self, engine: Engine, text: str, *, special: bool) -> list[int]:
         """Token ids of a text prompt, with the tokenizer's own special tokens around it if ``special``."""
@@ -100,7 +117,12 @@ class Service:
                 "Leave chat_template out, or start the server with --trust-request-chat-template",
                 param="chat_template",
             )
-        return await self._aside(codec_of(engine).encode_chat, body.messages, **body.template_arguments())
+        return await self._aside(
+            codec_of(engine).encode_chat,
+            body.messages,
+            allow_special_tokens=self.settings.allow_special_tokens,
+            **body.template_arguments(),
+        )
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
@@ -139,7 +161,14 @@ class Service:
         return await self._aside(codec.decode, known, skip_special_tokens=True)
 
     async def _start(
-        self, engine: Engine, body: GenerateBody, prompts: list[list[int]], bodies: Bodies, *, default_limit: int | None
+        self,
+        engine: Engine,
+        body: GenerateBody,
+        prompts: list[list[int]],
+        bodies: Bodies,
+        *,
+        default_limit: int | None,
+        tenant: str | None,
     ) -> Generation:
         from ssd.engine import Request  # by now loaded by the engine's thread
 
@@ -170,6 +199,7 @@ class Service:
                     namespace=self._namespace(body),
                     priority=body.priority,
                     cache_salt=body.cache_salt,
+                    tenant=None if self.settings.share_prefix_cache else tenant,
                     num_speculative_tokens=body.num_speculative_tokens,
                     prediction_token_ids=prediction or (),
                 )

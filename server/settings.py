@@ -14,6 +14,8 @@ from ssd.errors import ConfigError
 
 VERSION = "0.1.0"
 
+OBFUSCATION_INTERVAL_S = 0.25
+
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields of a model's generation_config.json that stand in for what a request leaves out."""
 
@@ -32,13 +34,22 @@ class ServerSettings:
     """Cache namespace of every request; None neither drafts from a cache nor learns."""
 
     api_keys: tuple[str, ...] = ()
-    """Any of these opens /v1; empty leaves it open."""
+    """Any of these opens the service; empty leaves it open."""
+
+    share_prefix_cache: bool = False
+    """Requests of different keys go on with each other's keys and values; what is cached can then be told by time."""
 
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
 
     trust_request_chat_template: bool = False
     """Run a ``chat_template`` that a request brings; a hostile one can keep the tokenizer's thread busy."""
+
+    allow_special_tokens: bool = False
+    """Special tokens that messages spell out are control tokens; else they are text."""
+
+    obfuscation_interval_s: float = OBFUSCATION_INTERVAL_S
+    """Seconds between two events of an obfuscated stream; 0 sends each when it is complete."""
 
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""

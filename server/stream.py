@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic_core
 from starlette.responses import Response
@@ -16,8 +16,11 @@ from ssd.errors import SSDError
 
 from .bodies import Bodies
 from .errors import error_body
-from .generation import Generation
+from .generation import Generation, Usage
 from .schema import StreamOptions
+
+if TYPE_CHECKING:
+    from ssd.engine import RequestOutput
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +28,10 @@ T = TypeVar("T")
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
-_PADDED_BYTES = 256
-"""With obfuscation an event's length is a multiple of this, so that it does not tell how many tokens it carries."""
+PADDED_BYTES = 1024
+"""With obfuscation an event's length is a multiple of this: 16 tokens of text with what is around them fit one."""
+_LONGEST_NUMBER = 24
+"""Characters of a float64 in JSON: sign, 17 digits, point, exponent."""
 
 
 class ClientGone(Exception):
@@ -92,21 +97,52 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class EventWriter:
+    """Writes the events of one stream. ``pad`` : the client wants them obfuscated."""
+
+    def __init__(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> None:
+        self.pad = bool(options.include_obfuscation)
+        self._generation = generation
+        self._bodies = bodies
+        self._with_usage = bool(options.include_usage)
+        self._continuous = bool(options.continuous_usage_stats and options.include_usage)
+
+    def opening(self, index: int, usage: Usage | None = None) -> bytes:
+        """What goes before the first text of a choice; ``usage`` : so far, where it is not the generation's."""
+        bodies = self._bodies
+        contents = bodies.first_chunks(self._generation, index)
+        return b"".join(self._event(bodies.chunk_choice(index, content), usage) for content in contents)
+
+    def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
+        """What a choice has said; ``usage`` as for `opening`."""
+        ended = self._generation.choices[index] if output.finish_reason is not None else None
+        content = self._bodies.text_chunk(index, output)
+        return self._event(self._bodies.chunk_choice(index, content, output.token_ids, ended), usage)
+
+    def usage(self) -> bytes:
+        """The last event but the end mark, where it was asked for."""
+        if not self._with_usage:
+            return b""
+        return encode_event({**self._bodies.chunk([]), "usage": self._generation.usage.body()}, pad=self.pad)
+
+    def failure(self, error: Exception) -> bytes:
+        """An error is an event, too."""
+        if not isinstance(error, SSDError):
+            log.error("a stream failed", exc_info=error)
+        return encode_event(error_body(error), pad=False)
+
+    def _event(self, choice: dict[str, Any], usage: Usage | None) -> bytes:
+        chunk = self._bodies.chunk([choice])
+        if self._with_usage:
+            chunk["usage"] = (usage or self._generation.usage).body() if self._continuous else None
+        return encode_event(chunk, pad=self.pad)
+
+
 async def events(
-    generation: Generation, bodies: Bodies, options: StreamOptions, keep_alive_s: float
+    generation: Generation, bodies: Bodies, writer: EventWriter, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a generation: chunks, usage if asked for, and the end mark; an error is an event, too."""
+    """The events of a generation: chunks, usage if asked for, and the end mark."""
     begun: set[int] = set()
-    pad = bool(options.include_obfuscation)
-
-    def event(choices: list[dict[str, Any]]) -> bytes:
-        chunk = bodies.chunk(choices)
-        if options.continuous_usage_stats and options.include_usage:
-            chunk["usage"] = generation.usage.body()
-        elif options.include_usage:
-            chunk["usage"] = None
-        return encode_event(chunk, pad=pad)
-
     ready = bytearray()
     try:
         async for arrived in generation.outputs(wait_s=keep_alive_s):
@@ -116,31 +152,41 @@ async def events(
             index, output = arrived
             if index not in begun:
                 begun.add(index)
-                for content in bodies.first_chunks(generation, index):
-                    ready += event([bodies.chunk_choice(index, content)])
-            ended = generation.choices[index] if output.finish_reason is not None else None
+                ready += writer.opening(index)
             if bodies.is_shown(output):
-                content = bodies.text_chunk(index, output)
-                ready += event([bodies.chunk_choice(index, content, output.token_ids, ended)])
+                ready += writer.piece(index, output)
             # What arrived together goes out together: a write costs more than all the rest of an event.
             if ready and not generation.has_more_now:
                 yield bytes(ready)
                 ready.clear()
-        if options.include_usage:
-            ready += encode_event({**bodies.chunk([]), "usage": generation.usage.body()}, pad=pad)
+        ready += writer.usage()
     except Exception as error:
-        if not isinstance(error, SSDError):
-            log.exception("a stream failed")
-        ready += encode_event(error_body(error), pad=False)
+        ready += writer.failure(error)
     yield bytes(ready + DONE)
 
 
 def encode_event(body: dict[str, Any], *, pad: bool) -> bytes:
-    """One server-sent event; padded, it has a random ``obfuscation`` field that fills it to a multiple of 256 bytes."""
+    """One server-sent event; padded, it has a random ``obfuscation`` field that fills it to whole kilobytes.
+
+    How many depends on the body without the digits of its numbers that are no integers: log-probabilities are rounded
+    differently in passes of another width.
+    """
     event = b"data: " + pydantic_core.to_json(body) + b"\n\n"
     if pad:
-        field = len(b',"obfuscation":""')
-        missing = -(len(event) + field) % _PADDED_BYTES
+        length = len(event) + len(b',"obfuscation":""')
+        spare = _spare_digits(body)
+        missing = spare + -(length + spare) % PADDED_BYTES
         filled = {**body, "obfuscation": secrets.token_hex((missing + 1) // 2)[:missing]}
         event = b"data: " + pydantic_core.to_json(filled) + b"\n\n"
     return event
+
+
+def _spare_digits(value: Any) -> int:
+    """How many characters shorter JSON is than it would be with the longest of numbers. O(values)."""
+    if isinstance(value, float):
+        return _LONGEST_NUMBER - len(pydantic_core.to_json(value))
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(_spare_digits, value))

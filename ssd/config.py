@@ -135,11 +135,12 @@ class EngineConfig:
     """On CUDA compute query, key and value, and gate and up, as one product each, as on a CPU; rounding may differ."""
 
     enable_prefix_caching: bool = True
-    """Slots keep their keys and values, and requests of the same namespace and cache salt go on with them."""
+    """Slots keep their keys and values, and requests of the same namespace, cache salt and tenant go on with them."""
 
-    scheduling_policy: SchedulingPolicy = "priority"
-    """Who gets a slot first. "priority": the request of the lowest ``priority``, which may also take a slot from a
-    running one of a higher; those that wait move up with time. "fcfs": who came first; a priority is refused."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """Who gets a slot first. "fcfs": who came first; a priority other than 0 is refused. "priority": the request of the
+    lowest ``priority``, which may also take a slot from a running one of a higher; those that wait move up with time.
+    It lets whoever asks for a low one keep the others waiting: for clients that trust each other."""
 
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")

@@ -25,6 +25,7 @@ class CharCodec:
     """One token per character."""
 
     vocab_size = 0x110000
+    special_ids = frozenset[int]()
 
     def encode_prompt(self, text: str) -> list[int]:
         return [ord(character) for character in text]

@@ -42,7 +42,7 @@ def engine_of(kind: str, *, runs_beside_host: bool, caches: CacheSet | None = No
         drafter=make_drafter("ssd", draft),
         codec=None if kind == "tiny" else CODEC,
         caches=caches,
-        config=EngineConfig(max_num_seqs=3, prefill_chunk_tokens=16),
+        config=EngineConfig(max_num_seqs=3, prefill_chunk_tokens=16, scheduling_policy="priority"),
         draft=draft,
         eos_token_ids=[EOS] if kind == "tiny" else None,
     )

@@ -31,11 +31,17 @@ def model_of(architecture: str):  # type: ignore[no-untyped-def]
 
 def make_engine(architecture: str = "llama", *, slots: int = 3, random_drafts: bool = True, chunk: int = 512,
                 reuse: bool = True) -> Engine:  # fmt: skip
+    """An engine that takes priorities."""
     draft = DraftConfig(num_speculative_tokens=4)
     return Engine(
         open_target(model_of(architecture), num_slots=slots, max_length=MAX_LENGTH, max_draft_tokens=4),
         drafter=RandomDrafter(VOCAB) if random_drafts else make_drafter("ssd", draft),
-        config=EngineConfig(max_num_seqs=slots, prefill_chunk_tokens=chunk, enable_prefix_caching=reuse),
+        config=EngineConfig(
+            max_num_seqs=slots,
+            prefill_chunk_tokens=chunk,
+            enable_prefix_caching=reuse,
+            scheduling_policy="priority",
+        ),
         draft=draft,
         eos_token_ids=[EOS],
     )
@@ -176,9 +182,16 @@ def test_engines_may_take_turns_on_one_target() -> None:
         ({"cache_salt": "a"}, {"cache_salt": "a"}, True),
         ({"namespace": None, "cache_salt": "a"}, {"namespace": None, "cache_salt": "a"}, True),
         ({"namespace": None}, {"namespace": None}, False),
+        ({"tenant": "a"}, {"tenant": "b"}, False),
+        ({"tenant": "a"}, {}, False),
+        ({"tenant": "a"}, {"tenant": "a"}, True),
+        ({"tenant": "a", "cache_salt": "s"}, {"tenant": "b", "cache_salt": "s"}, False),
+        ({"tenant": "a", "namespace": None}, {"tenant": "a", "namespace": None}, False),
     ],
 )
-def test_only_one_namespace_and_one_salt_share(first: dict[str, str], second: dict[str, str], shares: bool) -> None:
+def test_only_one_namespace_one_salt_and_one_tenant_share(
+    first: dict[str, str], second: dict[str, str], shares: bool
+) -> None:
     engine = make_engine()
     prompt = text(1, 30)
     answer(engine, request("a", prompt, **first))

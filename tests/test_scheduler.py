@@ -177,7 +177,7 @@ def test_a_priority_out_of_range_and_one_that_is_not_served_are_refused() -> Non
         make_engine().submit(request("a", text(1, 4), priority=101))
     assert error.value.param == "priority"
     target = open_target(model_of("llama"), num_slots=1, max_length=96)
-    engine = Engine(target, drafter=NoDrafter(), config=EngineConfig(scheduling_policy="fcfs"))
+    engine = Engine(target, drafter=NoDrafter(), config=EngineConfig())  # first come, first served
     engine.submit(request("a", text(1, 4), priority=0))
     with pytest.raises(RequestError, match="priorities are off"):
         engine.submit(request("b", text(1, 4), priority=1))

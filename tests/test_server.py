@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.settings import read_sampling_defaults
+from server.stream import PADDED_BYTES
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, EngineConfig
 from ssd.engine import Engine
@@ -133,7 +134,7 @@ def test_obfuscated_chunks_have_lengths_that_tell_nothing(server: RunningServer)
     answer = completion(server, max_tokens=10, stream=True, stream_options={"include_obfuscation": True})
     blocks = answer.content.split(b"\n\n")[:-2]
     assert blocks
-    assert all((len(block) + 2) % 256 == 0 for block in blocks)
+    assert all((len(block) + 2) % PADDED_BYTES == 0 for block in blocks)
     assert all("obfuscation" in event for event in answer.events)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.arguments import parse_arguments
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig
 from ssd.engine import Engine
@@ -23,7 +24,7 @@ def load(_resources: ExitStack, **config: Any) -> Engine:
         MODEL_PATH,
         dtype="float32",
         device="cpu",
-        config=EngineConfig(max_num_seqs=3, max_model_len=256, **config),
+        config=EngineConfig(**{"max_num_seqs": 3, "max_model_len": 256, "scheduling_policy": "priority", **config}),
         draft=DraftConfig(num_speculative_tokens=0),
     )
 
@@ -94,8 +95,10 @@ def test_priorities_are_taken_and_checked(server: RunningServer) -> None:
     assert post(server.port, "/v1/completions", {"prompt": "x", "priority": "high"}).status == 400
 
 
-def test_a_server_without_priorities_refuses_them() -> None:
+def test_a_server_takes_no_priorities_unless_told_to() -> None:
+    assert parse_arguments([], {}).engine.scheduling_policy == "fcfs"
     with serving(lambda resources: load(resources, scheduling_policy="fcfs", enable_prefix_caching=False)) as server:
         refused = post(server.port, "/v1/completions", {"prompt": "x", "priority": 1})
         assert (refused.status, refused.error["param"]) == (400, "priority")
+        assert post(server.port, "/v1/completions", {"prompt": "x", "priority": 0}).status == 200
         assert [cached(complete(server)) for _ in range(2)] == [0, 0]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from server.fields import IGNORED, NEUTRAL
 from server.schema import ChatBody, CompletionBody, GenerateBody
 from server.settings import VERSION, read_sampling_defaults
-from server.stream import encode_event
+from server.stream import PADDED_BYTES, encode_event
 from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import ConfigError, RequestError
 
@@ -234,7 +234,15 @@ def test_any_json_is_understood_or_refused_with_our_error(fields: dict[str, Any]
 
 @given(st.text(max_size=400))
 def test_padded_events_have_a_length_that_tells_nothing(text: str) -> None:
-    assert len(encode_event({"text": text}, pad=True)) % 256 == 0
+    assert len(encode_event({"text": text}, pad=True)) % PADDED_BYTES == 0
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=100), st.integers(0, 1 << 30))
+def test_the_length_of_a_padded_event_does_not_tell_its_numbers_digits(numbers: list[float], count: int) -> None:
+    padded = [
+        len(encode_event({"logprobs": some, "count": count}, pad=True)) for some in (numbers, [0.0] * len(numbers))
+    ]
+    assert padded[0] == padded[1]
 
 
 def test_sampling_defaults_are_read_from_a_generation_config(tmp_path: Any) -> None:

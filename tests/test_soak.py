@@ -58,6 +58,7 @@ def traffic(random: np.random.Generator) -> Iterator[list[Asked]]:
         fields = {
             "namespace": [None, "default", "default", "other"][int(random.integers(4))],
             "cache_salt": [None, None, "salt"][int(random.integers(3))],
+            "tenant": [None, "a", "b"][int(random.integers(3))],
             "priority": int(random.integers(-2, 3)),
         }
         count = min(int(random.choice([1, 1, 1, 2, 4])), NUM_REQUESTS - number)
@@ -127,7 +128,7 @@ def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
             target,
             drafter=Arbiter([suffix, model_drafter]),
             caches=caches,
-            config=EngineConfig(max_num_seqs=SLOTS, prefill_chunk_tokens=48),
+            config=EngineConfig(max_num_seqs=SLOTS, prefill_chunk_tokens=48, scheduling_policy="priority"),
             draft=DraftConfig(num_speculative_tokens=4),
             eos_token_ids=[EOS],
         )

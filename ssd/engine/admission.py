@@ -40,7 +40,10 @@ def check_request(
             f"priority must be within -{_MOST_PRIORITY}..{_MOST_PRIORITY}, got {request.priority}", param="priority"
         )
     if request.priority and not takes_priority:
-        raise RequestError("priorities are off on this server: leave priority out", param="priority")
+        raise RequestError(
+            'priorities are off here: leave priority out or 0 (the scheduling policy "priority" takes them)',
+            param="priority",
+        )
     limit = request.num_speculative_tokens
     if limit is not None and not 0 <= limit <= MAX_SPECULATIVE_TOKENS:
         raise RequestError(

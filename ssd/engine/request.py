@@ -31,7 +31,8 @@ class Request:
     ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
     ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
     ``priority`` : lower is earlier, 0 is usual; -100..100.
-    ``cache_salt`` : keys and values are reused among requests of one namespace and one salt only.
+    ``cache_salt``, ``tenant`` : keys and values are reused among requests of one namespace, one salt and one tenant
+        only; ``tenant`` is opaque, None for requests that belong to nobody in particular.
     ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
     """
 
@@ -43,6 +44,7 @@ class Request:
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str | None = None
+    tenant: str | None = None
     num_speculative_tokens: int | None = None
 
 

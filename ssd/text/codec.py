@@ -12,6 +12,7 @@ import xxhash
 from ssd.errors import RequestError
 from ssd.text.loading import eos_token_ids_of, load_tokenizer
 from ssd.text.messages import normalize_messages
+from ssd.text.special_tokens import Marks, SpecialTokens, whole_characters
 
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -56,6 +57,7 @@ class TextCodec:
             {id for id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
         )
         """Ids that stand for structure and not for text; ``TextStream`` leaves them out."""
+        self._special_tokens = SpecialTokens(tokenizer, self.special_ids | {*eos_token_ids})
 
     @classmethod
     def load(cls, name_or_path: str) -> TextCodec:
@@ -86,7 +88,10 @@ class TextCodec:
     # Text to ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text prompt, with the special tokens the tokenizer puts around one (often a beginning-of-text)."""
+        """Ids of a text prompt, with the special tokens the tokenizer puts around one (often a beginning-of-text).
+
+        Special tokens that the text spells out are those tokens: a prompt is the model's input as it is.
+        """
         return self._encode(text, add_special_tokens=True)
 
     def encode_completion(self, text: str) -> list[int]:
@@ -101,11 +106,13 @@ class TextCodec:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        allow_special_tokens: bool = False,
     ) -> list[int]:
         """Ids of a conversation, through the tokenizer's chat template or the given one.
 
         ``messages`` : OpenAI's, with text content. ``template_kwargs`` : further variables for the template, ``tools``
-        among them. Raises RequestError: ``param`` is "messages", "chat_template" or "chat_template_kwargs".
+        among them. Special tokens that these spell out are text, see `SpecialTokens`, unless ``allow_special_tokens``.
+        Raises RequestError: ``param`` is "messages", "chat_template" or "chat_template_kwargs".
         """
         normalized = normalize_messages(messages)
         kwargs = dict(template_kwargs or {})
@@ -120,28 +127,34 @@ class TextCodec:
                 "give a chat_template",
                 param="messages",
             )
+        marks: Marks | None = None
         try:
             with self._lock:
+                template = self._tokenizer.get_chat_template(chat_template, kwargs.get("tools"))
+                if not allow_special_tokens:
+                    normalized, kwargs, marks = self._special_tokens.mark(normalized, kwargs, template)
                 text = self._tokenizer.apply_chat_template(
                     normalized,
-                    chat_template=chat_template,
+                    chat_template=template,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tokenize=False,
                     **kwargs,
                 )
+        except RequestError:
+            raise
         except Exception as error:  # whatever a template raises: it is code, and the messages are its input
             at_fault = "messages" if chat_template is None else "chat_template"
+            said = str(error) if marks is None else marks.without(str(error))
             raise RequestError(
-                f"the chat template refuses these messages: {str(error) or type(error).__name__:.500}", param=at_fault
+                f"the chat template refuses these messages: {said or type(error).__name__:.500}", param=at_fault
             ) from error
-        return self._encode(text, add_special_tokens=False)
+        if marks is None:
+            return self._encode(text, add_special_tokens=False)
+        return self._special_tokens.encode(whole_characters(text), marks)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # JSON can spell half a surrogate pair; there is no such character
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text = whole_characters(text)
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids

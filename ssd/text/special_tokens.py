@@ -1,0 +1,235 @@
+"""Special tokens that messages spell out stay text; those that the chat template writes are control tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
+
+from ssd.errors import RequestError
+
+_PRIVATE = range(0xE000, 0xF900)
+"""Code points without a meaning of their own, from which marks are taken."""
+_ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")
+"""How a template that writes ASCII JSON spells them."""
+_SENTINELS = 0x100000
+"""More of them: from here on for the numbers of tokens, the 2^16 before for random bits."""
+
+
+class Marks(NamedTuple):
+    """Two characters that no text of a request has, to stand around the special tokens that it spells out."""
+
+    begin: str
+    end: str
+
+    def without(self, text: str) -> str:
+        """``text`` as it would be without them."""
+        return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
+
+    def plain(self, text: str) -> str:
+        """``text`` with the marks as they are, where a template has written them as ASCII JSON."""
+        for mark in self:
+            text = text.replace(json.dumps(mark)[1:-1], mark)
+        return text
+
+
+class Marked(NamedTuple):
+    """What a chat template is given; ``marks`` is None where nothing had to be marked."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    marks: Marks | None
+
+
+class _Kept(NamedTuple):
+    """Tokens that are kept apart, and everything one of them begins with."""
+
+    tokens: frozenset[str]
+    beginnings: frozenset[str]
+    longest: int
+
+
+class SpecialTokens:
+    """Keeps the special tokens of a chat template apart from those that a request's strings spell out.
+
+    The latter are marked before the template is rendered. Of what comes out, everything marked is text; what is not
+    marked and spells an added token is that token, and is replaced by a string nobody can guess. All is then encoded by
+    a tokenizer of the same parts that knows those strings in the place of the added tokens: so what was marked is
+    split as if it had never been special, and all else as ever. A string that ends as a special token begins is marked
+    there too: it does not become one with what the template puts behind it.
+
+    Beside special tokens, others that the template writes are kept apart ("<tool_call>"), but not in what an assistant
+    has said: the model says them itself. Safe to use from several threads.
+    """
+
+    def __init__(self, tokenizer: Any, special_ids: Collection[int]) -> None:
+        """``tokenizer`` : a transformers tokenizer. ``special_ids`` : tokens kept apart in all messages."""
+        self._tokenizer = tokenizer
+        self._ids: dict[str, int] = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+        self._special = frozenset(content for content, id in self._ids.items() if id in special_ids)
+        # What stands for unknown text is made of text, and "!" pads some vocabularies: neither directs anything.
+        harmless = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
+        self._control_ids = frozenset(self._ids[content] for content in self._special) - harmless
+        self._kept = lru_cache(maxsize=8)(self._find_kept)
+
+    def mark(self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str) -> Marked:
+        """What ``template`` is to be given. O(characters). Raises RequestError where it could not be encoded."""
+        spoken, given = self._kept(""), self._kept(template)
+        parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
+        parts += [({name: value}, given) for name, value in variables.items()]
+        if not any(self._marks_of(text, kept) for part, kept in parts for text in _strings(part)):
+            return Marked(messages, variables, None)
+        if self._twin is None:
+            raise _impossible()
+        marks = _unused(template, *(text for part, _ in parts for text in _strings(part)))
+        marked = [_changed(part, partial(self._marked, kept=kept, marks=marks)) for part, kept in parts]
+        number = len(messages)
+        return Marked(marked[:number], {name: value for part in marked[number:] for name, value in part.items()}, marks)
+
+    def encode(self, text: str, marks: Marks) -> list[int]:
+        """Ids of a rendered text. Raises RequestError where the tokenizer makes control tokens of plain text."""
+        parts: list[str] = []
+        num_tokens = 0
+        begin, end = marks
+        # Between marks that a template has torn apart nothing can become a token with what is outside.
+        for piece in re.split(f"({begin}[^{begin}{end}]*{end})|[{begin}{end}]", marks.plain(text)):
+            if piece is None:
+                continue
+            inner = piece[1:-1] if piece[:1] == begin else ""
+            if inner in self._ids:
+                parts.append(inner)
+                continue
+            piece, done = piece.strip(begin + end), 0
+            for start, stop in self._spans(piece):
+                parts += (piece[done:start], self._sentinels[piece[start:stop]])
+                done, num_tokens = stop, num_tokens + 1
+            parts.append(piece[done:])
+        ids: list[int] = self._twin.encode("".join(parts), add_special_tokens=False).ids
+        real = self._real_ids
+        made = [id for id in ids if id not in real]
+        if len(ids) - len(made) != num_tokens or not self._control_ids.isdisjoint(made):
+            raise _impossible()
+        return [real.get(id, id) for id in ids]
+
+    def _find_kept(self, template: str) -> _Kept:
+        written = {token for token in self._ids if token in template and not token.isspace()}
+        tokens = self._special | written
+        beginnings = frozenset(token[:length] for token in tokens for length in range(1, len(token)))
+        return _Kept(tokens, beginnings, max(map(len, tokens), default=0))
+
+    def _marks_of(self, text: str, kept: _Kept) -> list[tuple[int, int]]:
+        """What of ``text`` has to stand between marks."""
+        text = whole_characters(text)
+        spans = [(start, stop) for start, stop in self._spans(text) if text[start:stop] in kept.tokens]
+        if any(text[-length:] in kept.beginnings for length in range(1, min(kept.longest, len(text) + 1))):
+            spans.append((len(text), len(text)))
+        return spans
+
+    def _marked(self, text: str, kept: _Kept, marks: Marks) -> str:
+        whole = whole_characters(text)
+        parts: list[str] = []
+        done = 0
+        for start, stop in self._marks_of(text, kept):
+            parts += (whole[done:start], marks.begin, whole[start:stop], marks.end)
+            done = stop
+        return "".join(parts) + whole[done:]
+
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        """Where ``text`` spells added tokens; the longest of those that begin at one place. O(characters)."""
+        if not self._ids:
+            return []
+        found = self._finder.encode(text, add_special_tokens=False)
+        return [span for span, token_id in zip(found.offsets, found.ids, strict=True) if token_id]
+
+    @cached_property
+    def _finder(self) -> Any:
+        """A tokenizer that knows the added tokens, as the real one matches them; all else is token 0."""
+        from tokenizers import AddedToken, Tokenizer, models
+
+        finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+        added = self._tokenizer.added_tokens_decoder.values()
+        finder.add_special_tokens([
+            AddedToken(token.content, single_word=token.single_word, normalized=False) for token in added
+        ])  # fmt: skip
+        return finder
+
+    @cached_property
+    def _sentinels(self) -> dict[str, str]:
+        """For every added token 128 random bits and its number."""
+        secret = "".join(chr(_SENTINELS - 1 - secrets.randbelow(0xFFFE)) for _ in range(8))
+        return {content: secret + chr(_SENTINELS + number) for number, content in enumerate(self._ids)}
+
+    @cached_property
+    def _twin(self) -> Any:
+        """The tokenizer with sentinels in the place of the added tokens; None where it is not one of Rust's."""
+        from tokenizers import AddedToken, Tokenizer
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        twin = Tokenizer(backend.model)  # shared, not copied
+        for part in ("normalizer", "pre_tokenizer"):
+            if (own := getattr(backend, part)) is not None:
+                setattr(twin, part, own)
+        for token in self._tokenizer.added_tokens_decoder.values():
+            options = {name: getattr(token, name) for name in ("lstrip", "rstrip", "normalized", "special")}
+            sentinel = AddedToken(self._sentinels[token.content], **options)
+            (twin.add_special_tokens if token.special else twin.add_tokens)([sentinel])
+        return twin
+
+    @cached_property
+    def _real_ids(self) -> dict[int, int]:
+        """From the twin's ids of the sentinels."""
+        return {self._twin.token_to_id(self._sentinels[content]): id for content, id in self._ids.items()}
+
+
+def whole_characters(text: str) -> str:
+    """``text`` with a replacement character for halves of surrogate pairs, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in JSON, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _strings(key)
+            yield from _strings(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of JSON with every string changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_changed(key, change): _changed(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(inner, change) for inner in value]
+    return value
+
+
+def _unused(*texts: str) -> Marks:
+    """Marks that occur in none of the texts, neither as they are nor escaped."""
+    taken = set().union(*texts) | {chr(int(spelled, 16)) for text in texts for spelled in _ESCAPED.findall(text)}
+    free = [chr(point) for point in _PRIVATE if chr(point) not in taken][:2]
+    if len(free) < 2:
+        raise RequestError("messages use every private code point of Unicode: leave some out", param="messages")
+    return Marks(*free)
+
+
+def _impossible() -> RequestError:
+    return RequestError(
+        "messages spell out a special token of this model, which its tokenizer cannot write as text: leave it out",
+        param="messages",
+    )
