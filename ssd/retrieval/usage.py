@@ -196,4 +196,5 @@ def used_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
     blocks = (start + np.arange(len(tokens))) // BLOCK_TOKENS - start // BLOCK_TOKENS
     text = np.where(kept[blocks], tokens, np.int32(SEPARATOR))
     before = np.concatenate([[SEPARATOR], text[:-1]])
-    return text[(text != SEPARATOR) | (before != SEPARATOR)]
+    kept_text: TokenIds = text[(text != SEPARATOR) | (before != SEPARATOR)]
+    return kept_text
