@@ -157,8 +157,10 @@ def test_equals_the_slow_twin(seed: int, capacity: int, fanout: int) -> None:
 # The cache
 
 
-def opened(directory: Path | None = None, eviction: EvictionPolicy = "used") -> CacheSet:
-    index = IndexConfig(capacity_tokens=CAPACITY, seal_tokens=256, merge_fanout=2, eviction=eviction)
+def opened(
+    directory: Path | None = None, eviction: EvictionPolicy = "used", capacity_tokens: int = CAPACITY
+) -> CacheSet:
+    index = IndexConfig(capacity_tokens=capacity_tokens, seal_tokens=256, merge_fanout=2, eviction=eviction)
     return CacheSet(CacheConfig(index=index, directory=directory), FINGERPRINT, inline=True)
 
 
@@ -257,6 +259,19 @@ def test_what_was_kept_outlives_a_restart_and_the_flood_after_it(tmp_path: Path)
         assert caches.get().stats().num_kept_tokens == 0
         flood(caches.get(), CAPACITY)
         assert longest_known(caches.get().snapshot(), TEXT) < WINDOW_TOKENS
+
+
+def test_a_smaller_capacity_after_a_restart_leaves_room_for_new_text(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    with opened(tmp_path) as caches:
+        for _ in range(CAPACITY // 100):
+            text = random.integers(0, 30_000, 100).astype(np.int32)
+            said(caches.get(), text)
+            said(caches.get(), text)
+        assert caches.get().stats().num_kept_tokens > CAPACITY / 4
+    with opened(tmp_path, capacity_tokens=CAPACITY // 4) as caches:
+        assert caches.get().stats().num_tokens <= CAPACITY / 4
+        assert caches.get().stats().num_kept_tokens <= CAPACITY / 8
 
 
 def test_text_of_use_that_cannot_be_written_is_not_lost_with_its_old_file(

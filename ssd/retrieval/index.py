@@ -77,6 +77,7 @@ class SuffixIndex:
         while self._usage and self._num_kept < len(segments) and is_kept(segments[self._num_kept].segment_id):
             self._num_kept += 1
         self._generation = 0
+        self._trim_kept()
         self._evict(0)
         self._publish_segments()
 
@@ -259,8 +260,7 @@ class SuffixIndex:
             self._ring_born = (*self._ring_born[: self._num_kept], kept, *self._ring_born[self._num_kept :])
             self._num_kept += 1
             self._num_ring_born_tokens += len(kept)
-            while self.num_kept_tokens > _KEPT_SHARE * self.config.capacity_tokens:
-                self._drop(0)
+            self._trim_kept()
             self._evict(0)
         self._publish_segments()
         if kept is not None:
@@ -289,6 +289,11 @@ class SuffixIndex:
         while self._ring_born and self._num_ring_born_tokens + len(self._ring) + num_new_tokens > capacity:
             self._drop(self._num_kept if self._num_kept < len(self._ring_born) else 0)
         return len(self._ring_born) < before
+
+    def _trim_kept(self) -> None:
+        """Drop the oldest kept segments until the others are no more than their share."""
+        while self.num_kept_tokens > _KEPT_SHARE * self.config.capacity_tokens:
+            self._drop(0)
 
     def _drop(self, number: int) -> None:
         """Take a segment out of the search; what is of use of a recent one may come back."""
