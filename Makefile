@@ -56,6 +56,7 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.replay $(TRACES) --tokenizer llama2-32k --drafter ssd --drafter frequency \
 			--drafter prompt-lookup --max-draft 16 --max-output-tokens 120000 --json \
 			| tee /dev/stderr | tail -n 1 >benchmarks/results/replay.json; \
+		$(BIN)/python -m benchmarks.flooding --tokenizer llama2-32k --out benchmarks/results/flooding.json; \
 		if [ -e $(PEERS_READY) ]; then \
 			$(BIN)/python -m benchmarks.replay $(CURVES) --json --plot benchmarks/results/replay-curve.png \
 				| tail -n 1 >benchmarks/results/replay-curve.json; \

@@ -13,6 +13,8 @@ DraftAcceptance = Literal["match", "rejection"]
 DRAFT_ACCEPTANCES: tuple[DraftAcceptance, ...] = get_args(DraftAcceptance)
 DraftShape = Literal["auto", "chain", "tree"]
 DRAFT_SHAPES: tuple[DraftShape, ...] = get_args(DraftShape)
+EvictionPolicy = Literal["used", "fifo"]
+EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 SchedulingPolicy = Literal["fcfs", "priority"]
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
@@ -37,6 +39,10 @@ class IndexConfig:
     capacity_tokens: int = 1 << 22
     """Most tokens kept; the oldest are evicted, at most an eighth of this at a time."""
 
+    eviction: EvictionPolicy = "used"
+    """What leaves first. "used": of the oldest text, that which no later output said again; what one did stays, up to
+    half of the capacity. So text that nobody needs cannot push out what is needed. "fifo": the oldest, used or not."""
+
     seal_tokens: int = 4096
     """The tail is sealed into a segment once it holds this many tokens."""
 
@@ -54,6 +60,10 @@ class IndexConfig:
 
     def __post_init__(self) -> None:
         _require(self.capacity_tokens >= 8, f"capacity_tokens must be >= 8, got {self.capacity_tokens}")
+        _require(
+            self.eviction in EVICTION_POLICIES,
+            f"eviction must be one of {', '.join(EVICTION_POLICIES)}, got {self.eviction!r}",
+        )
         _require(self.seal_tokens >= 1, f"seal_tokens must be >= 1, got {self.seal_tokens}")
         _require(self.rebuild_interval_s > 0, f"rebuild_interval_s must be > 0, got {self.rebuild_interval_s}")
         _require(self.merge_fanout >= 2, f"merge_fanout must be >= 2, got {self.merge_fanout}")

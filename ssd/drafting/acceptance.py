@@ -76,7 +76,11 @@ _LEAST_RATE: Final = 0.01
 """A table entry forgets: it weighs the last hundred candidates or so, to follow traffic that shifts."""
 
 _PRIOR_COUNT: Final = 2.0
+_MOST_COUNT: Final = 1.0 / _LEAST_RATE  # a greater one would make no difference
 _LEAST_CHANCE: Final = 1e-4
+_MOST_WEIGHT: Final = 4.0
+"""Four times what replays of recorded outputs reach. From end to end an entry at the edge of its range moves a weight
+in 2 * _MOST_WEIGHT / (_MIXER_RATE * 9.2) = 87 candidates whose outcome surprises."""
 
 # What the buckets stand for.
 _LENGTH_BUCKETS: Final = np.searchsorted([1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49], np.arange(64), side="right")
@@ -220,12 +224,17 @@ def chance_of(model: Model, inputs: Int64s, chosen: int) -> float:
     return float((1.0 - part) * knots[knot] + part * knots[knot + 1])
 
 
+@inlined
+def _bounded_weight(weight: float) -> float:
+    return min(max(weight, -_MOST_WEIGHT), _MOST_WEIGHT)
+
+
 @kernel
 def learn(model: Model, inputs: Int64s, chosen: int, label: float) -> float:
     """Learn what came of a candidate: 1.0 accepted, 0.0 not. Returns the error of the mixer, label - chance.
 
     The mixer takes a gradient step of the log loss, the curve one of the squared error; a view's entry moves towards
-    the label by 1 / count, at least _LEAST_RATE.
+    the label by 1 / count, at least _LEAST_RATE. All numbers stay within ``within_reach``.
     """
     log_odds = _mixed(model, inputs, chosen)
     knot, part = _place(log_odds)
@@ -234,19 +243,40 @@ def learn(model: Model, inputs: Int64s, chosen: int, label: float) -> float:
     for i, share in ((knot, 1.0 - part), (knot + 1, part)):
         knots[i] = min(max(knots[i] + share * step, _LEAST_CHANCE), 1.0 - _LEAST_CHANCE)
     error = label - 1.0 / (1.0 + math.exp(-log_odds))
-    model.weights[chosen, INPUTS] += _CONSTANT_RATE * error
+    weights = model.weights[chosen]
+    weights[INPUTS] = _bounded_weight(weights[INPUTS] + _CONSTANT_RATE * error)
     for i in range(INPUTS):
         at = inputs[i]
         if at < 0:
             continue
-        model.weights[chosen, i] += _MIXER_RATE * error * model.log_odds[at]
-        model.counts[at] += 1.0
+        weights[i] = _bounded_weight(weights[i] + _MIXER_RATE * error * model.log_odds[at])
+        model.counts[at] = min(model.counts[at] + 1.0, _MOST_COUNT)
         chance = model.chances[at] + (label - model.chances[at]) * max(1.0 / model.counts[at], _LEAST_RATE)
         chance = min(max(chance, _LEAST_CHANCE), 1.0 - _LEAST_CHANCE)
         model.chances[at] = chance
         model.log_odds[at] = math.log(chance / (1.0 - chance))
     model.learned[0] += 1.0
     return float(error)
+
+
+def most_undrafted(price: float) -> int:
+    """How many candidates in a row at least ``price`` must come before one is drafted, whatever was learned before.
+
+    Each that comes while its chance is below ``price`` is off by 1 - price or more, and more than that share of what
+    the curve is moved by falls to a knot that can still rise; together its knots cannot rise by more than KNOTS. So no
+    model is beyond recovery.
+    """
+    return math.ceil(KNOTS / (_KNOT_RATE * (1.0 - price) ** 2))
+
+
+def within_reach(chances: Floats, counts: Floats, weights: Floats, knots: Floats) -> tuple[Floats, ...]:
+    """The nearest numbers that learning from a new model could have come to; float64 arrays of any shape."""
+    return (
+        np.clip(chances, _LEAST_CHANCE, 1.0 - _LEAST_CHANCE),
+        np.clip(counts, _PRIOR_COUNT, _MOST_COUNT),
+        np.clip(weights, -_MOST_WEIGHT, _MOST_WEIGHT),
+        np.clip(knots, _LEAST_CHANCE, 1.0 - _LEAST_CHANCE),
+    )
 
 
 def prior_model() -> npt.NDArray[np.float64]:

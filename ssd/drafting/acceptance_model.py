@@ -9,7 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ssd.drafting.acceptance import ENTRIES, INPUTS, KNOTS, MODEL_FLOATS, NUM_LEARNED, SETS, WHEN_SETS, prior_model
+from ssd.drafting.acceptance import (
+    ENTRIES,
+    INPUTS,
+    KNOTS,
+    MODEL_FLOATS,
+    NUM_LEARNED,
+    SETS,
+    WHEN_SETS,
+    prior_model,
+    within_reach,
+)
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import address
 
@@ -20,7 +30,6 @@ _CHECKSUM: Final = struct.Struct("<Q")
 _NUM_FLOATS: Final = 2 * ENTRIES + NUM_LEARNED
 _NUM_KNOTS: Final = WHEN_SETS * KNOTS
 _SIZE: Final = _HEADER.size + 4 * _NUM_FLOATS + _CHECKSUM.size
-_MOST_WEIGHT: Final = 1e3
 
 _prior: npt.NDArray[np.float64] | None = None
 
@@ -58,7 +67,11 @@ class AcceptanceModel:
 
     @classmethod
     def from_bytes(cls, stored: bytes) -> Self:
-        """Restore what ``to_bytes`` kept. Raises ValueError when it is not that, or of another version."""
+        """Restore what ``to_bytes`` kept. Raises ValueError when it is not that, or of another version.
+
+        A right checksum says nothing of who wrote it: numbers that learning cannot come to are brought within what it
+        can. So whatever is restored, what comes true again and again is drafted again, see ``most_undrafted``.
+        """
         if len(stored) != _SIZE or stored[:8] != _MAGIC:
             raise ValueError(f"not an acceptance model of this version: {len(stored)} bytes, expected {_SIZE}")
         body, (checksum,) = stored[: -_CHECKSUM.size], _CHECKSUM.unpack(stored[-_CHECKSUM.size :])
@@ -68,16 +81,12 @@ class AcceptanceModel:
         if (version, entries, sets, inputs) != (_VERSION, ENTRIES, SETS, INPUTS):
             raise ValueError(f"the acceptance model has version {version}, expected {_VERSION}")
         kept = np.frombuffer(body, "<f4", _NUM_FLOATS, _HEADER.size).astype(np.float64)
-        chances, counts, learned = kept[:ENTRIES], kept[ENTRIES : 2 * ENTRIES], kept[2 * ENTRIES :]
-        weights, knots = learned[:-_NUM_KNOTS], learned[-_NUM_KNOTS:]
-        sane = (
-            (chances > 0).all() and (chances < 1).all() and (counts >= 0).all() and np.isfinite(counts).all()
-        ) and bool((np.abs(weights) < _MOST_WEIGHT).all() and (knots > 0).all() and (knots < 1).all())
-        if not sane or not 0 <= num_learned < 2**53:
+        if not np.isfinite(kept).all() or not 0 <= num_learned < 2**53:
             raise ValueError("the acceptance model holds numbers that cannot be")
+        chances, counts, weights, knots = within_reach(
+            kept[:ENTRIES], kept[ENTRIES : 2 * ENTRIES], kept[2 * ENTRIES : -_NUM_KNOTS], kept[-_NUM_KNOTS:]
+        )
         model = cls()
-        model._buffer[: 2 * ENTRIES] = kept[: 2 * ENTRIES]
-        model._buffer[2 * ENTRIES : 3 * ENTRIES] = np.log(chances / (1 - chances))
-        model._buffer[3 * ENTRIES : -1] = learned
-        model._buffer[-1] = num_learned
+        log_odds = np.log(chances / (1 - chances))
+        model._buffer[:] = np.concatenate([chances, counts, log_odds, weights, knots, [num_learned]])
         return model

@@ -26,8 +26,14 @@ _DEPTH: Final = 0  # columns of a node: draft tokens before it
 _FIRST: Final = 1  # the samples that agree with the path to it: where they begin
 _ALIVE: Final = 2  # and how many they are
 _FOLLOWS: Final = 3  # whether the prediction agrees with the path to it
-_NODE_COLUMNS: Final = 4
-_OPEN_COLUMNS: Final = 3 + INPUTS  # parent, token, weight set, inputs
+_BEST: Final = 4  # the most probable candidate after it: its number, NOTHING where there is none
+_NODE_COLUMNS: Final = 5
+_PARENT: Final = 0  # columns of a candidate
+_TOKEN: Final = 1
+_SET: Final = 2  # its weight set, _NOTED once it is a lesson
+_INPUTS: Final = 3
+_OPEN_COLUMNS: Final = _INPUTS + INPUTS
+_NOTED: Final = -1
 
 EXPANSION_WORDS: Final = (
     (MAX_DRAFT + 2) * MAX_SAMPLES + MAX_DRAFT * (_NODE_COLUMNS + 1) + _MOST_OPEN * (_OPEN_COLUMNS + 3)
@@ -39,8 +45,8 @@ class Expansion(NamedTuple):
 
     ``alive`` : int64, samples that agree with a draft; a tree keeps those of every node, one after another.
     Of a node: ``nodes`` : int64[MAX_DRAFT, _NODE_COLUMNS], ``products`` : float64, the chance that it is accepted.
-    Of a candidate that is not in the tree yet: ``open`` : int64[_MOST_OPEN, _OPEN_COLUMNS], ``open_products``,
-    ``open_chances`` : float64, ``heap`` : int64, their numbers as a heap, the greatest product first.
+    Of a candidate: ``open`` : int64[_MOST_OPEN, _OPEN_COLUMNS], ``open_products``, ``open_chances`` : float64.
+    ``heap`` : int64, the numbers of those that may enter the tree, the greatest product first.
     """
 
     alive: Int64s
@@ -222,6 +228,17 @@ def _pop(space: Expansion, size: int) -> int:
     return int(first)
 
 
+@inlined
+def _note(space: Expansion, number: int, lessons: Int64s, drafted: bool) -> None:
+    """Make a lesson of a candidate, once."""
+    entry = space.open[number]
+    if entry[_SET] != _NOTED:
+        parent = entry[_PARENT]
+        depth = space.nodes[parent, _DEPTH] + 1 if parent >= 0 else 0
+        add_lesson(lessons, entry[_TOKEN], parent, depth, entry[_SET], entry[_INPUTS:], drafted)
+        entry[_SET] = _NOTED
+
+
 @kernel
 def grow_tree(
     texts: Texts,
@@ -239,13 +256,14 @@ def grow_tree(
 
     A node's chance is the product of those on its path, so none is above its parent's and the order is that of all
     nodes there could be: no tree of as many nodes from these candidates has a greater expected number of accepted
-    tokens. O(limit * samples).
+    tokens. The best candidate of every place that was looked at is a lesson, however little it seems worth: what is
+    never drafted could else never be found to be underrated. O(limit * samples).
     """
     alive, nodes, heap = space.alive, space.nodes, space.heap
     count = levels.ends[num_levels - 1] if num_levels > 0 else 0
     for i in range(count):
         alive[i] = i
-    first, num_nodes, num_open, num_opened, parent, follows = 0, 0, 0, 0, -1, True
+    first, num_nodes, num_open, num_opened, parent, follows, best_of_all = 0, 0, 0, 0, -1, True, NOTHING
     product, depth, before = 1.0, 0, int(np.int64(texts.context[-1]))
     mood, votes = mood_of(lessons), found.votes
     while True:
@@ -257,31 +275,44 @@ def grow_tree(
         judge(levels, num_levels, size, at, model, found)
         if num_nodes == 0 and size > 0:
             _name_source(found, 0, levels, num_levels, predicted, out)
+        best = 0
+        for row in range(1, size):
+            if found.chances[row] > found.chances[best]:
+                best = row
+        best_here = NOTHING
         for row in range(size):
             chance = found.chances[row]
-            if num_opened == _MOST_OPEN or product * chance < 0.5 * _price(wish, num_nodes):
+            is_hopeful = product * chance >= 0.5 * _price(wish, num_nodes)
+            if not is_hopeful and row != best:
                 continue
             entry = space.open[num_opened]
-            entry[0], entry[1], entry[2] = parent, votes.tokens[row], found.sets[row]
+            entry[_PARENT], entry[_TOKEN], entry[_SET] = parent, votes.tokens[row], found.sets[row]
             for i in range(INPUTS):
-                entry[3 + i] = found.inputs[row, i]
+                entry[_INPUTS + i] = found.inputs[row, i]
             space.open_products[num_opened], space.open_chances[num_opened] = product * chance, chance
-            heap[num_open] = num_opened
-            _sift_up(space, num_open)
-            num_open += 1
+            if row == best:
+                best_here = num_opened
+            if is_hopeful:
+                heap[num_open] = num_opened
+                _sift_up(space, num_open)
+                num_open += 1
             num_opened += 1
+        if parent >= 0:
+            nodes[parent, _BEST] = best_here
+        else:
+            best_of_all = best_here
         if num_open == 0:
             break
         taken = _pop(space, num_open)
         num_open -= 1
         entry, product = space.open[taken], space.open_products[taken]
-        parent = entry[0]
+        parent = entry[_PARENT]
         depth = nodes[parent, _DEPTH] + 1 if parent >= 0 else 0
         pays = num_nodes < wish.limit and product >= _price(wish, num_nodes)
-        add_lesson(lessons, entry[1], parent, depth, entry[2], entry[3:], pays)
+        _note(space, taken, lessons, pays)
         if not pays:
             break
-        before = entry[1]
+        before = entry[_TOKEN]
         out.tokens[num_nodes], out.probabilities[num_nodes] = before, space.open_chances[taken]
         out.parents[num_nodes] = parent
         out.result[0] = num_nodes + 1
@@ -299,3 +330,8 @@ def grow_tree(
         parent = num_nodes
         depth += 1
         num_nodes += 1
+    # Those left out come after those drafted: a lesson of a node has the node's number.
+    for place in range(-1, num_nodes):
+        left_out = nodes[place, _BEST] if place >= 0 else best_of_all
+        if left_out != NOTHING:
+            _note(space, left_out, lessons, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,27 +11,37 @@ import numpy.typing as npt
 
 from ssd.config import IndexConfig
 from ssd.retrieval.companion import Companion
+from ssd.retrieval.names import is_kept
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
 from ssd.retrieval.snapshot import Segment, Snapshot, make_snapshot, segment_table
+from ssd.retrieval.usage import Flags, Usage, Windows, windows
 
 Tokens = npt.NDArray[np.int32]
 
 _RING_SEALS = 16  # the ring holds the tail of this many seals before a lagging rebuild costs tokens ...
 _RING_TOKENS = 1 << 18  # ... and no fewer than this, so that a very long prompt fits; untouched pages cost no memory
+_KEPT_SHARE = 0.5  # of the capacity, for text that was of use
 
 
 class SuffixIndex:
-    """What is stored, newest ``capacity_tokens`` by position, ready to be searched. No threads, no files, no sorting.
+    """What is stored, at most ``capacity_tokens``, ready to be searched. No threads, no files, no sorting.
 
     One owner calls everything but ``snapshot``, which any thread may call. Where a token is::
 
         static segments      from the warm-up builder, outside the capacity, never evicted
-        ring-born segments   [oldest position, sealed)     immutable, in order of position, evicted oldest first
+        kept segments        [oldest position, recent)     what was of use of text that left; in order of position
+        ring-born segments   [recent position, sealed)     immutable, in order of position, evicted oldest first
         tail                 [sealed, written)             in the ring
 
-    Sealing and merging are in two halves, so that the owner may sort in between, elsewhere and without its lock:
-    ``tail_to_seal`` ... ``install_sealed``, and ``merge_plan`` ... ``install_merged``.
+    Sealing, merging and keeping are in two halves, so that the owner may sort in between, elsewhere and without its
+    lock: ``tail_to_seal`` ... ``install_sealed``, ``merge_plan`` ... ``install_merged``, and ``leaving`` ...
+    ``install_kept``.
+
+    The oldest segment leaves when room is needed; with the policy "used", what of it a later output said again comes
+    back as a segment of its own, before all those that have not left yet, and is not looked at again. Kept segments are
+    at most half of the capacity: beyond, and where there are no others, the oldest of them leave. So the newest half of
+    the capacity is always that of new text, and text that nobody said again pushes out only its own kind.
     """
 
     def __init__(
@@ -54,13 +65,19 @@ class SuffixIndex:
         self.num_dropped_tokens = 0
         """Tokens that left the ring unsealed, because sealing was too slow."""
 
+        self._usage = Usage(config.capacity_tokens) if config.eviction == "used" else None
+        self._leaving: deque[Segment] = deque()
         stops = [segment.stop or 0 for segment in segments]
         self._ring = TokenRing(limit, max([next_position, *stops]))
         self._sealing_stop = 0  # positions below it have been copied out by tail_to_seal
         self._static: tuple[Segment, ...] = ()
         self._ring_born = tuple(segments)
         self._num_ring_born_tokens = sum(map(len, segments))
+        self._num_kept = 0
+        while self._usage and self._num_kept < len(segments) and is_kept(segments[self._num_kept].segment_id):
+            self._num_kept += 1
         self._generation = 0
+        self._trim_kept()
         self._evict(0)
         self._publish_segments()
 
@@ -70,7 +87,7 @@ class SuffixIndex:
 
     @property
     def ring_born(self) -> tuple[Segment, ...]:
-        """Sealed segments, oldest first."""
+        """Sealed segments, kept ones among them, in order of position."""
         return self._ring_born
 
     @property
@@ -82,6 +99,17 @@ class SuffixIndex:
     def oldest_position(self) -> int:
         """Nothing before this position is stored any more."""
         return self._ring_born[0].start or 0 if self._ring_born else self._ring.tail_start
+
+    @property
+    def recent_position(self) -> int:
+        """Of what was stored before this position, only what was of use may be stored still."""
+        recent = self._ring_born[self._num_kept :]
+        return recent[0].start or 0 if recent else self._ring.tail_start
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens that are stored because they were of use, though their age is over."""
+        return sum(map(len, self._ring_born[: self._num_kept]))
 
     @property
     def num_tail_tokens(self) -> int:
@@ -101,15 +129,21 @@ class SuffixIndex:
         """
         pieces = split_sequence(tokens, self.max_piece_tokens, self.config.lead_in_tokens)
         for piece in pieces:
-            evicted = self._evict(len(piece) + 1)
-            tail_start = self._ring.tail_start
-            self._ring.append(piece)
-            self.num_dropped_tokens += max(0, self._ring.tail_start - max(tail_start, self._sealing_stop))
-            if evicted:
+            if self._evict(len(piece) + 1):
                 self._publish_segments()
+            tail_start = self._ring.tail_start
+            position = self._ring.append(piece)
+            self.num_dropped_tokens += max(0, self._ring.tail_start - max(tail_start, self._sealing_stop))
+            if self._usage is not None:
+                self._usage.add(windows(piece), position, self._ring.tail_stop)
         if pieces:
             self._publish()
         return pieces
+
+    def note_said(self, said: Windows) -> None:
+        """An output with these windows was said: what is stored of it was of use. Call it before storing the output."""
+        if self._usage is not None:
+            self._usage.mark(said)
 
     # Sealing
 
@@ -142,7 +176,11 @@ class SuffixIndex:
         than ``merge_fanout`` segments in each, but for those whose sum would exceed an eighth of the capacity. A token
         is sorted again about log(capacity / seal_tokens) times, also when sealing is far ahead of merging.
         """
-        segments, fanout = self._ring_born, self.config.merge_fanout
+        kept, recent = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
+        return self._plan_within(recent) or self._plan_within(kept)
+
+    def _plan_within(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
+        fanout = self.config.merge_fanout
         best, best_cost = None, math.inf
         stop = len(segments)
         while stop > 0:
@@ -173,8 +211,11 @@ class SuffixIndex:
                     best, best_cost = run[first : stop + 1], total / (total - most)
         return best, best_cost
 
-    def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
-        """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one was evicted."""
+    def install_merged(self, inputs: Sequence[Segment], merged: Segment, found: Windows | None = None) -> bool:
+        """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one was evicted.
+
+        ``found`` : windows of ``merged``, where it is a kept segment: its text may have moved.
+        """
         for first in range(len(self._ring_born)):
             if self._ring_born[first] is inputs[0]:
                 break
@@ -182,8 +223,49 @@ class SuffixIndex:
             return False
         assert all(a is b for a, b in zip(self._ring_born[first:], inputs, strict=False))
         self._ring_born = (*self._ring_born[:first], merged, *self._ring_born[first + len(inputs) :])
+        if first < self._num_kept:
+            self._num_kept -= len(inputs) - 1
         self._publish_segments()
+        if self._usage is not None and found is not None:
+            assert merged.start is not None
+            self._usage.add_again(found, merged.start)
         return True
+
+    # Keeping
+
+    def leaving(self) -> tuple[Segment, Flags] | None:
+        """The oldest segment that has left with text that was of use, and which of its blocks were; None if none has.
+
+        It is not searched any more, until ``install_kept``. See ``usage.used_text``.
+        """
+        if not self._leaving:
+            return None
+        segment = self._leaving[0]
+        assert self._usage is not None and segment.start is not None and segment.stop is not None
+        return segment, self._usage.used(segment.start, segment.stop)
+
+    def install_kept(self, left: Segment, kept: Segment | None, gone: Windows, found: Windows) -> None:
+        """``kept``, of ``left``, is searched from now on; None when there was nothing. Publishes.
+
+        ``gone``, ``found`` : windows of ``left`` and of ``kept``. Without effect if ``left`` was given up meanwhile.
+        """
+        assert self._usage is not None and left.start is not None and left.stop is not None
+        if not self._leaving or self._leaving[0] is not left:
+            return
+        self._leaving.popleft()
+        self._usage.forget(gone, left.start, left.stop)
+        self.num_evicted_tokens += len(left)
+        if kept is not None:
+            self.num_evicted_tokens -= len(kept)
+            self._ring_born = (*self._ring_born[: self._num_kept], kept, *self._ring_born[self._num_kept :])
+            self._num_kept += 1
+            self._num_ring_born_tokens += len(kept)
+            self._trim_kept()
+            self._evict(0)
+        self._publish_segments()
+        if kept is not None:
+            assert kept.start is not None
+            self._usage.add_again(found, kept.start)
 
     # Static segments
 
@@ -202,20 +284,39 @@ class SuffixIndex:
         return was_there
 
     def _evict(self, num_new_tokens: int) -> bool:
-        """Drop the oldest segments until ``num_new_tokens`` more tokens fit."""
-        capacity = self.config.capacity_tokens
-        kept = 0
-        while kept < len(self._ring_born) and self._num_ring_born_tokens + len(self._ring) + num_new_tokens > capacity:
-            self._num_ring_born_tokens -= len(self._ring_born[kept])
-            self.num_evicted_tokens += len(self._ring_born[kept])
-            kept += 1
-        self.num_evicted_segments += kept
-        self._ring_born = self._ring_born[kept:]
-        return kept > 0
+        """Drop the oldest segments until ``num_new_tokens`` more tokens fit; kept ones where there are no others."""
+        capacity, before = self.config.capacity_tokens, len(self._ring_born)
+        while self._ring_born and self._num_ring_born_tokens + len(self._ring) + num_new_tokens > capacity:
+            self._drop(self._num_kept if self._num_kept < len(self._ring_born) else 0)
+        return len(self._ring_born) < before
+
+    def _trim_kept(self) -> None:
+        """Drop the oldest kept segments until the others are no more than their share."""
+        while self.num_kept_tokens > _KEPT_SHARE * self.config.capacity_tokens:
+            self._drop(0)
+
+    def _drop(self, number: int) -> None:
+        """Take a segment out of the search; what is of use of a recent one may come back."""
+        segment, was_kept = self._ring_born[number], number < self._num_kept
+        self._ring_born = (*self._ring_born[:number], *self._ring_born[number + 1 :])
+        self._num_ring_born_tokens -= len(segment)
+        self._num_kept -= was_kept
+        self.num_evicted_segments += 1
+        assert segment.start is not None and segment.stop is not None
+        if was_kept or self._usage is None or not self._usage.used(segment.start, segment.stop).any():
+            self.num_evicted_tokens += len(segment)
+            return
+        self._leaving.append(segment)
+        while sum(map(len, self._leaving)) > 2 * self.max_segment_tokens:  # nobody comes for them
+            self.num_evicted_tokens += len(self._leaving.popleft())
 
     def _publish_segments(self) -> None:
         self._searched = (*self._static, *self._ring_born)
         self._table = segment_table(self._searched)
+        if self._usage is not None:
+            # What has left and may come back is known still, or the next who says it would have it kept twice.
+            known = (*self._ring_born[: self._num_kept], *self._leaving, *self._ring_born[self._num_kept :])
+            self._usage.set_stored(known, self._ring.tail_start, self.recent_position)
         self._publish()
 
     def _publish(self) -> None:

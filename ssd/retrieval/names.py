@@ -33,6 +33,17 @@ def is_segment_id(text: object) -> bool:
     return isinstance(text, str) and _SEGMENT_ID.fullmatch(text) is not None
 
 
-def new_segment_id(start: int | None) -> str:
-    """A name no other segment has: random, so that a rebuild which outlived its server cannot overwrite a file."""
-    return f"{'static' if start is None else f'{start:012d}'}-{secrets.token_hex(8)}"
+_KEPT = "-kept-"
+
+
+def new_segment_id(start: int | None, *, kept: bool = False) -> str:
+    """A name no other segment has: random, so that a rebuild which outlived its server cannot overwrite a file.
+
+    ``kept`` : says that it is text that outlives its age, see ``is_kept``.
+    """
+    return f"{'static' if start is None else f'{start:012d}'}{_KEPT if kept else '-'}{secrets.token_hex(8)}"
+
+
+def is_kept(segment_id: str) -> bool:
+    """Whether a segment holds what was of use of text that was evicted."""
+    return _KEPT in segment_id

@@ -20,12 +20,13 @@ from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.marks import KeptMark, Mark, PendingMarks
 from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.names import new_segment_id
+from ssd.retrieval.names import is_kept, new_segment_id
 from ssd.retrieval.outage import Outage
 from ssd.retrieval.prefixes import PrefixFilter
 from ssd.retrieval.snapshot import Segment, Snapshot, concatenate
 from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.suffix_array import build_segment
+from ssd.retrieval.usage import WINDOW_TOKENS, used_text, windows
 from ssd.retrieval.worker import MergeJob
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class CacheStats:
 
     num_tokens: int
     """Ring-born tokens that can be matched, at most the capacity."""
+    num_kept_tokens: int
+    """Of those, what stays for having been of use, though it is older than text that was evicted."""
     num_static_tokens: int
     num_tail_tokens: int
     num_segments: int
@@ -108,6 +111,7 @@ class SuffixCache:
         self.name = name
         self._fingerprint = fingerprint
         self._seal_tokens = config.seal_tokens
+        self._keeps_used = config.eviction == "used"
         self._directory = directory
         self._worker = worker
         self._wake = wake
@@ -158,7 +162,11 @@ class SuffixCache:
         """
         try:
             tokens = _checked(token_ids)
+            output = tokens[max(0, prompt_length - WINDOW_TOKENS + 1) :]
+            said = windows(output) if self._keeps_used else None
             with self._lock:
+                if said is not None:
+                    self._index.note_said(said)
                 pieces = self._filter.pieces(tokens, prompt_length, self._index.next_position)
                 stored = self._store(pieces)
                 self._num_appended += len(tokens)
@@ -234,7 +242,7 @@ class SuffixCache:
         stored = Pieces((part for piece in pieces for part in self._index.append(piece)), position)
         # Positions say nothing about text dropped from the middle, so then every block is forgotten.
         has_dropped = self._index.num_dropped_tokens > num_dropped
-        self._filter.forget_before(self._index.next_position if has_dropped else self._index.oldest_position)
+        self._filter.forget_before(self._index.next_position if has_dropped else self._index.recent_position)
         return stored
 
     def _wake_if_due(self) -> None:
@@ -253,6 +261,7 @@ class SuffixCache:
             if self._closed:
                 return
             self._seal(1 if seal_all else self._seal_tokens)
+            self._keep_used()
             self._run_merges(wait)
             if self._outage.is_retry_due() or (seal_all and wait):
                 self._write_again()
@@ -282,6 +291,7 @@ class SuffixCache:
                 return
             if self._directory is None or self._directory.durable:
                 self._seal(1)
+                self._keep_used()
                 self._write_again()
             self._closed = True
             self._commit()
@@ -303,6 +313,27 @@ class SuffixCache:
             with self._room:
                 self._index.install_sealed(segment)
                 self._num_sealed += 1
+                self._room.notify_all()
+
+    def _keep_used(self) -> None:
+        """Bring back what was of use of the segments that have left."""
+        while True:
+            with self._lock:
+                due = self._index.leaving()
+            if due is None:
+                return
+            left, used = due
+            start, kept = left.start, None
+            assert start is not None
+            tokens = left.tokens
+            text = used_text(tokens, start, used)
+            if len(text):
+                kept = self._to_file(build_segment(text, start=start, segment_id=new_segment_id(start, kept=True)))
+                if self._directory is not None and not self._directory.has_file(kept.segment_id):
+                    self._parts[kept.segment_id] = self._files_of(left)  # it is in there, with the rest
+            gone, found = windows(tokens), windows(text)
+            with self._room:
+                self._index.install_kept(left, kept, gone, found)
                 self._room.notify_all()
 
     def _run_merges(self, wait: bool) -> None:
@@ -332,7 +363,7 @@ class SuffixCache:
             return None
         start = inputs[0].start
         assert start is not None
-        segment_id = new_segment_id(start)
+        segment_id = _merged_id(inputs)
         job = MergeJob(
             inputs=tuple(str(directory.path_of(segment.segment_id)) for segment in inputs),
             output=str(directory.path_of(segment_id)),
@@ -366,15 +397,16 @@ class SuffixCache:
 
     def _merge_here(self, inputs: Sequence[Segment]) -> Segment:
         start = inputs[0].start
-        merged = self._to_file(build_segment(concatenate(inputs), start=start, segment_id=new_segment_id(start)))
+        merged = self._to_file(build_segment(concatenate(inputs), start=start, segment_id=_merged_id(inputs)))
         if self._directory is not None and not self._directory.has_file(merged.segment_id):
             # It could not be written: the directory keeps what it was merged from.
             self._parts[merged.segment_id] = tuple(file for segment in inputs for file in self._files_of(segment))
         return merged
 
     def _install(self, inputs: Sequence[Segment], merged: Segment) -> None:
+        found = windows(merged.tokens) if self._keeps_used and is_kept(merged.segment_id) else None
         with self._lock:
-            if self._index.install_merged(inputs, merged):
+            if self._index.install_merged(inputs, merged, found):
                 self._num_merged += 1
 
     def _to_file(self, segment: Segment) -> Segment:
@@ -478,6 +510,7 @@ class SuffixCache:
             num_static = sum(len(segment) for segment in snapshot.segments if segment.start is None)
             return CacheStats(
                 num_tokens=snapshot.num_tokens - num_static,
+                num_kept_tokens=index.num_kept_tokens,
                 num_static_tokens=num_static,
                 num_tail_tokens=index.num_tail_tokens,
                 num_segments=len(snapshot.segments),
@@ -491,6 +524,10 @@ class SuffixCache:
                 num_dropped_tokens=index.num_dropped_tokens,
                 num_failures=self._num_failures,
             )
+
+
+def _merged_id(inputs: Sequence[Segment]) -> str:
+    return new_segment_id(inputs[0].start, kept=all(is_kept(segment.segment_id) for segment in inputs))
 
 
 def _checked(token_ids: TokenIds) -> Tokens:

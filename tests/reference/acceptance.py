@@ -120,11 +120,11 @@ class SlowModel:
             self.knots[knot] = min(max(chance + share * step, 1e-4), 1 - 1e-4)
         error = label - 1 / (1 + math.exp(-log_odds))
         weights = self.weights_of(chosen)
-        weights["1"] += 0.003 * error
+        weights["1"] = min(max(weights["1"] + 0.003 * error, -4), 4)
         for view, key in views.items():
             chance, count = self.entry(view, key)
-            weights[view] += 0.01 * error * math.log(chance / (1 - chance))
-            count += 1
+            weights[view] = min(max(weights[view] + 0.01 * error * math.log(chance / (1 - chance)), -4), 4)
+            count = min(count + 1, 100)
             chance += (label - chance) * max(1 / count, 0.01)
             self.entries[view, key] = min(max(chance, 1e-4), 1 - 1e-4), count
         return error

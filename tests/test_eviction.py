@@ -1,0 +1,316 @@
+"""Text of use stays, whatever is stored beside it: against a slow twin, and what floods, restarts and crashes leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.config import CacheConfig, EvictionPolicy, IndexConfig
+from ssd.errors import ConfigError
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.index import SuffixIndex
+from ssd.retrieval.names import is_kept, is_segment_id, new_segment_id
+from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot
+from ssd.retrieval.suffix_array import build_segment
+from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.retrieval.usage import BLOCK_TOKENS, WINDOW_TOKENS, Usage, used_text, windows
+from tests.reference.eviction import SlowIndex, slow_used_text, slow_windows
+from tests.reference.retrieval import sequences, snapshot_text
+
+Tokens = npt.NDArray[np.int32]
+FINGERPRINT = "0" * 32
+CAPACITY = 4096
+
+
+def tokens_of(ids: list[int]) -> Tokens:
+    return np.array(ids, np.int32)
+
+
+def longest_known(snapshot: Snapshot, text: Tokens) -> int:
+    """The longest part of ``text`` that is stored in one piece."""
+    stored = ",".join(map(str, snapshot_text(snapshot)))
+    best = 0
+    for start in range(len(text)):
+        while start + best < len(text) and ",".join(map(str, text[start : start + best + 1])) + "," in stored + ",":
+            best += 1
+    return best
+
+
+# The parts
+
+
+@given(st.lists(st.integers(-1, 3), max_size=200))
+def test_windows_equal_hashing_each_by_itself(ids: list[int]) -> None:
+    found = windows(tokens_of(ids))
+    assert list(zip(found.ends.tolist(), found.keys.tolist(), strict=True)) == slow_windows(ids)
+
+
+def test_about_one_window_in_four_is_remembered() -> None:
+    random = np.random.default_rng(0)
+    found = windows(random.integers(0, 32_000, 40_000).astype(np.int32))
+    assert 9_000 < len(found.ends) < 11_000
+
+
+@given(st.integers(0, 300), st.integers(1, 400), st.sets(st.integers(0, 12)), st.integers(0, 2**32 - 1))
+def test_what_is_kept_of_a_segment_equals_going_through_its_tokens(
+    start: int, size: int, marks: set[int], seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    ids = np.where(random.random(size) < 0.05, SEPARATOR, random.integers(0, 9, size)).astype(np.int32)
+    ids[-1] = SEPARATOR
+    blocks = np.arange(start // BLOCK_TOKENS, -(-(start + size) // BLOCK_TOKENS))
+    used = np.isin(blocks, list(marks))
+    assert used_text(ids, start, used).tolist() == slow_used_text((start, ids.tolist()), marks)
+
+
+def test_only_what_an_output_says_again_is_marked() -> None:
+    usage, text = Usage(CAPACITY), np.arange(640, dtype=np.int32)
+    usage.add(windows(text), 0, 640)
+    assert not usage.used(0, 640).any()
+    usage.mark(windows(np.arange(128, 192, dtype=np.int32)))
+    assert np.flatnonzero(usage.used(0, 640)).tolist() == [2]
+    usage.add(windows(text[:0]), 128, 192)
+    assert not usage.used(0, 640).any()
+
+
+# The policy
+
+
+def seal(index: SuffixIndex) -> Segment | None:
+    due = index.tail_to_seal()
+    if due is None:
+        return None
+    segment = build_segment(due[1], start=due[0], segment_id=new_segment_id(due[0]))
+    index.install_sealed(segment)
+    return segment
+
+
+def merge(index: SuffixIndex) -> list[int]:
+    """Start positions of what was merged."""
+    inputs = index.merge_plan()
+    if inputs is None:
+        return []
+    text = np.concatenate([segment.tokens for segment in inputs])
+    kept = {is_kept(segment.segment_id) for segment in inputs}
+    assert len(kept) == 1, "text of use is merged with text that is yet to be"
+    merged = build_segment(text, start=inputs[0].start, segment_id=new_segment_id(inputs[0].start, kept=kept.pop()))
+    assert index.install_merged(inputs, merged, windows(text) if is_kept(merged.segment_id) else None)
+    return [segment.start or 0 for segment in inputs]
+
+
+def keep(index: SuffixIndex) -> bool:
+    due = index.leaving()
+    if due is None:
+        return False
+    left, used = due
+    start = left.start
+    assert start is not None
+    text = used_text(left.tokens, start, used)
+    kept = build_segment(text, start=start, segment_id=new_segment_id(start, kept=True)) if len(text) else None
+    index.install_kept(left, kept, windows(left.tokens), windows(text))
+    return True
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1024, 2048]), st.integers(2, 4))
+@settings(max_examples=40)
+def test_equals_the_slow_twin(seed: int, capacity: int, fanout: int) -> None:
+    random = np.random.default_rng(seed)
+    index = SuffixIndex(IndexConfig(capacity_tokens=capacity, seal_tokens=48, merge_fanout=fanout, lead_in_tokens=4))
+    twin = SlowIndex(capacity, num_slots=max(64, capacity // 8))
+    phrases = [random.integers(0, 500, int(random.integers(10, 60))).tolist() for _ in range(12)]
+    num_kept = 0
+    for _ in range(150):
+        operation = random.choice(["say", "say", "flood", "seal", "merge", "keep"])
+        if index.num_tail_tokens > capacity // 2:
+            operation = "seal"  # or the ring would drop what is in no segment
+        if operation in ("say", "flood"):
+            prompt = random.integers(0, 500, int(random.integers(0, 20))).tolist()
+            output = phrases[int(random.integers(len(phrases)))] if operation == "say" else []
+            output = output or random.integers(0, 500, int(random.integers(1, 60))).tolist()
+            said = [*prompt[-(WINDOW_TOKENS - 1) :], *output]
+            index.note_said(windows(tokens_of(said)))
+            twin.say(said)
+            for piece in index.append(tokens_of([*prompt, *output])):
+                twin.append(piece.tolist())
+        elif operation == "seal":
+            if segment := seal(index):
+                twin.seal(len(segment))
+        elif operation == "merge":
+            twin.merge(merge(index))
+        elif keep(index):
+            twin.keep()
+        assert snapshot_text(index.snapshot()) == twin.text()
+        assert index.num_kept_tokens == sum(len(tokens) for _, tokens in twin.kept) <= capacity / 2
+        assert index.snapshot().num_tokens <= capacity
+        assert all(len(segment) <= max(2, capacity // 8) for segment in index.snapshot().segments)
+        starts = [segment.start or 0 for segment in index.ring_born]
+        assert starts == sorted(starts) and all(sequences(segment.tokens.tolist()) for segment in index.ring_born)
+        num_kept += index.num_kept_tokens
+    assert num_kept > 0, "nothing was ever kept"
+
+
+# The cache
+
+
+def opened(
+    directory: Path | None = None, eviction: EvictionPolicy = "used", capacity_tokens: int = CAPACITY
+) -> CacheSet:
+    index = IndexConfig(capacity_tokens=capacity_tokens, seal_tokens=256, merge_fanout=2, eviction=eviction)
+    return CacheSet(CacheConfig(index=index, directory=directory), FINGERPRINT, inline=True)
+
+
+def said(cache: SuffixCache, text: Tokens, *, prompt_length: int = 0) -> None:
+    cache.append(text, prompt_length=prompt_length)
+    cache.maintain()
+
+
+def flood(cache: SuffixCache, num_tokens: int, seed: int = 1) -> None:
+    """Random text as prompts that come once."""
+    random = np.random.default_rng(seed)
+    for _ in range(num_tokens // 200):
+        said(cache, random.integers(0, 30_000, 200).astype(np.int32), prompt_length=199)
+
+
+TEXT = np.random.default_rng(0).integers(0, 30_000, 300).astype(np.int32)
+
+
+@pytest.mark.parametrize(("eviction", "remains"), [("used", True), ("fifo", False)])
+def test_text_that_was_said_again_outlives_a_flood(eviction: EvictionPolicy, remains: bool) -> None:
+    with opened(eviction=eviction) as caches:
+        cache = caches.get()
+        said(cache, TEXT)
+        said(cache, TEXT)
+        flood(cache, 20 * CAPACITY)
+        known = longest_known(cache.snapshot(), TEXT)
+        assert known >= 250 if remains else known < WINDOW_TOKENS
+        assert cache.stats().num_tokens <= CAPACITY
+        assert cache.stats().num_kept_tokens <= (600 if remains else 0)
+
+
+def test_text_that_was_only_asked_twice_does_not() -> None:
+    with opened() as caches:
+        cache = caches.get()
+        said(cache, TEXT, prompt_length=len(TEXT))
+        said(cache, np.concatenate([[7], TEXT]).astype(np.int32), prompt_length=len(TEXT) + 1)
+        flood(cache, 4 * CAPACITY)
+        assert longest_known(cache.snapshot(), TEXT) < WINDOW_TOKENS
+        assert cache.stats().num_kept_tokens == 0
+
+
+def test_new_text_always_has_half_of_the_capacity() -> None:
+    """Everything is said twice: all of it was of use, and it still gives way to what is newer."""
+    random = np.random.default_rng(2)
+    with opened() as caches:
+        cache = caches.get()
+        texts = [random.integers(0, 30_000, 100).astype(np.int32) for _ in range(3 * CAPACITY // 200)]
+        for text in texts:
+            said(cache, text)
+            said(cache, text)
+        stats = cache.stats()
+        assert CAPACITY / 4 < stats.num_kept_tokens <= CAPACITY / 2
+        assert stats.num_appended_tokens + 2 * len(texts) == stats.num_tokens + stats.num_evicted_tokens
+        newest = texts[-CAPACITY // 500 :]
+        assert all(longest_known(cache.snapshot(), text) == len(text) for text in newest)
+
+
+def test_popular_text_is_kept_once() -> None:
+    with opened() as caches:
+        cache = caches.get()
+        for number in range(40):
+            said(cache, TEXT)
+            flood(cache, 400, seed=number)
+        flood(cache, 4 * CAPACITY)
+        assert longest_known(cache.snapshot(), TEXT) >= 250
+        assert cache.stats().num_kept_tokens <= 3 * len(TEXT)
+
+
+def test_a_prompt_whose_text_was_evicted_is_stored_again() -> None:
+    with opened() as caches:
+        cache = caches.get()
+        said(cache, TEXT)
+        said(cache, TEXT)
+        prompt = np.arange(300, dtype=np.int32)
+        said(cache, prompt, prompt_length=300)
+        flood(cache, 4 * CAPACITY)
+        before = cache.stats().num_skipped_tokens
+        said(cache, prompt, prompt_length=300)
+        assert cache.stats().num_skipped_tokens == before
+        assert longest_known(cache.snapshot(), prompt) == 300
+
+
+def test_what_was_kept_outlives_a_restart_and_the_flood_after_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as caches:
+        said(caches.get(), TEXT)
+        said(caches.get(), TEXT)
+        flood(caches.get(), 2 * CAPACITY)
+        kept = caches.get().stats().num_kept_tokens
+        assert kept >= 250
+    with opened(tmp_path) as caches:
+        assert caches.get().stats().num_kept_tokens == kept
+        assert caches.get().stats().num_failures == 0
+        flood(caches.get(), 4 * CAPACITY)
+        assert longest_known(caches.get().snapshot(), TEXT) >= 250
+    with opened(tmp_path, eviction="fifo") as caches:
+        assert caches.get().stats().num_kept_tokens == 0
+        flood(caches.get(), CAPACITY)
+        assert longest_known(caches.get().snapshot(), TEXT) < WINDOW_TOKENS
+
+
+def test_a_smaller_capacity_after_a_restart_leaves_room_for_new_text(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    with opened(tmp_path) as caches:
+        for _ in range(CAPACITY // 100):
+            text = random.integers(0, 30_000, 100).astype(np.int32)
+            said(caches.get(), text)
+            said(caches.get(), text)
+        assert caches.get().stats().num_kept_tokens > CAPACITY / 4
+    with opened(tmp_path, capacity_tokens=CAPACITY // 4) as caches:
+        assert caches.get().stats().num_tokens <= CAPACITY / 4
+        assert caches.get().stats().num_kept_tokens <= CAPACITY / 8
+
+
+def test_text_of_use_that_cannot_be_written_is_not_lost_with_its_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as caches:
+        cache = caches.get()
+        said(cache, TEXT)
+        said(cache, TEXT)
+        cache.flush()
+        directory = cache._directory
+        assert directory is not None
+        write = directory.write
+
+        def full(segment: Segment) -> Segment:
+            if is_kept(segment.segment_id):
+                raise OSError(28, "No space left on device")
+            return write(segment)
+
+        monkeypatch.setattr(directory, "write", full)
+        flood(cache, 2 * CAPACITY)
+        assert longest_known(cache.snapshot(), TEXT) >= 250
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        for path in (tmp_path / "default").iterdir():
+            (copy / path.name).write_bytes(path.read_bytes())  # what a process that is killed now leaves
+        monkeypatch.setattr(directory, "write", write)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    copy.rename(killed / "default")
+    with opened(killed) as caches:
+        assert longest_known(caches.get().snapshot(), TEXT) >= 250
+
+
+def test_a_kept_segment_is_known_by_its_name() -> None:
+    assert is_segment_id(new_segment_id(5, kept=True)) and is_kept(new_segment_id(5, kept=True))
+    assert not is_kept(new_segment_id(5)) and not is_kept(new_segment_id(None))
+
+
+def test_another_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="eviction must be one of used, fifo"):
+        IndexConfig(eviction="lru")  # type: ignore[arg-type]
