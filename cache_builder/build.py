@@ -13,7 +13,8 @@ import numpy as np
 
 from ssd.config import IndexConfig
 from ssd.errors import ConfigError
-from ssd.retrieval.directory import LOCK_NAME, MANIFEST_NAME
+from ssd.retrieval.directory_lock import LOCK_NAME
+from ssd.retrieval.manifest import MANIFEST_NAME
 from ssd.retrieval.prefixes import PrefixFilter
 from ssd.retrieval.static import StaticWriter
 from ssd.text.codec import TextCodec

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable
-from ssd.retrieval.directory import MANIFEST_NAME, Manifest, read_manifest
+from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ssd.retrieval.names import is_segment_id
 from ssd.retrieval.segment_file import open_segment
 
@@ -84,7 +85,11 @@ def fingerprint_of(path: Path) -> str:
         fingerprint = outer["manifest"]["fingerprint"]
         if not isinstance(fingerprint, str):
             raise TypeError("its fingerprint is not text")
-    except OSError:
+    except NotADirectoryError:
+        raise StoreUnavailable(f"{path} is no directory: give one that `ssd-cache build` made") from None
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
         inside = sorted(child.parent.name for child in path.glob(f"*/{MANIFEST_NAME}")) if path.is_dir() else []
         hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
         raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}") from None
@@ -109,7 +114,7 @@ def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> Seg
     num_tokens, num_bytes, error = 0, 0, None
     try:
         num_bytes = file.stat().st_size
-        num_tokens = len(open_segment(file, fingerprint=fingerprint))
+        num_tokens = len(open_segment(file, fingerprint=fingerprint, budget=CopyBudget(num_bytes)))
     except FileNotFoundError:
         error = f"{file} is missing"
     except (CacheError, OSError) as failure:

@@ -130,6 +130,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             cache=CacheConfig(
                 index=IndexConfig(capacity_tokens=found.cache_tokens, rebuild_interval_s=found.rebuild_interval),
                 directory=found.cache_dir,
+                memory_bytes=found.cache_memory_bytes,
                 redis_url=found.redis,
             ),
         )
@@ -166,7 +167,7 @@ def _build_parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    index, draft, engine = IndexConfig(), DraftConfig(), EngineConfig()
+    index, draft, engine, cache = IndexConfig(), DraftConfig(), EngineConfig(), CacheConfig()
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="Hugging Face model directory or id (default: the bundled model)")
     add("--version", action="version", version=f"ssd-serve {VERSION}")
@@ -274,6 +275,11 @@ def _build_parser() -> _Parser:
         help="new text is indexed at the latest after this time (default: %(default)s)",
     )  # fmt: skip
     add("--cache-dir", type=Path, metavar="DIR", help="keep the cache here (default: nothing outlives the process)")
+    add(
+        "--cache-memory-bytes", type=int, default=cache.memory_bytes, metavar="N",
+        help="keep private copies of the cache's files up to this much; what is beyond, large --warm directories for "
+        "instance, is mapped and shared with other servers (default: %(default)s)",
+    )  # fmt: skip
     add("--warm", type=Path, action="append", metavar="DIR", help="draft from what `ssd-cache build` wrote; repeatable")
     add("--redis", metavar="URL", help="learn from other servers, and they from this one")
     add(

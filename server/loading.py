@@ -86,15 +86,14 @@ class EngineLoader:
 
             self._log = RedisLog(options.cache.redis_url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size)
             resources.callback(self._log.close)
-        caches = CacheSet(options.cache, codec.fingerprint, on_open=self._share)
+        caches = CacheSet(options.cache, codec.fingerprint, namespace=options.namespace, on_open=self._share)
         resources.callback(caches.close)
-        cache = caches.get(options.namespace)
+        cache = caches.get()
         for directory in options.warm_directories:
             cache.add_static_directory(directory)
         return caches
 
     def _share(self, cache: SuffixCache) -> None:
-        # The set opens the namespace "default" in any case; only what is served is shared.
         if self._log is not None and cache.name == self._options.namespace:
             self._log.attach(cache)
 

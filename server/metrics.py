@@ -83,6 +83,11 @@ class _EngineCollector(Collector):
         yield from self._engine(engine.metrics)
         if engine.caches is not None:
             yield from self._by_namespace("ssd:cache", engine.caches.stats())
+            yield self._counter(
+                "ssd:cache_worker_restarts",
+                "How often the process that merges had to be started again.",
+                engine.caches.num_worker_restarts,
+            )
         if self._sharing_stats is not None:
             yield from self._by_namespace("ssd:sharing", self._sharing_stats())
 

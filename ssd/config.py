@@ -178,8 +178,15 @@ class CacheConfig:
     directory: Path | None = None
     """Durable home of the cache; None keeps nothing beyond the process."""
 
+    memory_bytes: int = 1 << 30
+    """Most memory for private copies of segments' files, which nobody else can change. Segments beyond it are mapped
+    from their files, shared with other processes, and given up when a file is changed or cut while in use."""
+
     redis_url: str | None = None
     """Replicas with the same URL and namespace learn from each other; None shares nothing."""
+
+    def __post_init__(self) -> None:
+        _require(self.memory_bytes >= 0, f"memory_bytes must be >= 0, got {self.memory_bytes}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@
         + SegmentCorrupt      a file is torn or was changed
         + FormatVersion       a file was written by another version
         + TokenizerMismatch   a cache made with another tokenizer
+        + NamespaceMismatch   a cache that holds the text of another namespace
         + CacheLocked         another process writes this directory
         + StoreUnavailable    Redis or the disk does not answer
 
@@ -81,6 +82,10 @@ class FormatVersion(CacheError):
 
 class TokenizerMismatch(CacheError):
     """A cache was made with another tokenizer: its token ids mean other text."""
+
+
+class NamespaceMismatch(CacheError):
+    """A cache holds the text of another namespace: whoever uses this one must not be served from it."""
 
 
 class CacheLocked(CacheError):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import CacheLocked, ConfigError, TokenizerMismatch
+from ssd.errors import CacheLocked, ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.snapshot import SEPARATOR
@@ -291,17 +291,37 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         CacheSet(_config(), "not a fingerprint", inline=True)
 
 
-def test_a_directory_that_cannot_be_used_costs_only_persistence(
+def test_a_directory_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreUnavailable, match=r"Not a directory: .*/file'"):
+        CacheSet(_config(tmp_path / "file"), FINGERPRINT)
+
+
+def test_a_directory_that_cannot_be_used_later_costs_only_persistence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with CacheSet(_config(tmp_path / "file"), FINGERPRINT) as caches:
+    (tmp_path / "other").write_text("in the way")
+    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
+        other = caches.get("other")
         for i in range(20):
-            caches.get().append([i] * 10)
+            other.append([i] * 10)
         caches.flush()
-        assert len(_said(caches)) == 20
-        assert caches.get().stats().num_failures == 1
+        assert len(_said(caches, "other")) == 20
+        assert (other.stats().num_failures, caches.get().stats().num_failures) == (1, 0)
     assert len(caplog.records) == 1
+
+
+def test_two_namespaces_of_one_directory_are_served_at_once(tmp_path: Path) -> None:
+    with (
+        CacheSet(_config(tmp_path), FINGERPRINT, namespace="a") as first,
+        CacheSet(_config(tmp_path), FINGERPRINT, namespace="b") as second,
+    ):
+        first.get().append([1])
+        second.get().append([2])
+        assert (first.names(), second.names()) == (["a"], ["b"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    with CacheSet(_config(tmp_path), FINGERPRINT, namespace="a") as caches:
+        assert (_said(caches, "a"), _said(caches, "b")) == ([[1]], [[2]])
 
 
 def test_a_directory_that_disappears_costs_only_persistence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, TokenizerMismatch
-from ssd.retrieval.directory import MANIFEST_NAME, SegmentDirectory, read_manifest
+from ssd.retrieval.directory import SegmentDirectory
+from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
 from ssd.retrieval.snapshot import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import build_segment
 

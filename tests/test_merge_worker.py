@@ -38,6 +38,7 @@ def _job(directory: Path, num_inputs: int = 2, num_tokens: int = 50) -> MergeJob
         start=0,
         fingerprint=FINGERPRINT,
         namespace="default",
+        num_tokens=num_inputs * num_tokens,
         durable=False,
     )
 
@@ -65,7 +66,14 @@ def test_a_job_survives_its_line() -> None:
 
 def _job_of_names() -> MergeJob:
     return MergeJob(
-        inputs=("a b", 'c"\n'), output="d", segment_id="e", start=1, fingerprint="f", namespace="g", durable=True
+        inputs=("a b", 'c"\n'),
+        output="d",
+        segment_id="e",
+        start=1,
+        fingerprint="f",
+        namespace="g",
+        num_tokens=2,
+        durable=True,
     )
 
 

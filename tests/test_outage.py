@@ -15,6 +15,7 @@ import pytest
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval import directory as directories
+from ssd.retrieval import manifest as manifests
 from ssd.retrieval import outage, suffix_cache
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
@@ -54,7 +55,8 @@ class ReadOnly:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_on = False
         self.num_refused = 0
-        for module, name in ((directories, "write_segment"), (directories, "write_file"), (Path, "unlink")):
+        writers = ((directories, "write_segment"), (directories, "write_file"), (manifests, "write_file"))
+        for module, name in (*writers, (Path, "unlink")):
             monkeypatch.setattr(module, name, self._refusing(getattr(module, name)))
 
     def _refusing(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -102,6 +102,7 @@ def test_unusable_arguments_end_in_one_line(arguments: tuple[str, ...], hint: st
         (("--warm", str(ROOT / "tests")), "tests"),
         (("--namespace", "../other"), "namespace"),
         (("--draft-model", "./no-such-directory"), "no-such-directory"),
+        (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
     ],
 )
 def test_what_only_loading_shows_ends_in_one_line(arguments: tuple[str, ...], hint: str) -> None:

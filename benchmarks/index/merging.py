@@ -174,5 +174,6 @@ def _job(scratch: Path, inputs: Sequence[Segment]) -> MergeJob:
         start=0,
         fingerprint=FINGERPRINT,
         namespace=DEFAULT_NAMESPACE,
+        num_tokens=sum(map(len, inputs)),
         durable=True,
     )

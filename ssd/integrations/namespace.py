@@ -31,13 +31,8 @@ class OpenNamespace:
             if settings.redis_url is not None:
                 share = opening.enter_context(_open_log(settings.redis_url, fingerprint, vocab_size)).attach
 
-            def on_open(cache: SuffixCache) -> None:
-                # The set opens the namespace "default" in any case; only what is served is shared.
-                if share is not None and cache.name == settings.namespace:
-                    share(cache)
-
-            caches = opening.enter_context(CacheSet(config, fingerprint, on_open=on_open))
-            self.cache: SuffixCache = caches.get(settings.namespace)
+            caches = opening.enter_context(CacheSet(config, fingerprint, namespace=settings.namespace, on_open=share))
+            self.cache: SuffixCache = caches.get()
             for directory in settings.warm_dirs:
                 self.cache.add_static_directory(directory)
             self._resources = opening.pop_all()

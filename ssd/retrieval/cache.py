@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
@@ -9,10 +10,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from ssd.config import CacheConfig
-from ssd.retrieval.directory import SegmentDirectory
+from ssd.errors import CacheError, StoreUnavailable
+from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
+from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import check_fingerprint, check_namespace
 from ssd.retrieval.scratch import make_scratch
@@ -26,6 +29,7 @@ DEFAULT_NAMESPACE = "default"
 
 _BYTES_PER_TOKEN = 8  # token and suffix
 _SCRATCH_COPIES = 2  # while segments are merged, both they and the result are there
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class CacheSet:
@@ -42,20 +46,24 @@ class CacheSet:
         config: CacheConfig,
         fingerprint: str,
         *,
+        namespace: str = DEFAULT_NAMESPACE,
         inline: bool = False,
         max_namespaces: int = 256,
         on_open: Callable[[SuffixCache], None] | None = None,
     ) -> None:
-        """Opens the default namespace, so that what is wrong with the directory is known at once.
+        """Opens ``namespace``, so that what is wrong with the directory is known at once; no other is opened unasked.
 
         ``fingerprint`` : the tokenizer's, 32 hexadecimal characters. ``inline`` : no thread and no process; the owner
         calls ``maintain`` and gets the same result every time. ``max_namespaces`` : beyond it the one not used for
-        longest is closed, never the default one; what it learned is lost if it has no directory. ``on_open`` : called
+        longest is closed, never ``namespace``; what it learned is lost if it has no directory. ``on_open`` : called
         with every cache before its first use.
 
-        Raises ConfigError, CacheLocked, SegmentCorrupt, FormatVersion, TokenizerMismatch.
+        Raises ConfigError, CacheLocked, SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch, and
+        StoreUnavailable for a directory that can neither be written nor read.
         """
         self.config = config
+        self.namespace = check_namespace(namespace)
+        self._budget = CopyBudget(config.memory_bytes)
         self.fingerprint = check_fingerprint(fingerprint)
         self._max_namespaces = max(1, max_namespaces)
         self._on_open = on_open
@@ -74,7 +82,7 @@ class CacheSet:
         if not inline and self._root is not None:
             self._worker = MergeWorker(None if self._scratch is None else self._scratch[0])
         try:
-            self.get(DEFAULT_NAMESPACE)
+            self._caches[namespace] = self._announced(self._open(namespace))
         except BaseException:
             self._remove_scratch()
             raise
@@ -85,16 +93,17 @@ class CacheSet:
             self._thread = threading.Thread(target=self._run, name="ssd-cache", daemon=True)
             self._thread.start()
 
-    def get(self, name: str = DEFAULT_NAMESPACE) -> SuffixCache:
-        """The cache of a namespace, opened on first use (then files are read). Safe from any thread.
+    def get(self, name: str | None = None) -> SuffixCache:
+        """The cache of a namespace, None for the first one. Opened on first use (then files are read). From any thread.
 
-        Raises ConfigError for a name that cannot be one, and CacheError when its directory cannot be used.
+        A directory that cannot be used is one failure of its cache, which then stays in memory. Raises ConfigError for
+        a name that cannot be one.
         """
+        name = self.namespace if name is None else name
         with self._lock:
             cache = self._caches.get(name)
             if cache is None:
-                cache = self._open(check_namespace(name))
-                self._caches[name] = cache
+                cache = self._caches[name] = self._announced(self._open_or_begin(check_namespace(name)))
                 self._close_least_used()
             self._caches.move_to_end(name)
             return cache
@@ -152,36 +161,57 @@ class CacheSet:
         with self._lock:
             return list(self._caches.values())
 
-    def _open(self, name: str) -> SuffixCache:
-        try:
-            cache = self._make(name, self._open_directory(name))
-        except OSError as error:
-            cache = self._make(name, None)
-            cache.report_failure("its directory cannot be used, it stays in memory", error)
+    def _announced(self, cache: SuffixCache) -> SuffixCache:
         if self._on_open is not None:
             self._on_open(cache)
         return cache
 
-    def _make(self, name: str, directory: SegmentDirectory | None) -> SuffixCache:
+    def _open_or_begin(self, name: str) -> SuffixCache:
+        """While it serves, a directory that cannot be used costs only what would be kept there."""
+        try:
+            return self._open(name)
+        except CacheError as error:
+            cache = self._make(name, None)
+            cache.report_failure("its directory cannot be used, it stays in memory", error)
+            return cache
+
+    def _open(self, name: str) -> SuffixCache:
+        """Raises CacheError."""
+        if self._root is None:
+            return self._make(name, None)
+        path, is_durable = self._root / name, self._scratch is None
+        whose: dict[str, Any] = {"fingerprint": self.fingerprint, "namespace": name, "budget": self._budget}
+        try:
+            try:
+                return self._make(name, SegmentDirectory(path, durable=is_durable, **whose))
+            except OSError as error:
+                if error.errno not in _NOT_WRITABLE or not path.is_dir():
+                    raise
+                cache = self._make(name, DirectoryReader(path, **whose))
+                cache.report_failure(
+                    "its directory cannot be written: what it holds is searched, what is learned stays in memory", error
+                )
+                return cache
+        except OSError as error:
+            raise StoreUnavailable(
+                f"the cache directory {path} cannot be used: {error}. Give one that can be written, or at least read"
+            ) from error
+
+    def _make(self, name: str, directory: DirectoryReader | None) -> SuffixCache:
         return SuffixCache(
             name,
             self.config.index,
             fingerprint=self.fingerprint,
             directory=directory,
+            budget=self._budget,
             worker=self._worker,
             wake=None if self._inline else self._wake.set,
         )
 
-    def _open_directory(self, name: str) -> SegmentDirectory | None:
-        if self._root is None:
-            return None
-        is_durable = self._scratch is None
-        return SegmentDirectory(self._root / name, fingerprint=self.fingerprint, namespace=name, durable=is_durable)
-
     def _close_least_used(self) -> None:
         if len(self._caches) <= self._max_namespaces:
             return
-        name = next(name for name in self._caches if name != DEFAULT_NAMESPACE)
+        name = next(name for name in self._caches if name != self.namespace)
         cache = self._caches.pop(name)
         cache.close()
         if self._scratch is not None:

@@ -6,174 +6,116 @@
     learned.bin          what drafting learned beside the text (``Companion``); replaced atomically, may be removed
     <segment id>.seg     segment files, never changed
     writer.lock          held by the writing process (flock), freed by the kernel however the process ends
+
+Nothing else in it is touched, and of files with such names only those that are ours: no links, and segments whose
+header has this tokenizer and namespace.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, TokenizerMismatch
+from ssd.errors import CacheError, FormatVersion, SegmentCorrupt
+from ssd.retrieval.atomic_file import is_temporary, make_directory, sync_directory, write_file
+from ssd.retrieval.directory_lock import DirectoryLock
+from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.manifest import Manifest, read_manifest, write_manifest
 from ssd.retrieval.names import is_segment_id
-from ssd.retrieval.segment_file import open_segment, sync_directory, write_file, write_segment
+from ssd.retrieval.recovery import LEFT_OUT, header_of_ours, recover
+from ssd.retrieval.segment_file import keep_text_only, open_segment, write_segment
 from ssd.retrieval.snapshot import Segment
 
-MANIFEST_NAME = "manifest.json"
 LEARNED_NAME = "learned.bin"
-LOCK_NAME = "writer.lock"
-MANIFEST_FORMAT = 1
-_MAX_MANIFEST_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """Which segments make up one generation of a directory.
-
-    ``next_position`` : the first ring position nothing was ever stored at.
-    ``segment_ids`` : static ones first, then those of the ring, oldest first.
-    """
-
-    fingerprint: str
-    namespace: str
-    generation: int = 0
-    next_position: int = 0
-    segment_ids: tuple[str, ...] = ()
-    segments: tuple[dict[str, Any], ...] = field(default=(), compare=False)
-    """For people and tools: id, num_tokens, start (None when static) of each segment."""
-    shared: Mapping[str, Any] | None = field(default=None, compare=False)
-    """JSON that ``SuffixCache`` keeps here about where the text came from; true of exactly these segments."""
-
-
 _MOST_LEARNED_BYTES = 1 << 26
 
 
-def read_manifest(path: Path, *, fingerprint: str) -> Manifest | None:
-    """The manifest of directory ``path``, None when there is none.
+class DirectoryReader:
+    """What a directory holds, without a right to write it: for one that cannot be written.
 
-    Raises SegmentCorrupt, FormatVersion, TokenizerMismatch, and OSError when it cannot be read.
+    A process that writes it meanwhile may remove files before they are read; they are left out then.
     """
-    manifest_path = path / MANIFEST_NAME
-    try:
-        with manifest_path.open("rb") as file:
-            text = file.read(_MAX_MANIFEST_BYTES)
-    except FileNotFoundError:
-        return None
-    try:
-        outer = json.loads(text)
-        content = outer["manifest"]
-        if outer["format"] != MANIFEST_FORMAT:
-            raise FormatVersion(
-                f"{manifest_path} has format {outer['format']!r}, this version reads {MANIFEST_FORMAT}. "
-                "Delete the directory and build it again, or use the version of ssd that wrote it"
-            )
-        if outer["xxh3"] != _digest(content):
-            raise ValueError("its checksum does not match")
-        segments = tuple(content["segments"])
-        manifest = Manifest(
-            fingerprint=content["fingerprint"],
-            namespace=content["namespace"],
-            generation=content["generation"],
-            next_position=content["next_position"],
-            segment_ids=tuple(segment["id"] for segment in segments),
-            segments=segments,
-            shared=content.get("shared"),
-        )
-        if not all(map(is_segment_id, manifest.segment_ids)):
-            raise ValueError("it names a segment that no file can have")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SegmentCorrupt(
-            f"{manifest_path} is damaged ({error}). Restore it from a copy, "
-            f"or delete the directory {path} to start empty"
-        ) from None
-    if manifest.fingerprint != fingerprint:
-        raise TokenizerMismatch(
-            f"{path} was made with tokenizer {manifest.fingerprint}, this one is {fingerprint}: its token ids "
-            "mean other text. Use another directory, or the tokenizer it was made with"
-        )
-    return manifest
 
+    def __init__(self, path: Path, *, fingerprint: str, namespace: str, budget: CopyBudget | None = None) -> None:
+        """``budget`` : what private copies of segments may take, None maps their files.
 
-def _digest(content: object) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+        Raises SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch, or OSError.
+        """
+        self.path = path
+        self._fingerprint = fingerprint
+        self._namespace = namespace
+        self._budget = budget
+        next(path.iterdir(), None)  # can it be read at all?
+        manifest = read_manifest(path, fingerprint=fingerprint, namespace=namespace)
+        if manifest is None:
+            recovered = recover(path, fingerprint=fingerprint, namespace=namespace)
+            manifest = None if recovered is None else recovered.manifest
+        self.manifest = manifest or Manifest(fingerprint=fingerprint, namespace=namespace)
 
+    def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
+        """The manifest's segments, in order, and why those left out could not be used: damaged, foreign or missing.
 
-class DirectoryLock:
-    """The right to write a directory, held by one process; the kernel takes it back however that ends."""
+        Raises FormatVersion or OSError for what may be whole but cannot be read now or by this version.
+        """
+        segments, failures = load_segments(self.path, self.manifest, namespace=self._namespace, budget=self._budget)
+        for failure in failures:
+            if isinstance(failure, FormatVersion | OSError) and not isinstance(failure, FileNotFoundError):
+                raise failure
+        return segments, failures
 
-    def __init__(self, path: Path) -> None:
-        """Raises CacheLocked at once when another holds it, and OSError."""
-        self._path = path
-        self._descriptor: int | None = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def read_learned(self) -> bytes | None:
+        """What ``write_learned`` kept; None when nothing was. Raises OSError."""
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise CacheLocked(
-                f"{path} is being written by another process. Stop that one, or give this one a directory of its own "
-                "(several servers share what they learn through Redis, not through a directory)"
-            ) from None
-        except OSError:
-            self.close()
-            raise
-
-    def check(self) -> None:
-        """Raises OSError when the directory was removed or replaced: whoever made it anew may be its writer now."""
-        with contextlib.suppress(FileNotFoundError):
-            there = (self._path / LOCK_NAME).stat()
-            if self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), there):
-                return
-        raise OSError(
-            errno.ESTALE,
-            "the directory was removed or replaced while in use and belongs to whoever made it anew. "
-            "Start again to write it; a server goes on from memory until then",
-            str(self._path),
-        )
-
-    def close(self) -> None:
-        """Give it back; may be called twice."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            path = self.path / LEARNED_NAME
+            return path.read_bytes() if path.stat().st_size <= _MOST_LEARNED_BYTES else None
+        except FileNotFoundError:
+            return None
 
 
-class SegmentDirectory:
+class SegmentDirectory(DirectoryReader):
     """The writer's side of a directory. Not thread-safe; ``write`` may run beside other calls."""
 
-    def __init__(self, path: Path, *, fingerprint: str, namespace: str, durable: bool = True) -> None:
-        """Open or create ``path`` as its writer and remove files no manifest names.
+    def __init__(
+        self,
+        path: Path,
+        *,
+        fingerprint: str,
+        namespace: str,
+        durable: bool = True,
+        budget: CopyBudget | None = None,
+    ) -> None:
+        """Open or create ``path`` as its writer and remove files of ours that no manifest names.
 
-        ``durable`` : files are synced and a manifest is kept; without, the directory is scratch space of this process.
-        Raises CacheLocked, SegmentCorrupt, FormatVersion, TokenizerMismatch, or OSError.
+        A missing manifest is made anew from the segments; then nothing is removed. ``durable`` : files are synced and a
+        manifest is kept; without, the directory is scratch space of this process. ``budget`` : what private copies of
+        segments may take, None maps their files.
+
+        Raises CacheLocked, SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch, or OSError.
         """
         self.path = path
         self.durable = durable
         self._fingerprint = fingerprint
         self._namespace = namespace
-        path.mkdir(parents=True, exist_ok=True)
+        self._budget = budget
+        make_directory(path)
         self._lock = DirectoryLock(path)
         try:
-            manifest = read_manifest(path, fingerprint=fingerprint)
-            if manifest is None and durable:
-                self._sync_parents()
-            self.manifest = manifest or Manifest(fingerprint=fingerprint, namespace=namespace)
-            self._files = set(self.manifest.segment_ids)  # segments that have a file of ours
             self._has_unsynced_names = False
-            self._remove_orphans()
+            manifest = read_manifest(path, fingerprint=fingerprint, namespace=namespace)
+            self.manifest = manifest or Manifest(fingerprint=fingerprint, namespace=namespace)
+            if manifest is None and durable:
+                self._begin()
+            elif manifest is not None:
+                self._remove_orphans()
+            self._files = set(self.manifest.segment_ids)  # segments that have a file of ours
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Stop being the writer. Mapped segments stay valid."""
+        """Stop being the writer. Segments that were loaded stay valid."""
         self._lock.close()
 
     def path_of(self, segment_id: str) -> Path:
@@ -186,20 +128,15 @@ class SegmentDirectory:
         return segment_id in self._files
 
     def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
-        """The manifest's segments, in order, and why those left out could not be used: damaged, foreign or missing.
-
-        What may be whole but cannot be read now or by this version must not be left out, for the next ``commit``
-        removes the files of what is: then this is closed, and raises FormatVersion or OSError.
-        """
-        segments, failures = load_segments(self.path, self.manifest)
-        for failure in failures:
-            if isinstance(failure, FormatVersion | OSError) and not isinstance(failure, FileNotFoundError):
-                self.close()
-                raise failure
-        return segments, failures
+        """As of any reader; what raises also closes this, for the next ``commit`` removes files that are left out."""
+        try:
+            return super().load()
+        except (FormatVersion, OSError):
+            self.close()
+            raise
 
     def write(self, segment: Segment) -> Segment:
-        """Write a segment's file; returns the segment mapped from it. It counts after ``commit``.
+        """Write a segment's file; returns the segment read from it. It counts after ``commit``.
 
         Raises CacheError, OSError; then there is no file.
         """
@@ -211,13 +148,15 @@ class SegmentDirectory:
         return self.adopt(segment.segment_id)
 
     def adopt(self, segment_id: str) -> Segment:
-        """Map a segment that was written into the directory. It counts after ``commit``.
+        """Read a segment that was written into the directory. It counts after ``commit``.
 
         Raises CacheError, OSError; then the file is removed.
         """
         path = self.path_of(segment_id)
         try:
-            segment = open_segment(path, fingerprint=self._fingerprint)
+            segment = self.reread(segment_id)
+            if not self.durable and segment.shared is None:
+                keep_text_only(path, segment)  # a merge needs no more, and nobody else comes
         except (CacheError, OSError):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -225,6 +164,12 @@ class SegmentDirectory:
         self._files.add(segment_id)
         self._has_unsynced_names = True
         return segment
+
+    def reread(self, segment_id: str) -> Segment:
+        """A segment once more from its file. Raises CacheError, OSError."""
+        return open_segment(
+            self.path_of(segment_id), fingerprint=self._fingerprint, namespace=self._namespace, budget=self._budget
+        )
 
     def commit(
         self, segments: Sequence[Segment], *, next_position: int, shared: Mapping[str, Any] | None = None
@@ -252,63 +197,76 @@ class SegmentDirectory:
             if self._has_unsynced_names:
                 sync_directory(self.path)
                 self._has_unsynced_names = False
-            self._write_manifest()
+            write_manifest(self.path, self.manifest)
         for segment_id in self._files - set(self.manifest.segment_ids):
-            self.path_of(segment_id).unlink(missing_ok=True)
+            self._remove(self.path_of(segment_id))
             self._files.discard(segment_id)
-
-    def read_learned(self) -> bytes | None:
-        """What ``write_learned`` kept; None when nothing was. Raises OSError."""
-        try:
-            path = self.path / LEARNED_NAME
-            return path.read_bytes() if path.stat().st_size <= _MOST_LEARNED_BYTES else None
-        except FileNotFoundError:
-            return None
 
     def write_learned(self, learned: bytes) -> None:
         """Replace it. Raises OSError; then the old one stays."""
         self._lock.check()
         write_file(self.path / LEARNED_NAME, [learned], durable=True)
 
-    def _write_manifest(self) -> None:
-        content: dict[str, Any] = {
-            "fingerprint": self.manifest.fingerprint,
-            "namespace": self.manifest.namespace,
-            "generation": self.manifest.generation,
-            "next_position": self.manifest.next_position,
-            "segments": list(self.manifest.segments),
-        }
-        if self.manifest.shared is not None:
-            content["shared"] = self.manifest.shared
-        outer = {"format": MANIFEST_FORMAT, "manifest": content, "xxh3": _digest(content)}
-        write_file(self.path / MANIFEST_NAME, [json.dumps(outer, indent=1).encode()], durable=True)
-        sync_directory(self.path)
-
-    def _sync_parents(self) -> None:
-        """A new directory must not be lost with all that will be synced in it. Once in its life, while it is empty."""
-        for parent in self.path.resolve().parents:
-            with contextlib.suppress(OSError):  # not ours to read
-                sync_directory(parent)
+    def _begin(self) -> None:
+        """There is no manifest: write one. From then on its absence means that it was lost."""
+        recovered = recover(self.path, fingerprint=self._fingerprint, namespace=self._namespace)
+        if recovered is None:
+            # A new directory must not be lost with all that will be synced in it. Once in its life, while it is empty.
+            for parent in self.path.resolve().parents:
+                with contextlib.suppress(OSError):  # not ours to read
+                    sync_directory(parent)
+        else:
+            self.manifest = recovered.manifest
+            for path in recovered.left_out:
+                path.replace(path.with_name(path.name + LEFT_OUT))
+        write_manifest(self.path, self.manifest)
 
     def _remove_orphans(self) -> None:
         """Only while opening: later, a merge that is still being written has a file no manifest names."""
-        kept = {f"{segment_id}.seg" for segment_id in self._files}
+        kept = {f"{segment_id}.seg" for segment_id in self.manifest.segment_ids}
         for path in list(self.path.iterdir()):
-            if (path.suffix == ".seg" and path.name not in kept) or path.suffix == ".tmp":
+            if path.name in kept:
+                continue
+            if is_temporary(path):
                 path.unlink(missing_ok=True)
+            else:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a segment file if it is ours."""
+        with contextlib.suppress(FormatVersion, FileNotFoundError):
+            if header_of_ours(path, fingerprint=self._fingerprint, namespace=self._namespace) is not None:
+                path.unlink()
 
 
-def load_segments(path: Path, manifest: Manifest) -> tuple[list[Segment], list[CacheError | OSError]]:
-    """Map the segments ``manifest`` names in directory ``path``, in order; and why those left out could not be used."""
+def load_segments(
+    path: Path,
+    manifest: Manifest,
+    *,
+    namespace: str | None = None,
+    budget: CopyBudget | None = None,
+    leaving: int = 0,
+) -> tuple[list[Segment], list[CacheError | OSError]]:
+    """The segments ``manifest`` names in directory ``path``, in order; and why those left out could not be used.
+
+    ``namespace``, ``budget``, ``leaving`` : as for ``open_segment``.
+    """
     segments: list[Segment] = []
     failures: list[CacheError | OSError] = []
+    ring_stop = 0
     for segment_id in manifest.segment_ids:
+        file = path / f"{segment_id}.seg"
         try:
-            segment = open_segment(path / f"{segment_id}.seg", fingerprint=manifest.fingerprint)
+            segment = open_segment(
+                file, fingerprint=manifest.fingerprint, namespace=namespace, budget=budget, leaving=leaving
+            )
             if segment.segment_id != segment_id:
-                raise SegmentCorrupt(
-                    f"{path / segment_id}.seg holds segment {segment.segment_id}: restore it from a copy"
-                )
+                raise SegmentCorrupt(f"{file} holds segment {segment.segment_id}: restore it from a copy")
+            if segment.start is not None:
+                stop = segment.start + len(segment)
+                if segment.start < ring_stop or stop > manifest.next_position:
+                    raise SegmentCorrupt(f"{file} is not where the manifest has room for it: restore one of the two")
+                ring_stop = stop
             segments.append(segment)
         except (CacheError, OSError) as error:
             failures.append(error)

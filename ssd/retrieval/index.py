@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from ssd.retrieval.names import is_kept
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
 from ssd.retrieval.snapshot import Segment, Snapshot, make_snapshot, segment_table
+from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
 from ssd.retrieval.usage import Flags, Usage, Windows, windows
 
 Tokens = npt.NDArray[np.int32]
@@ -57,7 +59,7 @@ class SuffixIndex:
         """
         self.config = config
         self._companion = companion
-        self.max_segment_tokens = max(2, config.capacity_tokens // 8)
+        self.max_segment_tokens = max(2, min(config.capacity_tokens // 8, MAX_SEGMENT_TOKENS))
         limit = min(config.capacity_tokens, max(_RING_SEALS * config.seal_tokens, _RING_TOKENS))
         self.max_piece_tokens = min(self.max_segment_tokens, max(2, limit // 2)) - 1
         self.num_evicted_segments = 0
@@ -166,8 +168,8 @@ class SuffixIndex:
 
     # Merging
 
-    def merge_plan(self) -> tuple[Segment, ...] | None:
-        """Neighbouring segments to be merged next, or None. O(number of segments).
+    def merge_plan(self, apart: Collection[str] = ()) -> tuple[Segment, ...] | None:
+        """Neighbouring segments to be merged next, or None; none of the ids ``apart``. O(number of segments).
 
         Size-tiered, as in Lucene: a segment's class is log of its size to the base ``merge_fanout``; a segment with a
         larger, newer neighbour counts as that one's class, or small ones between large ones would stay forever. Where
@@ -177,15 +179,22 @@ class SuffixIndex:
         is sorted again about log(capacity / seal_tokens) times, also when sealing is far ahead of merging.
         """
         kept, recent = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
-        return self._plan_within(recent) or self._plan_within(kept)
+        return self._plan_within(recent, apart) or self._plan_within(kept, apart)
 
-    def _plan_within(self, segments: tuple[Segment, ...]) -> tuple[Segment, ...] | None:
+    def _plan_within(self, segments: tuple[Segment, ...], apart: Collection[str]) -> tuple[Segment, ...] | None:
         fanout = self.config.merge_fanout
         best, best_cost = None, math.inf
         stop = len(segments)
         while stop > 0:
             run_class, start = self._size_class(segments[stop - 1]), stop - 1
-            while start > 0 and self._size_class(segments[start - 1]) <= run_class:
+            if segments[start].segment_id in apart:
+                stop = start
+                continue
+            while (
+                start > 0
+                and self._size_class(segments[start - 1]) <= run_class
+                and segments[start - 1].segment_id not in apart
+            ):
                 start -= 1
             if stop - start >= fanout:
                 plan, cost = self._cheapest_that_fits(segments[start:stop])
@@ -212,16 +221,14 @@ class SuffixIndex:
         return best, best_cost
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment, found: Windows | None = None) -> bool:
-        """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one was evicted.
+        """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one is not there any more.
 
         ``found`` : windows of ``merged``, where it is a kept segment: its text may have moved.
         """
-        for first in range(len(self._ring_born)):
-            if self._ring_born[first] is inputs[0]:
-                break
-        else:
+        first = next((i for i, segment in enumerate(self._ring_born) if segment is inputs[0]), len(self._ring_born))
+        there = self._ring_born[first : first + len(inputs)]
+        if len(there) < len(inputs) or any(a is not b for a, b in zip(there, inputs, strict=True)):
             return False
-        assert all(a is b for a, b in zip(self._ring_born[first:], inputs, strict=False))
         self._ring_born = (*self._ring_born[:first], merged, *self._ring_born[first + len(inputs) :])
         if first < self._num_kept:
             self._num_kept -= len(inputs) - 1
@@ -266,6 +273,27 @@ class SuffixIndex:
         if kept is not None:
             assert kept.start is not None
             self._usage.add_again(found, kept.start)
+
+    # Segments whose memory others have changed
+
+    def exchange(self, segment: Segment, other: Segment) -> None:
+        """Search ``other``, the same text in other memory, in the place of ``segment``, static or not. Publishes."""
+        if segment.start is None:
+            other = replace(other, start=None)
+        self._static = tuple(other if each is segment else each for each in self._static)
+        self._ring_born = tuple(other if each is segment else each for each in self._ring_born)
+        self._publish_segments()
+
+    def leave_out(self, segments: Sequence[Segment]) -> int:
+        """Search these no more, static or not; how many were there. Publishes."""
+        gone = set(map(id, segments))
+        num_before = len(self._static) + len(self._ring_born)
+        self._static = tuple(segment for segment in self._static if id(segment) not in gone)
+        self._num_kept -= sum(id(segment) in gone for segment in self._ring_born[: self._num_kept])
+        self._ring_born = tuple(segment for segment in self._ring_born if id(segment) not in gone)
+        self._num_ring_born_tokens = sum(map(len, self._ring_born))
+        self._publish_segments()
+        return num_before - len(self._static) - len(self._ring_born)
 
     # Static segments
 

@@ -8,6 +8,9 @@ nested by length of the match.)
 
 Lanes go in step, one probe of each in turn: none depends on another, so the processor waits for memory once per step
 and not once per probe. The kernels allocate nothing and release the GIL.
+
+A segment may lie in a file that somebody overwrites meanwhile. Then what is found means nothing, but nothing is read
+outside: positions are bounded where they are read, and zeros lie around a segment's memory (``file_bytes``).
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ WALKER_COLUMNS: Final = 8
 
 @inlined
 def position_at(lanes: Int64s, lane: int, rank: int) -> int:
-    """The position of rank ``rank`` in the segment of ``lane``."""
-    return load_uint32(lanes[lane, _ORDER] + 4 * rank)  # type: ignore[no-any-return]
+    """The position of rank ``rank`` in the segment of ``lane``, within 0..n whatever the bytes of the order are now."""
+    return min(load_uint32(lanes[lane, _ORDER] + 4 * rank), lanes[lane, _NUM_TOKENS])  # type: ignore[no-any-return]
 
 
 @inlined

@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import queue
+import select
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,21 +22,26 @@ log = logging.getLogger(__name__)
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _ATTEMPTS = 2  # a job that kills the process twice is given back
-_MAX_CRASHES = 5  # in a row; then every job is refused
+_MAX_CRASHES = 5  # in a row; then jobs are refused for a while, and one is tried after it
 _FIRST_BACK_OFF_S = 0.1  # doubles with every crash in a row
+_FIRST_PAUSE_S = 10.0  # doubles too
+_LONGEST_PAUSE_S = 300.0
+_PATIENCE_S = 30.0  # a job may take so long, and so much more for each token: some thirty times what it does take
+_PATIENCE_PER_TOKEN_S = 2e-5
 
 
 class MergeWorker:
     """One rebuild process and the thread that talks to it. Jobs run one at a time, in order."""
 
     def __init__(self, scratch: Path | None = None) -> None:
-        """``scratch`` : a directory the process removes when it ends. The process starts with the first job."""
+        """``scratch`` : a directory the process removes if this one dies. The process starts with the first job."""
         self.num_restarts = 0
         self._scratch = scratch
         self._jobs: queue.SimpleQueue[tuple[MergeJob | None, Future[None]] | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
         self._stopping = threading.Event()
         self._crashes = 0
+        self._refused_until = 0.0
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -49,7 +56,10 @@ class MergeWorker:
         return self._enqueue(None)
 
     def submit(self, job: MergeJob) -> Future[None]:
-        """Run ``job``. The future fails with CacheError: the job failed, or the process cannot be kept running."""
+        """Run ``job``. The future fails with CacheError: the job failed, or the process cannot be kept running.
+
+        A process that gives no answer in good time, 30 s and 20 us a token, is killed and replaced.
+        """
         return self._enqueue(job)
 
     def close(self) -> None:
@@ -92,7 +102,7 @@ class MergeWorker:
 
     def _do(self, job: MergeJob | None) -> None:
         for _ in range(_ATTEMPTS):
-            if self._stopping.is_set() or self._crashes >= _MAX_CRASHES:
+            if self._stopping.is_set() or time.monotonic() < self._refused_until:
                 break
             try:
                 process = self._running_process()
@@ -133,12 +143,16 @@ class MergeWorker:
         return self._process
 
     def _ask(self, process: subprocess.Popen[str], job: MergeJob) -> dict[str, str | None] | None:
-        """The answer, or None when the process ended without one."""
+        """The answer, or None when the process ended without one or does not answer."""
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(job.to_json() + "\n")
             process.stdin.flush()
-            line = process.stdout.readline()
+            patience_s = _PATIENCE_S + _PATIENCE_PER_TOKEN_S * job.num_tokens
+            if not select.select([process.stdout], [], [], patience_s)[0]:
+                log.warning("rebuild process: no answer within %.0f s, it is killed", patience_s)
+                return None
+            line = process.stdout.readline()  # written at once: it is short
             answer: dict[str, str | None] = json.loads(line)
         except (BrokenPipeError, ValueError):
             return None
@@ -150,8 +164,17 @@ class MergeWorker:
             return
         self._crashes += 1
         self.num_restarts += 1
-        log.warning("rebuild process ended unexpectedly crashes=%d", self._crashes)
-        self._stopping.wait(_FIRST_BACK_OFF_S * 2 ** (self._crashes - 1))
+        if self._crashes < _MAX_CRASHES:
+            log.warning("rebuild process ended unexpectedly crashes=%d", self._crashes)
+            self._stopping.wait(_FIRST_BACK_OFF_S * 2 ** (self._crashes - 1))
+            return
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._crashes - _MAX_CRASHES, 16))
+        self._refused_until = time.monotonic() + pause_s
+        log.warning(
+            "rebuild process ended unexpectedly crashes=%d; segments are merged inside the server for %.0f s, then it "
+            "is tried again",
+            self._crashes, pause_s,
+        )  # fmt: skip
 
     def _kill(self) -> None:
         process = self._process

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
 
 from ssd.errors import CacheLocked
-from ssd.retrieval.directory import LOCK_NAME, DirectoryLock
+from ssd.retrieval.atomic_file import is_regular
+from ssd.retrieval.directory_lock import DirectoryLock
 
 log = logging.getLogger(__name__)
 
-_PREFIX = "ssd-cache-"
+_PREFIX = "ssd-scratch-"
+_LOCK_NAME = "scratch.lock"  # only such a directory has one
 _MEMORY = Path("/dev/shm")  # a file system in memory: files there cost no disk writes
 _STARTING_S = 60.0  # a younger directory may not be locked yet
 
@@ -28,7 +32,7 @@ def make_scratch(num_bytes: int) -> tuple[Path, DirectoryLock] | None:
             _remove_abandoned(parent)
             if shutil.disk_usage(parent).free >= num_bytes:
                 path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-                return path, DirectoryLock(path)
+                return path, DirectoryLock(path, _LOCK_NAME)
         except OSError as error:
             log.debug("no scratch directory in %s: %s", parent, error)
     return None
@@ -37,9 +41,12 @@ def make_scratch(num_bytes: int) -> tuple[Path, DirectoryLock] | None:
 def _remove_abandoned(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}*"):
         try:
-            if time.time() - path.stat().st_mtime < _STARTING_S or not (path / LOCK_NAME).exists():
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue
-            DirectoryLock(path).close()
+            if time.time() - status.st_mtime < _STARTING_S or not is_regular(path / _LOCK_NAME):
+                continue
+            DirectoryLock(path, _LOCK_NAME).close()
         except (OSError, CacheLocked):
             continue  # it is in use, or another user's
         shutil.rmtree(path, ignore_errors=True)

@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.errors import CacheError, StoreUnavailable
-from ssd.retrieval.directory import SegmentDirectory, load_segments, read_manifest
+from ssd.retrieval.directory import SegmentDirectory, load_segments
+from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.manifest import read_manifest
 from ssd.retrieval.names import check_fingerprint, check_namespace, new_segment_id
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.snapshot import SEPARATOR, Segment
@@ -26,8 +28,12 @@ DEFAULT_SEGMENT_TOKENS = 16 << 20
 _LEAD_IN_TOKENS = 32
 
 
-def load_static_directory(path: Path, *, fingerprint: str) -> list[Segment]:
-    """All segments of a directory, mapped, as static ones. A server's own directory may be given too.
+def load_static_directory(
+    path: Path, *, fingerprint: str, budget: CopyBudget | None = None, leaving: int = 0
+) -> list[Segment]:
+    """All segments of a directory, of any namespace, as static ones. A server's own directory may be given too.
+
+    ``budget``, ``leaving`` : what private copies may take, see ``open_segment``; without, all are mapped.
 
     Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, or StoreUnavailable when it cannot be read.
     """
@@ -37,7 +43,7 @@ def load_static_directory(path: Path, *, fingerprint: str) -> list[Segment]:
         raise StoreUnavailable(f"{path} cannot be read: {error}. Check the path and its permissions") from error
     if manifest is None:
         raise StoreUnavailable(f"{path} holds no cache (no manifest.json). Make one with `ssd-cache build`")
-    segments, failures = load_segments(path, manifest)
+    segments, failures = load_segments(path, manifest, budget=budget, leaving=leaving)
     for failure in failures:
         if isinstance(failure, CacheError):
             raise failure

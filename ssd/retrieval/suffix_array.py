@@ -13,13 +13,15 @@ import pydivsufsort
 from ssd.errors import CacheError
 from ssd.retrieval.openmp import one_openmp_thread
 from ssd.retrieval.packed import GUARD_BYTES, pack, width_for
-from ssd.retrieval.snapshot import FENCE_STEP, SEPARATOR, Segment
+from ssd.retrieval.snapshot import FENCE_STEP, SEPARATOR, Segment, text_checksum
 
 Tokens = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
 _TABLE_SLACK = 1 << 20  # a rank table this much longer than the text is still cheaper than sorting the text's ids
 _MAX_SORTED_BYTES = (1 << 31) - 1
+MAX_SEGMENT_TOKENS = _MAX_SORTED_BYTES // 4
+"""Most that one segment may hold, whatever its ids: they are sorted as up to four bytes each."""
 _BLOCK = 1 << 18  # entries handled between two moments when another thread may have the interpreter
 
 
@@ -145,4 +147,4 @@ def build_segment(tokens: Tokens, *, start: int | None, segment_id: str) -> Segm
     fence = build_fence(text, order, width)
     for array in (text, order, fence):
         array.flags.writeable = False
-    return Segment(text, order, fence, width, start, segment_id)
+    return Segment(text, order, fence, width, start, segment_id, text_checksum(text))

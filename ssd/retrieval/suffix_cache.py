@@ -14,19 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import IndexConfig
-from ssd.errors import CacheError
+from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.companion import Companion
-from ssd.retrieval.directory import SegmentDirectory
+from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
+from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.marks import KeptMark, Mark, PendingMarks
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import is_kept, new_segment_id
 from ssd.retrieval.outage import Outage
 from ssd.retrieval.prefixes import PrefixFilter
-from ssd.retrieval.snapshot import Segment, Snapshot, concatenate
+from ssd.retrieval.put_off import PutOff
+from ssd.retrieval.segment_file import open_segment
+from ssd.retrieval.snapshot import Segment, Snapshot, checked_text, concatenate
 from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.suffix_array import build_segment
-from ssd.retrieval.usage import WINDOW_TOKENS, used_text, windows
+from ssd.retrieval.usage import NO_WINDOWS, WINDOW_TOKENS, used_text, windows
 from ssd.retrieval.worker import MergeJob
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,9 @@ class Pieces(list[Tokens]):
 Listener = Callable[[Pieces], None]
 
 _MERGED_IN_PROCESS = 1 << 14  # tokens; sorting so few costs less than asking the worker
+_MANY_SEGMENTS = 64  # beyond so many, nothing waits for the worker: what it is not at is merged here
+_MOST_SEGMENTS = 256  # beyond so many, when merges fail, a tail is sealed only once it fills half the ring
+_RING_BYTES_PER_TOKEN = 7  # of a segment that holds text of the ring
 _ROOM_WAIT_S = 1.0
 _KEEP_LEARNED_S = 60.0
 
@@ -71,6 +77,10 @@ class CacheStats:
     """Of those, prompt tokens that were stored already."""
     num_sealed: int
     num_merged: int
+    num_failed_merges: int
+    """Merges that could be done neither by the rebuild process nor here; each is tried again later."""
+    num_damaged_segments: int
+    """Segments given up because their bytes changed while they were in use."""
     num_evicted_segments: int
     num_evicted_tokens: int
     num_dropped_tokens: int
@@ -101,18 +111,22 @@ class SuffixCache:
         config: IndexConfig,
         *,
         fingerprint: str,
-        directory: SegmentDirectory | None = None,
+        directory: DirectoryReader | None = None,
+        budget: CopyBudget | None = None,
         worker: MergeWorker | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """``directory`` : where segments become files, None keeps them in memory; ``worker`` : merges those files;
-        ``wake`` : called when there is maintenance to do, None when the owner calls ``maintain`` by itself.
+        """``directory`` : what it holds is searched, and where it is a SegmentDirectory, segments become files there;
+        None keeps them in memory. ``budget`` : what private copies of static segments may take. ``worker`` : merges
+        files; ``wake`` : called when there is maintenance to do, None when the owner calls ``maintain`` by itself.
         """
         self.name = name
         self._fingerprint = fingerprint
+        self._budget = budget
         self._seal_tokens = config.seal_tokens
         self._keeps_used = config.eviction == "used"
-        self._directory = directory
+        self._ring_bytes = config.capacity_tokens * _RING_BYTES_PER_TOKEN
+        self._directory = directory if isinstance(directory, SegmentDirectory) else None
         self._worker = worker
         self._wake = wake
         self._lock = threading.Lock()
@@ -120,7 +134,9 @@ class SuffixCache:
         self._room = threading.Condition(self._lock)
         self._listeners: tuple[Listener, ...] = ()
         self._merge: _RunningMerge | None = None
+        self._put_off = PutOff()
         self._num_appended = self._num_skipped = self._num_sealed = self._num_merged = self._num_failures = 0
+        self._num_failed_merges = self._num_damaged = 0
         self._complained: set[str] = set()
         self._outage = Outage(name)
         self._closing = False
@@ -139,13 +155,17 @@ class SuffixCache:
             for failure in failures:
                 self.report_failure("a segment was left out", failure)
         self._committed = tuple(segments), self.kept_mark
+        # Of a directory that the builder began: neither evicted nor merged, and kept at every commit.
+        self._own_static = tuple(segment for segment in segments if segment.start is None)
         self._marks = PendingMarks(self.kept_mark)
         self._parts: dict[str, tuple[Segment, ...]] = {}  # of a merged segment without a file: the files it came from
-        self.companion = Companion(self._read_learned())
+        self.companion = Companion(self._read_learned(directory))
         """What is learned beside the text; the directory keeps it."""
         self._kept_learned = self.companion.to_bytes()
         self._keep_learned_at = time.monotonic() + _KEEP_LEARNED_S
-        self._index = SuffixIndex(config, segments, next_position, self.companion)
+        ring_born = [segment for segment in segments if segment.start is not None]
+        self._index = SuffixIndex(config, ring_born, next_position, self.companion)
+        self._index.add_static(self._own_static)
         self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens)
 
     def snapshot(self) -> Snapshot:
@@ -228,7 +248,10 @@ class SuffixCache:
 
         Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
         """
-        segments = load_static_directory(path, fingerprint=self._fingerprint)
+        # Text of the ring comes and goes in copies: there must be room for it.
+        segments = load_static_directory(
+            path, fingerprint=self._fingerprint, budget=self._budget, leaving=self._ring_bytes
+        )
         with self._lock:
             self._index.add_static(segments)
 
@@ -260,12 +283,16 @@ class SuffixCache:
         with self._maintenance_lock:
             if self._closed:
                 return
-            self._seal(1 if seal_all else self._seal_tokens)
-            self._keep_used()
-            self._run_merges(wait)
-            if self._outage.is_retry_due() or (seal_all and wait):
-                self._write_again()
-            self._commit()
+            try:
+                if wait or not self._is_crowded(_MOST_SEGMENTS) or not self._index.has_room():
+                    self._seal(1 if seal_all else self._seal_tokens)
+                self._give_up_changed()
+                self._keep_used()
+                self._run_merges(wait)
+                if self._outage.is_retry_due() or (seal_all and wait):
+                    self._write_again()
+            finally:
+                self._commit()
             if time.monotonic() >= self._keep_learned_at:
                 self._keep_learned()
 
@@ -323,36 +350,52 @@ class SuffixCache:
             if due is None:
                 return
             left, used = due
-            start, kept = left.start, None
-            assert start is not None
-            tokens = left.tokens
-            text = used_text(tokens, start, used)
-            if len(text):
-                kept = self._to_file(build_segment(text, start=start, segment_id=new_segment_id(start, kept=True)))
-                if self._directory is not None and not self._directory.has_file(kept.segment_id):
-                    self._parts[kept.segment_id] = self._files_of(left)  # it is in there, with the rest
-            gone, found = windows(tokens), windows(text)
+            kept, gone, found = None, NO_WINDOWS, NO_WINDOWS
+            try:
+                tokens = concatenate((left,))
+                kept = self._kept_of(left, used_text(tokens, left.start or 0, used))
+                gone = windows(tokens)
+                found = gone if kept is None else windows(kept.tokens)
+            except Exception as error:  # its file was changed, or there is no memory: it is gone, as before
+                self.report_failure("text that was of use was not kept", error)
             with self._room:
                 self._index.install_kept(left, kept, gone, found)
                 self._room.notify_all()
 
+    def _kept_of(self, left: Segment, text: Tokens) -> Segment | None:
+        if not len(text):
+            return None
+        assert left.start is not None
+        segment_id = new_segment_id(left.start, kept=True)
+        kept = self._to_file(build_segment(text, start=left.start, segment_id=segment_id))
+        if self._directory is not None and not self._directory.has_file(kept.segment_id):
+            self._parts[kept.segment_id] = self._files_of(left)  # it is in there, with the rest
+        return kept
+
+    def _is_crowded(self, num_segments: int) -> bool:
+        return len(self._index.ring_born) > num_segments
+
     def _run_merges(self, wait: bool) -> None:
         while not self._closing:
-            if self._merge is not None:
-                if not wait and not self._merge.future.done():
-                    return
+            if self._merge is not None and (wait or self._merge.future.done()):
                 merge, self._merge = self._merge, None
-                merged = self._take_over(merge)
-                if merged is None:
-                    return
-                self._install(merge.inputs, merged)
+                self._take_over(merge)
+                continue
+            if self._merge is not None and not self._is_crowded(_MANY_SEGMENTS):
+                return
             with self._lock:
-                inputs = self._index.merge_plan()
+                inputs = self._index.merge_plan(self._not_to_be_merged())
             if inputs is None:
                 return
-            self._merge = self._submit(inputs)
-            if self._merge is None:
-                self._install(inputs, self._merge_here(inputs))
+            running = self._submit(inputs) if self._merge is None else None
+            if running is not None:
+                self._merge = running
+            else:
+                self._merge_here(inputs)
+
+    def _not_to_be_merged(self) -> frozenset[str]:
+        running = () if self._merge is None else self._merge.inputs
+        return self._put_off.waiting(self._index.ring_born) | {segment.segment_id for segment in running}
 
     def _submit(self, inputs: tuple[Segment, ...]) -> _RunningMerge | None:
         """Have the worker merge, if there is one, the work is worth it and all inputs are files."""
@@ -371,6 +414,7 @@ class SuffixCache:
             start=start,
             fingerprint=self._fingerprint,
             namespace=self.name,
+            num_tokens=sum(map(len, inputs)),
             durable=directory.durable,
         )
         future = worker.submit(job)
@@ -379,29 +423,77 @@ class SuffixCache:
             future.add_done_callback(lambda _: wake())
         return _RunningMerge(inputs, segment_id, future)
 
-    def _take_over(self, merge: _RunningMerge) -> Segment | None:
-        """What the worker merged, or else what is merged here; None when the cache is being closed."""
+    def _take_over(self, merge: _RunningMerge) -> None:
+        """Install what the worker merged, or else merge here; nothing when the cache is being closed."""
         assert self._directory is not None
         try:
             merge.future.result()
-            return self._directory.adopt(merge.segment_id)
+            merged = self._directory.adopt(merge.segment_id)
         except (CacheError, OSError) as error:
             if self._closing:
-                return None
-            merged = self._merge_here(merge.inputs)
+                return
+            self._merge_here(merge.inputs)
             if self._outage.is_on:
                 self._num_failures += 1  # the directory takes nothing, from the worker as little as from here
             else:
                 self.report_failure("a merge by the rebuild process failed", error)
-            return merged
+        else:
+            self._install(merge.inputs, merged)
 
-    def _merge_here(self, inputs: Sequence[Segment]) -> Segment:
+    def _merge_here(self, inputs: Sequence[Segment]) -> None:
+        """Merge in this process and install it; what fails is counted and left alone for a while."""
         start = inputs[0].start
-        merged = self._to_file(build_segment(concatenate(inputs), start=start, segment_id=_merged_id(inputs)))
+        try:
+            merged = self._to_file(build_segment(concatenate(inputs), start=start, segment_id=_merged_id(inputs)))
+        except SegmentCorrupt as error:
+            self._replace_damaged(inputs, error)
+            return
+        except Exception as error:  # no memory, most probably
+            self._put_off.failed(inputs)
+            self._num_failed_merges += 1
+            self.report_failure("a merge failed, it is tried again later and its text stays in small segments", error)
+            return
         if self._directory is not None and not self._directory.has_file(merged.segment_id):
             # It could not be written: the directory keeps what it was merged from.
             self._parts[merged.segment_id] = tuple(file for segment in inputs for file in self._files_of(segment))
-        return merged
+        self._install(inputs, merged)
+
+    def _replace_damaged(self, segments: Sequence[Segment], error: Exception) -> None:
+        """Those of ``segments`` whose text is not what it was, by what their files hold; or by nothing."""
+        for segment in segments:
+            try:
+                checked_text(segment)
+            except SegmentCorrupt:
+                path = None if self._directory is None else self._directory.path_of(segment.segment_id)
+                self._reopen_or_leave_out(segment, path, error)
+
+    def _give_up_changed(self) -> None:
+        """Search no segment any more whose file was written to or cut while it is mapped."""
+        for segment in self._index.snapshot().segments:
+            if segment.shared is not None and segment.shared.has_changed():
+                path = segment.shared.path
+                self._reopen_or_leave_out(segment, path, SegmentCorrupt(f"{path} was changed while it was in use"))
+
+    def _reopen_or_leave_out(self, segment: Segment, path: Path | None, error: Exception) -> None:
+        mended = None
+        if path is not None:
+            try:
+                again = open_segment(path, fingerprint=self._fingerprint, budget=self._budget)
+                if (again.checksum, again.segment_id) == (segment.checksum, segment.segment_id):
+                    mended = again  # touched, or written with what it held before
+            except (CacheError, OSError) as failure:
+                error = failure
+        with self._lock:
+            if mended is not None:
+                self._index.exchange(segment, mended)
+                return
+            self._index.leave_out([segment])
+        self._num_damaged += 1
+        self._num_failures += 1
+        log.error(
+            "cache namespace=%s: segment %s, %d tokens, is no longer searched: %s",
+            self.name, segment.segment_id, len(segment), error,
+        )  # fmt: skip
 
     def _install(self, inputs: Sequence[Segment], merged: Segment) -> None:
         found = windows(merged.tokens) if self._keeps_used and is_kept(merged.segment_id) else None
@@ -440,22 +532,23 @@ class SuffixCache:
             kept = self._marks.kept_at(self._first_not_in_files(segments))
         files = tuple(file for segment in segments for file in self._files_of(segment))
         self._parts = {s.segment_id: self._parts[s.segment_id] for s in segments if s.segment_id in self._parts}
-        if (files, kept) != self._committed:
+        content = (*self._own_static, *files)
+        if (content, kept) != self._committed:
             try:
                 shared = None if kept is None else kept.to_json()
-                self._directory.commit(files, next_position=next_position, shared=shared)
-                self._committed = files, kept
+                self._directory.commit(content, next_position=next_position, shared=shared)
+                self._committed = content, kept
             except OSError as error:
                 self._report_outage("the manifest was not written", error)
                 return
         if files == segments:
             self._outage.over()
 
-    def _read_learned(self) -> bytes | None:
-        if self._directory is None or not self._directory.durable:
+    def _read_learned(self, directory: DirectoryReader | None) -> bytes | None:
+        if directory is None:
             return None
         try:
-            return self._directory.read_learned()
+            return directory.read_learned()
         except OSError as error:
             self.report_failure("what was learned beside the text was not read", error)
             return None
@@ -519,6 +612,8 @@ class SuffixCache:
                 num_skipped_tokens=self._num_skipped,
                 num_sealed=self._num_sealed,
                 num_merged=self._num_merged,
+                num_failed_merges=self._num_failed_merges,
+                num_damaged_segments=self._num_damaged,
                 num_evicted_segments=index.num_evicted_segments,
                 num_evicted_tokens=index.num_evicted_tokens,
                 num_dropped_tokens=index.num_dropped_tokens,

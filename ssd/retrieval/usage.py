@@ -44,6 +44,9 @@ class Windows(NamedTuple):
     keys: Int64s
 
 
+NO_WINDOWS: Final = Windows(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
 class _Table(NamedTuple):
     """What the kernels read and change.
 

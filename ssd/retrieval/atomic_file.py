@@ -1,0 +1,76 @@
+"""Files that are there whole or not at all, and that only their owner reads: what is stored is what people said."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+
+_TEMPORARY = re.compile(r"(?:[0-9a-z-]{1,64}\.seg|manifest\.json|learned\.bin)\.\d{1,10}\.tmp")
+
+
+def write_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool) -> None:
+    """Put ``parts`` at ``path`` atomically: readers see the old file or the new one. Raises OSError.
+
+    The bytes go to a temporary name in the same directory, which is renamed; ``durable`` : once they are on disk.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with os.fdopen(_create(temporary), "wb") as file:
+            for part in parts:
+                file.write(part)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # a process that is told to end leaves nothing behind either
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _create(path: Path) -> int:
+    """A new file that no link leads elsewhere; what an earlier process of our number left there goes."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, FILE_MODE)
+    except FileExistsError:
+        path.unlink()
+        return os.open(path, flags, FILE_MODE)
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether ``path`` is a file with a name that ``write_file`` gives while it writes. Raises OSError."""
+    return _TEMPORARY.fullmatch(path.name) is not None and is_regular(path)
+
+
+def is_regular(path: Path) -> bool:
+    """Whether ``path`` itself is a file, no link to one. Raises OSError."""
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and removals in ``path`` survive a power failure. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make ``path`` and what is missing above it, for its owner alone; what is there stays as it is. Raises OSError."""
+    for missing in [*reversed(path.parents), path]:
+        if not missing.is_dir():
+            try:
+                missing.mkdir(mode=DIRECTORY_MODE)
+            except FileExistsError:  # another process was faster, or it is something else
+                if not missing.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(missing)) from None

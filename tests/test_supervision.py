@@ -1,0 +1,272 @@
+"""The rebuild process crashes, stops, is told to end, or cannot do what it is asked: merging goes on, within bounds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssd.config import CacheConfig, IndexConfig
+from ssd.errors import StoreUnavailable
+from ssd.retrieval import merge_worker, put_off, suffix_cache
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.index import SuffixIndex
+from ssd.retrieval.merge_worker import MergeWorker
+from ssd.retrieval.put_off import FIRST_PAUSE_S, LONGEST_PAUSE_S, PutOff
+from ssd.retrieval.segment_file import open_segment
+from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS, build_segment
+from tests.reference.retrieval import sequences, snapshot_text
+from tests.test_merge_worker import _is_gone as is_gone
+from tests.test_merge_worker import _job as make_job
+from tests.test_merge_worker import _wait_until as wait_until
+
+FINGERPRINT = "0123456789abcdef" * 2
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def opened(path: Path | None, *, inline: bool = False, **settings: Any) -> CacheSet:
+    index = {"capacity_tokens": 1 << 22, "seal_tokens": 1 << 13, "merge_fanout": 3, "dedup_block_tokens": 0, **settings}
+    return CacheSet(CacheConfig(index=IndexConfig(**index), directory=path), FINGERPRINT, inline=inline)
+
+
+def said(caches: CacheSet) -> list[int]:
+    """The first token of every sequence."""
+    return [sequence[0] for sequence in sequences(snapshot_text(caches.get().snapshot()))]
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def worker() -> Iterator[MergeWorker]:
+    one = MergeWorker()
+    yield one
+    one.close()
+
+
+# The process
+
+
+def test_a_stopped_process_is_killed_and_another_does_the_job(
+    tmp_path: Path, worker: MergeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.start().result(timeout=60)
+    stopped = worker.process_id
+    assert stopped is not None
+    monkeypatch.setattr(merge_worker, "_PATIENCE_S", 1.0)
+    os.kill(stopped, signal.SIGSTOP)
+    future = worker.submit(make_job(tmp_path))
+    wait_until(lambda: worker.num_restarts == 1)
+    monkeypatch.setattr(merge_worker, "_PATIENCE_S", 60.0)
+    future.result(timeout=60)
+    assert len(open_segment(tmp_path / "out.seg", fingerprint=FINGERPRINT)) == 100
+    assert is_gone(stopped) and worker.process_id not in (None, stopped)
+    assert any("no answer within 1 s, it is killed" in message for message in messages(caplog))
+
+
+def test_after_many_crashes_jobs_are_refused_for_a_while_and_then_tried_again(
+    tmp_path: Path, worker: MergeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merge_worker, "_FIRST_BACK_OFF_S", 0.001)
+    monkeypatch.setattr(merge_worker, "_FIRST_PAUSE_S", 1.5)
+    executable = sys.executable
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    job = make_job(tmp_path)
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable):
+            worker.submit(job).result(timeout=30)
+    crashes = worker.num_restarts
+    assert crashes == merge_worker._MAX_CRASHES
+    with pytest.raises(StoreUnavailable, match="merged inside the server"):
+        worker.submit(job).result(timeout=30)
+    assert worker.num_restarts == crashes  # nothing was started
+    time.sleep(1.6)
+    with pytest.raises(StoreUnavailable):
+        worker.submit(job).result(timeout=30)
+    assert worker.num_restarts == crashes + 1  # one attempt, and then twice as long a pause
+    assert worker._refused_until - time.monotonic() > 2.0
+    monkeypatch.setattr(sys, "executable", executable)
+    worker._refused_until = 0.0
+    worker.submit(job).result(timeout=60)
+    assert (tmp_path / "out.seg").exists() and worker._crashes == 0
+
+
+_SERVER = """
+import sys, time
+from pathlib import Path
+from ssd.config import CacheConfig, IndexConfig
+from ssd.retrieval.cache import CacheSet
+caches = CacheSet(CacheConfig(index=IndexConfig(seal_tokens=16, rebuild_interval_s=0.05)), "0123456789abcdef" * 2)
+caches.get().append([1] * 40)
+caches.flush()
+while caches._worker.process_id is None:
+    time.sleep(0.01)
+print(caches._scratch[0], caches._worker.process_id, flush=True)
+for line in sys.stdin:
+    caches.get().append([2] * 40)
+    caches.flush()
+    stats = caches.get().stats()
+    print(stats.num_failures, stats.num_segments, len(list(caches._scratch[0].glob("default/*.seg"))), flush=True)
+caches.close()
+"""
+
+
+def test_a_process_that_is_told_to_end_leaves_a_living_servers_files_alone_and_removes_a_dead_ones() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        place, process_id = server.stdout.readline().split()
+        scratch = Path(place)
+        assert scratch.exists()
+        os.kill(int(process_id), signal.SIGTERM)
+        wait_until(lambda: is_gone(int(process_id)))
+        assert scratch.exists()
+        server.stdin.write("go on\n")
+        server.stdin.flush()
+        num_failures, num_segments, num_files = map(int, server.stdout.readline().split())
+        assert num_failures == 0 and num_segments == num_files > 0
+        server.stdin.close()
+        assert server.wait(timeout=60) == 0
+    assert not scratch.exists()
+    for number in (signal.SIGKILL, signal.SIGSEGV):
+        with subprocess.Popen(
+            [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        ) as server:
+            assert server.stdout is not None
+            orphaned, process_id = server.stdout.readline().split()
+            server.send_signal(number)
+            server.wait(timeout=60)
+            wait_until(lambda gone=int(process_id), place=Path(orphaned): is_gone(gone) and not place.exists())
+
+
+# Merging goes on
+
+
+@pytest.mark.timeout(200)
+def test_segments_and_descriptors_stay_few_while_the_process_is_stopped(tmp_path: Path) -> None:
+    """Its time-out is far away: what piles up meanwhile is merged here."""
+    with opened(tmp_path, rebuild_interval_s=0.01) as caches:
+        cache = caches.get()
+        assert caches._worker is not None
+        caches._worker.start().result(timeout=60)
+        process_id = caches._worker.process_id
+        assert process_id is not None
+        os.kill(process_id, signal.SIGSTOP)
+        num_descriptors = num_open_files()
+        most, text = 0, np.arange(9000) % 1009
+        for _ in range(300):
+            cache.append(text)
+            wait_until(lambda: cache.stats().num_tail_tokens < len(text))
+            most = max(most, cache.stats().num_segments)
+        assert most < 80
+        assert num_open_files() < num_descriptors + 10
+        assert cache.stats().num_tokens == 300 * 9001 and cache.stats().num_dropped_tokens == 0
+        os.kill(process_id, signal.SIGKILL)
+        cache.flush()
+        assert cache.stats().num_segments < 20
+    with opened(tmp_path, inline=True) as caches:
+        assert caches.get().stats().num_tokens == 300 * 9001
+
+
+class Unsortable:
+    """No memory to sort more than ``limit`` tokens at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+        self.limit = limit
+        self.num_refused = 0
+        monkeypatch.setattr(suffix_cache, "build_segment", self._build)
+
+    def _build(self, tokens: np.ndarray, **names: Any) -> Segment:
+        if len(tokens) > self.limit:
+            self.num_refused += 1
+            raise MemoryError(f"no memory to sort {len(tokens)} tokens")
+        return build_segment(tokens, **names)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What put-off merges take for the time, in its first element."""
+    now = [1000.0]
+    monkeypatch.setattr(put_off.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_merge_that_fails_is_counted_logged_once_and_tried_again_later_while_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Unsortable(monkeypatch, limit=150)
+    with opened(tmp_path, inline=True, seal_tokens=16, merge_fanout=2) as caches:
+        cache = caches.get()
+        for number in range(60):
+            cache.append([number] * 20)
+            cache.maintain()
+        stats = cache.stats()
+        refused = memory.num_refused
+        assert stats.num_failed_merges == refused and 0 < refused < 30  # each plan once, not at every maintenance
+        assert stats.num_merged > 20 and stats.num_segments < 30 and said(caches) == list(range(60))
+        (message,) = messages(caplog)
+        assert "a merge failed" in message and "no memory to sort" in message
+        directory = cache._directory
+        assert directory is not None and len(directory.manifest.segment_ids) == stats.num_segments  # all are on disk
+        cache.maintain()
+        assert memory.num_refused == refused
+        memory.limit = 1 << 30
+        clock[0] += FIRST_PAUSE_S + 1
+        cache.maintain()
+        assert cache.stats().num_segments < stats.num_segments / 2 and cache.stats().num_failed_merges == refused
+    with opened(tmp_path, inline=True) as caches:
+        assert said(caches) == list(range(60))
+
+
+def test_the_number_of_segments_is_bounded_though_every_merge_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Unsortable(monkeypatch, limit=60)
+    monkeypatch.setattr(suffix_cache, "_MOST_SEGMENTS", 32)
+    with opened(tmp_path, inline=True, seal_tokens=16, merge_fanout=2) as caches:
+        cache = caches.get()
+        for number in range(200):
+            cache.append([number] * 50)
+            cache.maintain(seal_all=True, wait=False)
+        stats = cache.stats()
+        assert stats.num_segments <= 33 and stats.num_failed_merges > 0
+        assert said(caches) == list(range(200)) and stats.num_dropped_tokens == 0
+        monkeypatch.setattr(suffix_cache, "build_segment", build_segment)
+    with opened(tmp_path, inline=True) as caches:  # closing seals what is left
+        assert said(caches) == list(range(200))
+
+
+def test_a_failed_merge_waits_longer_each_time_and_is_forgotten_with_its_segments(clock: list[float]) -> None:
+    segments = [build_segment(np.array([1, SEPARATOR], np.int32), start=2 * i, segment_id=str(i)) for i in range(4)]
+    failed, pauses = PutOff(), []
+    for _ in range(12):
+        failed.failed(segments[:2])
+        assert failed.waiting(segments) == {"0", "1"}
+        began = clock[0]
+        while failed.waiting(segments):
+            clock[0] += FIRST_PAUSE_S / 2
+        pauses.append(clock[0] - began)
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S] and pauses[-1] == LONGEST_PAUSE_S
+    failed.failed(segments[:2])
+    assert failed.waiting(segments[1:]) == frozenset() and failed.waiting(segments) == frozenset()
+
+
+def test_no_segment_is_planned_that_is_too_long_to_be_sorted() -> None:
+    index = SuffixIndex(IndexConfig(capacity_tokens=1 << 36))
+    assert index.max_segment_tokens == MAX_SEGMENT_TOKENS < 1 << 29
