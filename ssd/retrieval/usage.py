@@ -127,7 +127,7 @@ def _forget(table: _Table, keys: Int64s, start: int, stop: int) -> None:
 
 
 class Usage:
-    """Windows of what is stored, and which blocks of it were of use. One writer. About 2 bytes a token of capacity.
+    """Windows of what is stored, and which blocks of it were of use. One writer. 2 to 4 bytes a token of capacity.
 
     A window is remembered where it was stored first, for as long as that is stored; where two share a slot, the older
     one stays. So popular text is kept once.
