@@ -17,9 +17,12 @@ log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
+_LOCKED = frozenset({"/v1", "/tokenize", "/detokenize"})
+"""What needs a key beside all under /v1: tokenising is work."""
+
 
 class Gate:
-    """ASGI middleware: ``x-request-id`` on every response, bearer keys for /v1, a JSON body for unforeseen errors."""
+    """ASGI middleware: ``x-request-id`` on every response, bearer keys, a JSON body for unforeseen errors."""
 
     def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...]) -> None:
         self._app = app
@@ -58,7 +61,7 @@ class Gate:
 
     def _allows(self, scope: Scope, headers: Headers) -> bool:
         path: str = scope["path"]
-        if not self._digests or scope["method"] == "OPTIONS" or not (path == "/v1" or path.startswith("/v1/")):
+        if not self._digests or scope["method"] == "OPTIONS" or not (path in _LOCKED or path.startswith("/v1/")):
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip())
