@@ -20,6 +20,8 @@ from ssd.config import (
 )
 from ssd.errors import ConfigError
 
+from .limit_options import add_limit_options, limits_of
+from .limits import Limits
 from .settings import VERSION
 
 API_KEY_VARIABLE = "SSD_API_KEY"
@@ -57,6 +59,7 @@ class Options:
     engine: EngineConfig
     draft: DraftConfig
     cache: CacheConfig
+    limits: Limits
 
 
 class _Parser(argparse.ArgumentParser):
@@ -116,6 +119,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
                 directory=found.cache_dir,
                 redis_url=found.redis,
             ),
+            limits=limits_of(found),
         )
     except ConfigError as error:
         parser.error(str(error))
@@ -199,6 +203,8 @@ def _build_parser() -> _Parser:
         "--generation-config", default="auto", metavar="auto|vllm|DIR",
         help="sampling defaults: the model's generation_config.json, OpenAI's, or another directory's",
     )  # fmt: skip
+
+    add_limit_options(parser)
 
     add = parser.add_argument_group("speculation").add_argument
     add(

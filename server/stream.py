@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -116,8 +116,7 @@ async def events(
             index, output = arrived
             if index not in begun:
                 begun.add(index)
-                for content in bodies.first_chunks(generation, index):
-                    ready += event([bodies.chunk_choice(index, content)])
+                ready += await _opening(generation, bodies, index, event)
             ended = generation.choices[index] if output.finish_reason is not None else None
             if bodies.is_shown(output):
                 content = bodies.text_chunk(index, output)
@@ -133,6 +132,19 @@ async def events(
             log.exception("a stream failed")
         ready += encode_event(error_body(error), pad=False)
     yield bytes(ready + DONE)
+
+
+async def _opening(
+    generation: Generation, bodies: Bodies, index: int, event: Callable[[list[dict[str, Any]]], bytes]
+) -> bytes:
+    """The events before the first text of a choice; where they hold a prompt's tokens they are written aside."""
+
+    def write() -> bytes:
+        return b"".join(
+            event([bodies.chunk_choice(index, content)]) for content in bodies.first_chunks(generation, index)
+        )
+
+    return write() if bodies.is_short(generation) else await generation.aside.run(write)
 
 
 def encode_event(body: dict[str, Any], *, pad: bool) -> bytes:
