@@ -20,8 +20,8 @@ from .gate import Gate
 from .generation import Generation
 from .json_text import json_text
 from .metrics import NamespaceStats
+from .openapi import describe
 from .schema import (
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -57,16 +57,17 @@ def create_app(worker: Worker, settings: ServerSettings, sharing_stats: Namespac
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_state(app, service)
+    describe(app, needs_key=bool(settings.api_keys))
     return app
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", openapi_extra=_body_of(CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await service.read(request, CompletionBody)
         return await _generate(request, service, body, service.completion(body))
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await service.read(request, ChatBody)
         return await _generate(request, service, body, service.chat(body))
@@ -115,7 +116,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     async def tokenize(request: Request) -> Response:
         return await answer(service.tokenize(await service.read_tokenize(request)))
 
-    @app.post("/detokenize", openapi_extra=_body_of(DetokenizeBody))
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         return await answer(service.detokenize(await service.read(request, DetokenizeBody)))
 
@@ -146,8 +147,3 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         content = await service.lanes.answers.run(service.metrics.exposition)
         return Response(content, media_type=CONTENT_TYPE_LATEST)
-
-
-def _body_of(schema: type[Body]) -> dict[str, Any]:
-    """Describes a body that the endpoint reads itself, for /docs."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}}
