@@ -80,7 +80,7 @@ def _responses(path: str) -> dict[str, Any]:
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: dict[str, Any] = {kind: {"schema": {"type": "string"} if path == "/metrics" else {"type": "object"}}}
     if path.endswith("/completions"):
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     answers = {"200": {"description": "what was asked for", "content": content}}
     if path == "/health":
         return {**answers, "503": {"description": "no requests are taken now", "content": content}}

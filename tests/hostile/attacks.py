@@ -28,12 +28,9 @@ def _sent(**fields: Any) -> Callable[[], bytes]:
     return lambda: json.dumps({"prompt": "x", **BASE, **fields}).encode()
 
 
-def _pairs(num: int, pair: str) -> str:
-    return ",".join(pair % number for number in range(num))
-
-
-def _raw(text: Callable[[], str]) -> Callable[[], bytes]:
-    return lambda: text().encode()
+def _filled(text: str, piece: str, num: int) -> Callable[[], bytes]:
+    """``text`` with many of ``piece`` where its # is; a @ in each is its number."""
+    return lambda: text.replace("#", ",".join(piece.replace("@", str(number)) for number in range(num))).encode()
 
 
 ATTACKS = [
@@ -47,16 +44,16 @@ ATTACKS = [
     Attack("5 million prompts of one token", COMPLETIONS, _sent(prompt=[[1]] * 5_000_000), (413,)),
     Attack("100,000 prompts of one token", COMPLETIONS, _sent(prompt=[[1]] * 100_000)),
     Attack("as many choices as are taken", COMPLETIONS, _sent(prompt=[[1]] * 1024), (200, 503)),
-    Attack("25 MB of unknown keys", COMPLETIONS, _raw(lambda: "{%s}" % _pairs(1_700_000, '"key%d":1')), (413,)),
-    Attack("unknown keys, as many as are read", COMPLETIONS, _raw(lambda: "{%s}" % _pairs(130_000, '"key%d":1'))),
-    Attack("unknown keys in a part", COMPLETIONS, _raw(
-        lambda: '{"prompt":"x","stream":true,"stream_options":{%s}}' % _pairs(130_000, '"key%d":1'))),
-    Attack("unknown keys in messages", CHAT, _raw(
-        lambda: '{"messages":[{"role":"user","content":"x",%s}]}' % _pairs(130_000, '"key%d":1')), (200, 400)),
-    Attack("250,000 equal keys in logit_bias", COMPLETIONS, _raw(
-        lambda: '{"prompt":"x","max_tokens":2,"logit_bias":{%s}}' % ",".join(['"5":1'] * 250_000)), (413,)),
-    Attack("130,000 equal keys in logit_bias", COMPLETIONS, _raw(
-        lambda: '{"prompt":"x","max_tokens":2,"logit_bias":{%s}}' % ",".join(['"5":1'] * 130_000)), (200,)),
+    Attack("25 MB of unknown keys", COMPLETIONS, _filled("{#}", '"key@":1', 1_700_000), (413,)),
+    Attack("unknown keys, as many as are read", COMPLETIONS, _filled("{#}", '"key@":1', 130_000)),
+    Attack("unknown keys in a part", COMPLETIONS, _filled(
+        '{"prompt":"x","stream":true,"stream_options":{#}}', '"key@":1', 130_000)),
+    Attack("unknown keys in messages", CHAT, _filled(
+        '{"messages":[{"role":"user","content":"x",#}]}', '"key@":1', 130_000), (200, 400)),
+    Attack("250,000 equal keys in logit_bias", COMPLETIONS, _filled(
+        '{"prompt":"x","max_tokens":2,"logit_bias":{#}}', '"5":1', 250_000), (413,)),
+    Attack("130,000 equal keys in logit_bias", COMPLETIONS, _filled(
+        '{"prompt":"x","max_tokens":2,"logit_bias":{#}}', '"5":1', 130_000), (200,)),
     Attack("4,096 biases", COMPLETIONS, _sent(logit_bias={str(token): 1 for token in range(4096)})),
     Attack("1,024 biases", COMPLETIONS, _sent(logit_bias={str(token): 1 for token in range(1024)}, n=64), (200,)),
     Attack("a key of 5,000 digits", COMPLETIONS, _sent(logit_bias={"9" * 5000: 1})),
@@ -68,10 +65,8 @@ ATTACKS = [
            (200, 400)),
     Attack("100,000 stop tokens", COMPLETIONS, _sent(stop_token_ids=["x"] * 100_000)),
     Attack("long stop strings", COMPLETIONS, _sent(stop=["a" * 10_000] * 100)),
-    Attack("10^7 ids to detokenise", "/detokenize", _raw(lambda: '{"tokens":[%s]}' % ",".join(["5"] * 10_000_000)),
-           (413,)),
-    Attack("260,000 ids to detokenise, 8 at once", "/detokenize", lambda: json.dumps({"tokens": [5] * 260_000}).encode(),
-           (200,), 8),
+    Attack("10^7 ids to detokenise", "/detokenize", _filled('{"tokens":[#]}', "5", 10_000_000), (413,)),
+    Attack("260,000 ids to detokenise, 8 at once", "/detokenize", _filled('{"tokens":[#]}', "5", 260_000), (200,), 8),
     Attack("20 long texts to tokenise", "/tokenize", lambda: json.dumps({"prompt": "word " * 26_000}).encode(),
            (200, 400, 503), 20),
     Attack("a body of 100 MB", COMPLETIONS, lambda: b'{"prompt":"' + b"x" * 100_000_000 + b'"}', (413,)),
