@@ -1,4 +1,4 @@
-# make serve | test | bench | bench-vllm | lint: each sets up .venv in the checkout first.
+# make serve | test | fuzz | bench | bench-vllm | lint: each sets up .venv in the checkout first.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -15,7 +15,7 @@ TRACES := agent_react agent_tools sql code chat
 CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
 	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
 
-.PHONY: serve test bench bench-peers bench-vllm lint format clean
+.PHONY: serve test fuzz bench bench-peers bench-vllm lint format clean
 
 # Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 $(READY): pyproject.toml constraints.txt
@@ -32,6 +32,10 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# 5,000 requests made from our own description of the service, for a nightly run: a few minutes.
+fuzz: $(READY)
+	SSD_FUZZ_CASES=5000 $(BIN)/python -m pytest -s tests/hostile/test_openapi.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -6,29 +6,27 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pydantic_core
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ssd.errors import RequestError, SSDError
+from ssd.errors import SSDError
 
 from .bodies import Bodies
 from .errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
 from .gate import Gate, tenant_of
 from .generation import Generation
+from .json_text import json_text
 from .metrics import NamespaceStats
+from .openapi import describe
 from .schema import (
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
     StreamOptions,
-    TokenizeChatBody,
-    TokenizeTextBody,
 )
 from .service import Service
 from .settings import VERSION, ServerSettings
@@ -59,18 +57,19 @@ def create_app(worker: Worker, settings: ServerSettings, sharing_stats: Namespac
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_state(app, service)
+    describe(app, needs_key=bool(settings.api_keys))
     return app
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", openapi_extra=_body_of(CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = CompletionBody.parse(await read_json(request, service.settings.max_body_bytes))
+        body = await service.read(request, CompletionBody)
         return await _generate(request, service, body, service.completion(body, tenant_of(request.scope)))
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = ChatBody.parse(await read_json(request, service.settings.max_body_bytes))
+        body = await service.read(request, ChatBody)
         return await _generate(request, service, body, service.chat(body, tenant_of(request.scope)))
 
 
@@ -82,11 +81,11 @@ async def _generate(
         return EventStream(generation, service.events(generation, bodies, body.stream_options or StreamOptions()))
     try:
         await until_disconnect(request.receive, generation.finish())
+        return Response(await service.answer(generation, bodies), media_type="application/json")
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:
         generation.close()
-    return JSONResponse(bodies.whole(generation))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -113,16 +112,16 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        content = await read_json(request, service.settings.max_body_bytes)
-        if isinstance(content, dict) and content.get("messages") is not None:
-            return await service.tokenize(TokenizeChatBody.parse(content))
-        return await service.tokenize(TokenizeTextBody.parse(content))
+    async def tokenize(request: Request) -> Response:
+        return await answer(service.tokenize(await service.read_tokenize(request)))
 
-    @app.post("/detokenize", openapi_extra=_body_of(DetokenizeBody))
-    async def detokenize(request: Request) -> dict[str, Any]:
-        body = DetokenizeBody.parse(await read_json(request, service.settings.max_body_bytes))
-        return await service.detokenize(service.engine_for(body), body.tokens)
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await answer(service.detokenize(await service.read(request, DetokenizeBody)))
+
+    async def answer(work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+        content = await service.lanes.answers.run(json_text, await work)
+        return Response(content, media_type="application/json")
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -145,25 +144,5 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
-
-
-async def read_json(request: Request, max_bytes: int) -> Any:
-    """The decoded body whatever its content type; raises RequestError, or ApiError 413 when it is too long."""
-    content = bytearray()
-    try:
-        async for chunk in request.stream():
-            content += chunk
-            if len(content) > max_bytes:
-                raise ApiError(413, f"the body is longer than {max_bytes} bytes", code="body_too_long")
-    except ClientDisconnect:
-        raise RequestError("the connection closed before the whole body had arrived") from None
-    try:
-        return pydantic_core.from_json(bytes(content), allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-
-
-def _body_of(schema: type[Body]) -> dict[str, Any]:
-    """Describes a body that the endpoint reads itself, for /docs."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema.model_json_schema()}}}}
+        content = await service.lanes.answers.run(service.metrics.exposition)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)

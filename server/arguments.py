@@ -21,6 +21,8 @@ from ssd.config import (
 from ssd.errors import ConfigError
 
 from .keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
+from .limit_options import add_limit_options, limits_of
+from .limits import Limits
 from .settings import OBFUSCATION_INTERVAL_S, VERSION
 
 API_KEY_VARIABLE = "SSD_API_KEY"
@@ -64,6 +66,7 @@ class Options:
     engine: EngineConfig
     draft: DraftConfig
     cache: CacheConfig
+    limits: Limits
 
 
 class _Parser(argparse.ArgumentParser):
@@ -133,6 +136,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
                 memory_bytes=found.cache_memory_bytes,
                 redis_url=found.redis,
             ),
+            limits=limits_of(found),
         )
     except ConfigError as error:
         parser.error(str(error))
@@ -242,6 +246,8 @@ def _build_parser() -> _Parser:
         "--generation-config", default="auto", metavar="auto|vllm|DIR",
         help="sampling defaults: the model's generation_config.json, OpenAI's, or another directory's",
     )  # fmt: skip
+
+    add_limit_options(parser)
 
     add = parser.add_argument_group("speculation").add_argument
     add(

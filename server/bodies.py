@@ -15,6 +15,8 @@ from .settings import ServerSettings
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput
 
+_FEW_CHOICES = 16
+
 
 class Bodies(ABC):
     """Writes the bodies of one HTTP request; all share its id and time."""
@@ -58,6 +60,11 @@ class Bodies(ABC):
         """Whether an output has anything that this request's client asked to see."""
         asked_for_tokens = self.return_token_ids or self.logprobs is not None
         return bool(output.text or output.finish_reason or (asked_for_tokens and output.token_ids))
+
+    def is_short(self, generation: Generation) -> bool:
+        """Whether the whole answer is little but the texts of a few choices."""
+        is_plain = self.logprobs is None and self.prompt_logprobs is None and not self.return_token_ids
+        return is_plain and len(generation.choices) <= _FEW_CHOICES
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The body of a response that is not streamed."""
@@ -170,9 +177,9 @@ class ChatBodies(Bodies):
         return {"delta": {"content": output.text} if output.text else {}, "logprobs": logprobs}
 
 
-def prompt_of(generation: Generation, index: int) -> list[int]:
+def prompt_of(generation: Generation, index: int) -> tuple[int, ...]:
     """The prompt of a choice."""
-    return list(generation.prompts[_prompt_index(generation, index)])
+    return generation.prompts[_prompt_index(generation, index)]
 
 
 def _prompt_index(generation: Generation, index: int) -> int:

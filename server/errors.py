@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError
+from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
 
 RETRY_AFTER_S = 1
 
@@ -41,7 +41,7 @@ class ApiError(Exception):
 
 def model_not_found(name: str, served: str) -> ApiError:
     """The answer to a request for a model that is not served here."""
-    message = f"The model {name!r} does not exist here; this server has {served!r}."
+    message = f"The model {shown(name)} does not exist here; this server has {served!r}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -86,7 +86,7 @@ async def answer_error(_request: Request, error: Exception) -> Response:
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler for the framework's own refusals: an unknown path, a wrong method."""
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path}"
+    message = f"{error.detail}: {request.method} {request.url.path:.200}"
     response = error_response(ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from ssd.errors import EngineStopped
 
+from .budget import Share
 from .errors import RequestFailed
+from .lanes import Lane
 from .metrics import Latencies
-from .prediction import common_tokens
 from .worker import Inbox, Worker
 
 if TYPE_CHECKING:
     from ssd.engine import Request, RequestOutput, TokenLogprobs
+
+_MOST_AT_ONCE = 32
+"""Outputs taken in a row before others have their turn on the event loop."""
 
 
 @dataclass(slots=True)
@@ -71,9 +75,15 @@ class Generation:
         worker: Worker,
         latencies: Latencies,
         prompts: list[tuple[int, ...]],
-        prediction: tuple[int, ...] | None = None,
+        prediction: tuple[int, ...] | None,
+        *,
+        aside: Lane,
+        share: Share,
     ) -> None:
+        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end."""
         self.prompts = prompts
+        self.aside = aside
+        self._share = share
         self.prediction = prediction
         self.choices: list[Choice] = []
         self.stop: tuple[str, ...] = ()
@@ -85,6 +95,9 @@ class Generation:
         self._running: set[str] = set()
         self._started = time.perf_counter()
         self._first_token: dict[str, float] = {}
+        self._num_prompt_tokens = sum(map(len, prompts))
+        self._num_completion_tokens = 0
+        self._num_accepted: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over all choices; when one is refused, none stays and the refusal is raised."""
@@ -104,24 +117,24 @@ class Generation:
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
+        self._share.give_back()
 
     @property
     def usage(self) -> Usage:
-        """Counts so far; those of the prediction once all choices have ended."""
+        """Counts so far; those of the prediction once all choices have ended. O(choices)."""
         per_prompt = max(1, len(self.choices) // len(self.prompts))
         cached = [choice.num_cached_tokens for choice in self.choices]
         usage = Usage(
-            prompt_tokens=sum(map(len, self.prompts)),
-            completion_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
             cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
         )
-        if self.prediction is None or self._running:
+        if self.prediction is None or self._num_accepted is None:
             return usage
-        accepted = sum(common_tokens(self.prediction, choice.token_ids) for choice in self.choices)
         return replace(
             usage,
-            accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=len(self.prediction) * len(self.choices) - accepted,
+            accepted_prediction_tokens=self._num_accepted,
+            rejected_prediction_tokens=len(self.prediction) * len(self.choices) - self._num_accepted,
         )
 
     @property
@@ -134,6 +147,7 @@ class Generation:
 
         Raises RequestFailed, EngineFailed or EngineStopped when a choice cannot be finished.
         """
+        num_at_once = 0
         while self._running:
             if self._inbox.queue.empty():
                 try:
@@ -144,11 +158,21 @@ class Generation:
                     continue
             else:
                 request_id, delivery = self._inbox.queue.get_nowait()
+                num_at_once += 1
+                if num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
+                    await asyncio.sleep(0)
             if isinstance(delivery, Exception):
                 self._running.discard(request_id)
                 raise delivery
             self._record(request_id, delivery)
             yield self._index[request_id], delivery
+        if self.prediction is not None:
+            self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
+
+    def _accepted_tokens(self, prediction: tuple[int, ...]) -> int:
+        from .prediction import common_tokens  # compiled, and loaded where it is needed
+
+        return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
 
     async def finish(self) -> None:
         """Wait until all choices have ended."""
@@ -159,6 +183,7 @@ class Generation:
         choice = self.choices[self._index[request_id]]
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
+        self._num_completion_tokens += len(output.token_ids)
         choice.num_cached_tokens = output.stats.num_cached_tokens
         choice.logprobs.extend(output.logprobs or ())
         if output.prompt_logprobs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -139,6 +140,7 @@ class _Server(uvicorn.Server):
         """Several times a second: say once that the server is ready, or stop when there is no engine."""
         if not self._announced and self._worker.state is WorkerState.READY:
             self._announced = True
+            gc.freeze()  # libraries and model stay: collections need not look at them again
             log.info("ready: %s", self._name)
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 

@@ -32,6 +32,7 @@ def make_settings(options: Options) -> ServerSettings:
         allow_special_tokens=options.allow_special_tokens,
         obfuscation_interval_s=options.obfuscation_interval_s,
         trust_request_chat_template=options.trust_request_chat_template,
+        limits=options.limits,
         sampling_defaults=_sampling_defaults(options),
     )
 
@@ -70,6 +71,7 @@ class EngineLoader:
             draft=options.draft,
             draft_model=options.draft_model,
         )
+        _compile_kernels()
         settle_threads(engine.target)  # before the warm-up times passes, and on the thread that will make them
         return engine
 
@@ -96,6 +98,15 @@ class EngineLoader:
     def _share(self, cache: SuffixCache) -> None:
         if self._log is not None and cache.name == self._options.namespace:
             self._log.attach(cache)
+
+
+def _compile_kernels() -> None:
+    """Those of the endpoints, so that no request waits for them."""
+    from .json_size import num_values
+    from .prediction import common_tokens
+
+    num_values(b"[]")
+    common_tokens([0], [0])
 
 
 def _sampling_defaults(options: Options) -> dict[str, float]:

@@ -124,7 +124,8 @@ async def obfuscated_events(
                 await pace.tick()
                 if next(numbers) == 0:
                     usage = _usage_so_far(generation, 0, last=False)
-                    ready += b"".join(writer.opening(index, usage) for index, _ in pairs)
+                    for index, _ in pairs:
+                        ready += await writer.opening(index, usage)
                 for index, piece in pairs:
                     num_sent += len(piece.token_ids)
                     ready += writer.piece(index, piece, _usage_so_far(generation, num_sent, last=pieces.ended))

@@ -6,17 +6,15 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ssd.config import GrammarKind, StructuredOutput
 from ssd.errors import RequestError
 
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+from .parts import Part
 
 
-class JsonSchemaFormat(_Part):
+class JsonSchemaFormat(Part):
     """OpenAI's name for a schema; what is not the schema is a hint to the model that is not used here."""
 
     name: str = ""
@@ -25,35 +23,35 @@ class JsonSchemaFormat(_Part):
     schema_: dict[str, Any] | bool = Field(alias="schema")
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(Part):
     """``response_format``: text, any JSON object, or JSON of a schema, which always holds strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(Part):
     """vLLM's ``structured_outputs``: exactly one of these. ``grammar`` is Lark's, ``regex`` is of Rust's dialect."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
 
-class TextPart(_Part):
+class TextPart(Part):
     """A piece of text."""
 
     type: Literal["text"]
     text: str
 
 
-class Prediction(_Part):
+class Prediction(Part):
     """``prediction``: text that most of the output is expected to equal. It changes how fast the output comes only."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -68,7 +66,7 @@ class OutputFields(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(max_length=1000)] | None = None
+    guided_choice: Annotated[list[str], Field(max_length=1000, fail_fast=True)] | None = None
     guided_grammar: str | None = None
     prediction: Prediction | None = None
 

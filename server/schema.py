@@ -9,10 +9,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ssd.config import MAX_LOGPROBS, SamplingParams
-from ssd.errors import RequestError
+from ssd.errors import RequestError, shown
 
+from .counts import require_counts
 from .fields import honoured_fields
+from .limits import Limits
 from .output_fields import OutputFields
+from .parts import UNKNOWN_FIELD, Part
+
+_DEFAULT_LIMITS = Limits()
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -24,23 +29,34 @@ class Body(BaseModel):
     # Strict: "5" is no number and 1 no boolean, as at OpenAI.
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    model: str | None = None
+    model: str | None = Field(default=None, max_length=1024)
 
     @classmethod
-    def parse(cls, content: Any) -> Self:
-        """Validate decoded JSON; raises RequestError with the field at fault as ``param``."""
+    def parse(cls, content: Any, limits: Limits = _DEFAULT_LIMITS) -> Self:
+        """Validate decoded JSON; raises RequestError with the field at fault as ``param``.
+
+        Takes milliseconds for the largest body within ``limits``, whatever is wrong in it: one mistake is looked for.
+        """
         if not isinstance(content, dict):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
+        fields = honoured_fields(content)
+        unknown = next((name for name in fields if name not in cls.model_fields), None)
+        if unknown is not None:  # before anything else, since it explains other mistakes
+            raise _unknown_field(unknown)
+        require_counts(fields, limits)
         try:
-            return cls.model_validate(honoured_fields(content))
+            body = cls.model_validate(fields)
         except ValidationError as error:
             raise _request_error(error) from None
+        body.require_within(limits)
+        return body
+
+    def require_within(self, limits: Limits) -> None:
+        """Raises RequestError for what can be measured only now."""
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """How a stream reports usage, and whether its chunks hide their length."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -60,13 +76,13 @@ class GenerateBody(OutputFields, Body):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=128)] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=128)
+    stop: str | Annotated[list[str], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list, max_length=128)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
-    bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=1000)
-    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] = Field(default_factory=list)
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     prompt_logprobs: int | None = Field(default=None, description="as ``logprobs``, for the prompt's tokens; vLLM's")
     return_tokens_as_token_ids: bool = False
     n: int = Field(default=1, ge=1, le=128)
@@ -79,6 +95,18 @@ class GenerateBody(OutputFields, Body):
         default=None,
         description="most draft tokens per step of this request; 0: plain decoding. The output is the same",
     )
+
+    def require_within(self, limits: Limits) -> None:
+        """Raises RequestError for a structured output that would take too long to compile, or more than one."""
+        output = self.structured_output()
+        if output is None:
+            return
+        most = limits.max_regex_characters if output.kind == "regex" else limits.max_grammar_characters
+        if len(output.source) > most:
+            raise RequestError(
+                f"{output.param} has {len(output.source)} characters, at most {most} are taken: shorten it",
+                param=output.param,
+            )
 
     def output_limit(self) -> tuple[str, int | None]:
         """The field that limits the output and its value; None where the client set no limit."""
@@ -101,12 +129,12 @@ class GenerateBody(OutputFields, Body):
             raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
         name, limit = self.output_limit()
         if limit is not None and limit < 1:
-            raise RequestError(f"{name} must be at least 1, got {limit}", param=name)
+            raise RequestError(f"{name} must be at least 1, got {shown(limit)}", param=name)
         if limit is None:
             wanted = [value for value in (default_limit, defaults.get("max_new_tokens")) if value is not None]
             limit = max(1, min(room, int(min(wanted)))) if wanted else None
         if limit is not None and self.min_tokens > limit:
-            raise RequestError(f"min_tokens {self.min_tokens} exceeds {name} {limit}", param="min_tokens")
+            raise RequestError(f"min_tokens {shown(self.min_tokens)} exceeds {name} {shown(limit)}", param="min_tokens")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
         def chosen(field: str, neutral: float) -> float:
@@ -177,10 +205,10 @@ class CompletionBody(GenerateBody):
 class ChatTemplateFields(BaseModel):
     """How messages become a prompt."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template: str | None = None
+    chat_template: str | None = Field(default=None, max_length=1 << 16)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool = False
 
@@ -208,7 +236,7 @@ class ChatBody(ChatTemplateFields, GenerateBody):
     """POST /v1/chat/completions."""
 
     max_completion_tokens: int | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=64)
     logprobs: bool = False
     top_logprobs: int = Field(
         default=0, ge=0, le=MAX_LOGPROBS, description="alternatives to report beside each token; needs ``logprobs``"
@@ -252,7 +280,7 @@ class TokenizeChatBody(ChatTemplateFields, Body):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 def _is_token_ids(entries: list[Any]) -> bool:
@@ -260,21 +288,29 @@ def _is_token_ids(entries: list[Any]) -> bool:
 
 
 def _token_id(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise RequestError(f"logit_bias must map token ids to numbers, got the key {text!r}", param="logit_bias")
+    # Ten digits hold every id. Without leading zeros no token has two names.
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and (text[0] != "0" or text == "0")):
+        raise RequestError(
+            f"logit_bias must map token ids, written as usual, to numbers, got the key {shown(text)}",
+            param="logit_bias",
+        )
     return int(text)
+
+
+def _unknown_field(name: str) -> RequestError:
+    return RequestError(f"unknown field {shown(name)}: remove it, or check its spelling", param=name[:128])
 
 
 def _request_error(error: ValidationError) -> RequestError:
     """The first complaint of pydantic, in our words; unknown fields first, since they explain the others."""
-    complaints = error.errors(include_url=False, include_context=False, include_input=False)
-    unknown = [complaint for complaint in complaints if complaint["type"] == "extra_forbidden"]
+    complaints = error.errors(include_url=False, include_input=False)
+    unknown = [complaint for complaint in complaints if complaint["type"] == UNKNOWN_FIELD]
     first = (unknown or complaints)[0]
     name = ".".join(str(part) for part in first["loc"])
     # A union's branches are part of pydantic's location; the client knows the field only.
     param = str(first["loc"][0]) if first["loc"] else None
     if unknown:
-        return RequestError(f"unknown field {name!r}: remove it, or check its spelling", param=name)
+        return _unknown_field(f"{name}.{first['ctx']['name']}")
     if first["type"] == "missing":
         return RequestError(f"the field {name!r} is required", param=param)
-    return RequestError(f"{param}: {first['msg']}", param=param)
+    return RequestError(f"{param}: {first['msg']:.500}", param=param)

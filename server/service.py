@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ssd.errors import ContextTooLong, RequestError
-from ssd.text.bad_words import encode_bad_words
+from starlette.requests import Request
+
+from ssd.config import SamplingParams
+from ssd.errors import RequestError
 from ssd.text.stream import TextStream
 from ssd.text.token_text import TokenTexts
 
 from .bodies import Bodies, ChatBodies, CompletionBodies
+from .body_reader import BodyReader
+from .budget import Budget
 from .errors import model_not_found
 from .generation import Generation
+from .json_text import json_text
+from .lanes import Lanes
 from .logprobs import LogprobsWriter
 from .metrics import NamespaceStats, ServerMetrics
 from .obfuscation import EvenPieces, Pace, obfuscated_events
@@ -23,8 +28,8 @@ from .schema import (
     COMPLETION_MAX_TOKENS,
     Body,
     ChatBody,
-    ChatTemplateFields,
     CompletionBody,
+    DetokenizeBody,
     GenerateBody,
     StreamOptions,
     TokenizeChatBody,
@@ -32,34 +37,62 @@ from .schema import (
 )
 from .settings import ServerSettings
 from .stream import EventWriter, events
+from .texts import Texts, codec_of
 from .worker import Worker, WorkerState
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
-    from ssd.text.codec import TextCodec
+    from ssd.engine import Request as EngineRequest
 
-P = ParamSpec("P")
+B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
-
-_MAX_CHARACTERS_PER_TOKEN = 512
-"""No tokenizer in use has a longer token; those that come near are runs of spaces."""
+_FEW_TOKENS = 1 << 14
+"""Requests of so many tokens over all choices are handed over on the event loop, in a few milliseconds."""
+_TOKENS_A_CHOICE = 256
+"""What a choice costs beside its prompt."""
 
 
 class Service:
-    """Tokenises on a thread beside the event loop, then submits to the worker."""
+    """Tokenises on threads beside the event loop, then submits to the worker."""
 
     def __init__(self, worker: Worker, settings: ServerSettings, sharing_stats: NamespaceStats | None = None) -> None:
         self.worker = worker
         self.settings = settings
         self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats)
+        self.lanes = Lanes()
+        self.bodies = BodyReader(settings.limits, self.lanes)
+        self._texts = Texts(
+            self.lanes,
+            settings.limits,
+            trust_request_chat_template=settings.trust_request_chat_template,
+            allow_special_tokens=settings.allow_special_tokens,
+        )
+        self._queued = Budget(settings.limits.max_queued_tokens, "prompt tokens")
         self._token_texts: TokenTexts | None = None
-        # One thread: tokenizers are not made to be used by several at once.
-        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
-        """End the tokenizer's thread."""
-        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        self.lanes.close()
+
+    async def read(self, request: Request, schema: type[B]) -> B:
+        """The checked body of a request; raises RequestError, ApiError, QueueFull, or why there is no engine."""
+        return await self._read(request, lambda content: schema.parse(content, self.settings.limits))
+
+    async def read_tokenize(self, request: Request) -> TokenizeTextBody | TokenizeChatBody:
+        """The body of /tokenize, which has one of two forms."""
+
+        def parse(content: Any) -> TokenizeTextBody | TokenizeChatBody:
+            is_chat = isinstance(content, dict) and content.get("messages") is not None
+            schema = TokenizeChatBody if is_chat else TokenizeTextBody
+            return schema.parse(content, self.settings.limits)
+
+        return await self._read(request, parse)
+
+    async def _read(self, request: Request, check: Callable[[Any], T]) -> T:
+        context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done
+        most = max(self.settings.limits.max_body_values, 2 * context)
+        return await self.bodies.read(request, check, max_values=most)
 
     def engine_for(self, body: Body) -> Engine:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
@@ -70,22 +103,17 @@ class Service:
     async def completion(self, body: CompletionBody, tenant: str | None) -> tuple[Generation, Bodies]:
         """Start every choice of every prompt. ``tenant`` : whose request it is."""
         engine = self.engine_for(body)
-        prompts = [
-            await self.encode_text(engine, prompt, special=body.add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in body.prompts()
-        ]
-        echo = [await self._text_of(engine, prompt) for prompt in body.prompts()] if body.echo else None
-        bodies = CompletionBodies(self.settings, echo=echo, **self._body_options(engine, body))
-        limit = COMPLETION_MAX_TOKENS
+        asked, limit = body.prompts(), COMPLETION_MAX_TOKENS
+        prompts = await self._texts.prompts(engine, asked, special=body.add_special_tokens)
+        echo = await self._texts.echoes(engine, asked) if body.echo else None
+        bodies = CompletionBodies(self.settings, echo=echo, **await self._body_options(engine, body))
         return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
     async def chat(self, body: ChatBody, tenant: str | None) -> tuple[Generation, Bodies]:
         """Start every choice of a conversation's next message. ``tenant`` : whose request it is."""
         engine = self.engine_for(body)
-        prompt = await self.encode_messages(engine, body)
-        bodies = ChatBodies(self.settings, **self._body_options(engine, body))
+        prompt = await self._texts.messages(engine, body)
+        bodies = ChatBodies(self.settings, **await self._body_options(engine, body))
         return await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant), bodies
 
     def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
@@ -100,65 +128,34 @@ class Service:
         pace = Pace(self.settings.obfuscation_interval_s, lambda: self.worker.state is not WorkerState.READY)
         return obfuscated_events(generation, writer, EvenPieces(streams), pace, keep_alive_s)
 
-    async def encode_text(self, engine: Engine, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text prompt, with the tokenizer's own special tokens around it if ``special``."""
-        codec = codec_of(engine)
-        _require_plausible_length(engine, len(text), "prompt")
-        return await self._aside(codec.encode_prompt if special else codec.encode_completion, text)
-
-    async def encode_messages(self, engine: Engine, body: ChatTemplateFields) -> list[int]:
-        """Token ids of a conversation."""
-        _require_plausible_length(
-            engine, sum(len(str(message.get("content"))) for message in body.messages), "messages"
-        )
-        if body.chat_template is not None and not self.settings.trust_request_chat_template:
-            raise RequestError(
-                "chat templates of requests are not run here: a template is a program. "
-                "Leave chat_template out, or start the server with --trust-request-chat-template",
-                param="chat_template",
-            )
-        return await self._aside(
-            codec_of(engine).encode_chat,
-            body.messages,
-            allow_special_tokens=self.settings.allow_special_tokens,
-            **body.template_arguments(),
-        )
-
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
         engine = self.engine_for(body)
-        if isinstance(body, TokenizeTextBody):
-            tokens = await self.encode_text(engine, body.prompt, special=body.add_special_tokens)
-        else:
-            tokens = await self.encode_messages(engine, body)
-        codec = codec_of(engine)
-        texts = [codec.decode([token]) for token in tokens] if body.return_token_strs else None
+        tokens, texts = await self._texts.tokenize(engine, body)
         return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": texts}
 
-    async def detokenize(self, engine: Engine, tokens: list[int]) -> dict[str, Any]:
+    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         """The answer of /detokenize."""
-        codec = codec_of(engine)
-        if not all(0 <= token < codec.vocab_size for token in tokens):
-            raise RequestError(f"tokens has a token id outside 0..{codec.vocab_size - 1}", param="tokens")
-        return {"prompt": await self._aside(codec.decode, tokens)}
+        return {"prompt": await self._texts.detokenize(self.engine_for(body), body.tokens)}
 
-    def _body_options(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
+    async def answer(self, generation: Generation, bodies: Bodies) -> bytes:
+        """The JSON of an answer that is not streamed."""
+
+        def write() -> bytes:
+            return json_text(bodies.whole(generation))
+
+        return write() if bodies.is_short(generation) else await self.lanes.answers.run(write)
+
+    async def _body_options(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
         """What the answer is to hold beside the text."""
         options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
         wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}
         if names := [name for name, number in wanted.items() if number is not None]:
-            if self._token_texts is None:
-                self._token_texts = TokenTexts(codec_of(engine))
+            if self._token_texts is None:  # reads the whole vocabulary
+                self._token_texts = await self.lanes.answers.run(TokenTexts, codec_of(engine))
             writer = LogprobsWriter(self._token_texts, as_token_ids=body.return_tokens_as_token_ids)
             options |= dict.fromkeys(names, writer)
         return options
-
-    async def _text_of(self, engine: Engine, prompt: str | list[int]) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        codec = codec_of(engine)
-        known = [token for token in prompt if 0 <= token < codec.vocab_size]  # others are refused by the engine
-        return await self._aside(codec.decode, known, skip_special_tokens=True)
 
     async def _start(
         self,
@@ -170,43 +167,84 @@ class Service:
         default_limit: int | None,
         tenant: str | None,
     ) -> Generation:
-        from ssd.engine import Request  # by now loaded by the engine's thread
-
-        codec, prediction = codec_of(engine), None
-        if body.prediction is not None:
-            text = body.prediction.text
-            _require_plausible_length(engine, len(text), "prediction")
-            prediction = tuple(await self._aside(codec.encode_completion, text))
-        bad_words = await self._aside(encode_bad_words, codec, body.bad_words) if body.bad_words else ()
+        prediction = None if body.prediction is None else await self._texts.prediction(engine, body.prediction.text)
+        bad_words = await self._texts.bad_words(engine, body.bad_words) if body.bad_words else ()
         output = body.structured_output()
         if output is not None and engine.grammars is not None:
-            await self._aside(engine.grammars.compile, output)  # kept there: it may take long, and others are streaming
+            await self.lanes.grammars.run(engine.grammars.compile, output)  # and kept there
+        num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
+        share = self._queued.share()
+        share.grow(num_tokens)
         prompt_ids = [tuple(prompt) for prompt in prompts]
-        generation = Generation(self.worker, self.metrics.latencies, prompt_ids, prediction)
-        requests = []
-        for number, prompt in enumerate(generation.prompts):
-            room = engine.max_model_len - len(prompt)
-            sampling = replace(
-                body.sampling(self.settings.sampling_defaults, room=room, default_limit=default_limit),
-                bad_words=bad_words,
+        generation = Generation(
+            self.worker, self.metrics.latencies, prompt_ids, prediction, aside=self.lanes.answers, share=share
+        )
+
+        def submit() -> None:
+            sampling = self._sampling_of(engine, body, bad_words, default_limit)
+            generation.submit(
+                [
+                    self._request(
+                        body, sampling(len(prompt)), prompt, prediction or (), choice, f"{bodies.id}-{i}", tenant
+                    )
+                    for i, prompt in enumerate(prompt_ids)
+                    for choice in range(body.n)
+                ]
             )
-            requests += [
-                Request(
-                    request_id=f"{bodies.id}-{number}-{choice}",
-                    prompt_token_ids=prompt,
-                    sampling=sampling,
-                    choice_index=choice,
-                    namespace=self._namespace(body),
-                    priority=body.priority,
-                    cache_salt=body.cache_salt,
-                    tenant=None if self.settings.share_prefix_cache else tenant,
-                    num_speculative_tokens=body.num_speculative_tokens,
-                    prediction_token_ids=prediction or (),
-                )
-                for choice in range(body.n)
-            ]
-        generation.submit(requests)
+
+        num_ruled = len(body.logit_bias) + len(body.allowed_token_ids or ()) + sum(map(len, bad_words))
+        try:
+            if num_tokens + _TOKENS_A_CHOICE * body.n * len(prompts) + num_ruled <= _FEW_TOKENS:
+                submit()
+            else:
+                await self.lanes.answers.run(submit)
+        except BaseException:
+            generation.close()
+            raise
         return generation
+
+    def _sampling_of(
+        self, engine: Engine, body: GenerateBody, bad_words: tuple[tuple[int, ...], ...], default_limit: int | None
+    ) -> Callable[[int], SamplingParams]:
+        """How to sample after a prompt of some length; made once for all prompts that leave the same limit."""
+        defaults, most = self.settings.sampling_defaults, self.settings.limits.max_logprob_entries
+        num_choices = len(body.prompts()) * body.n if isinstance(body, CompletionBody) else body.n
+
+        @cache
+        def at(room: int) -> SamplingParams:
+            sampling = body.sampling(defaults, room=room, default_limit=default_limit)
+            _require_logprobs(sampling, engine.max_model_len, room, num_choices, most)
+            found = replace(sampling, bad_words=bad_words)
+            if found.logit_bias or found.allowed_token_ids or bad_words:
+                _ = found.rules  # made here and not where others' tokens are computed
+            return found
+
+        return lambda num_prompt: at(max(0, engine.max_model_len - num_prompt))
+
+    def _request(
+        self,
+        body: GenerateBody,
+        sampling: SamplingParams,
+        prompt: tuple[int, ...],
+        prediction: tuple[int, ...],
+        choice: int,
+        prefix: str,
+        tenant: str | None,
+    ) -> EngineRequest:
+        from ssd.engine import Request  # by now loaded by the engine's thread
+
+        return Request(
+            request_id=f"{prefix}-{choice}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            choice_index=choice,
+            namespace=self._namespace(body),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            tenant=None if self.settings.share_prefix_cache else tenant,
+            num_speculative_tokens=body.num_speculative_tokens,
+            prediction_token_ids=prediction,
+        )
 
     def _namespace(self, body: GenerateBody) -> str | None:
         """Which cache a request uses. A salted one asks to share nothing, so it neither reads nor feeds one.
@@ -215,23 +253,17 @@ class Service:
         """
         return None if body.cache_salt is not None else self.settings.namespace
 
-    async def _aside(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizer_thread, lambda: call(*args, **kwargs))
 
-
-def _require_plausible_length(engine: Engine, num_characters: int, param: str) -> None:
-    """Refuse text that cannot fit before time is spent on it: others wait while it is tokenised."""
-    limit = engine.max_model_len * _MAX_CHARACTERS_PER_TOKEN
-    if num_characters > limit:
-        raise ContextTooLong(
-            f"{param} has {num_characters} characters, which cannot fit this model's maximum context length of "
-            f"{engine.max_model_len} tokens: shorten it",
-            param=param,
+def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int, most: int) -> None:
+    """Refuse more log-probabilities than an answer may hold."""
+    entries = 0
+    if sampling.logprobs is not None:
+        entries += (sampling.max_tokens or room) * (1 + sampling.logprobs)
+    if sampling.prompt_logprobs is not None:
+        entries += (context - room) * (1 + sampling.prompt_logprobs)
+    if entries * num_choices > most:
+        raise RequestError(
+            f"the answer would hold {entries * num_choices} log-probabilities, at most {most} are made: lower "
+            "max_tokens, n or logprobs",
+            param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )
-
-
-def codec_of(engine: Engine) -> TextCodec:
-    """The tokenizer, which the engine of a server always has."""
-    assert engine.codec is not None
-    return engine.codec

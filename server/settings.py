@@ -12,6 +12,8 @@ from typing import Any
 
 from ssd.errors import ConfigError
 
+from .limits import Limits
+
 VERSION = "0.1.0"
 
 OBFUSCATION_INTERVAL_S = 0.25
@@ -54,8 +56,8 @@ class ServerSettings:
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
 
-    max_body_bytes: int = 32 << 20
-    """Longer request bodies are refused with 413."""
+    limits: Limits = field(default_factory=Limits)
+    """What is too much for one request, or for all."""
 
     created: int = field(default_factory=lambda: int(time.time()))
     """Start of the service, seconds since the epoch."""

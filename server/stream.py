@@ -107,11 +107,18 @@ class EventWriter:
         self._with_usage = bool(options.include_usage)
         self._continuous = bool(options.continuous_usage_stats and options.include_usage)
 
-    def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """What goes before the first text of a choice; ``usage`` : so far, where it is not the generation's."""
-        bodies = self._bodies
-        contents = bodies.first_chunks(self._generation, index)
-        return b"".join(self._event(bodies.chunk_choice(index, content), usage) for content in contents)
+    async def opening(self, index: int, usage: Usage | None = None) -> bytes:
+        """What goes before the first text of a choice; ``usage`` : so far, where it is not the generation's.
+
+        Where it holds a prompt's tokens it is written aside.
+        """
+        bodies, generation = self._bodies, self._generation
+
+        def write() -> bytes:
+            contents = bodies.first_chunks(generation, index)
+            return b"".join(self._event(bodies.chunk_choice(index, content), usage) for content in contents)
+
+        return write() if bodies.is_short(generation) else await generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
         """What a choice has said; ``usage`` as for `opening`."""
@@ -152,7 +159,7 @@ async def events(
             index, output = arrived
             if index not in begun:
                 begun.add(index)
-                ready += writer.opening(index)
+                ready += await writer.opening(index)
             if bodies.is_shown(output):
                 ready += writer.piece(index, output)
             # What arrived together goes out together: a write costs more than all the rest of an event.

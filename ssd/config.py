@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from ssd.errors import ConfigError, RequestError
+from ssd.errors import ConfigError, RequestError, shown
 from ssd.token_rules import TokenRules
 
 DraftAcceptance = Literal["match", "rejection"]
@@ -25,6 +25,10 @@ MAX_LOGPROBS = 20
 
 MAX_SPECULATIVE_TOKENS = 128
 """Longest draft."""
+
+
+_MOST = (1 << 31) - 1
+"""Counts of tokens are kept in 32 bits."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -243,14 +247,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def check(condition: bool, param: str, allowed: str) -> None:
             if not condition:
-                raise RequestError(f"{param} must be {allowed}, got {getattr(self, param)!r}", param=param)
+                raise RequestError(f"{param} must be {allowed}, got {shown(getattr(self, param))}", param=param)
 
-        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(self.max_tokens is None or 1 <= self.max_tokens <= _MOST, "max_tokens", f"within 1..{_MOST}")
         check(0.0 <= self.temperature <= 2.0, "temperature", "within 0..2")
         check(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")
-        check(self.top_k >= -1, "top_k", "at least 1, or 0 or -1 for off")
+        check(-1 <= self.top_k <= _MOST, "top_k", f"within 1..{_MOST}, or 0 or -1 for off")
         check(0.0 <= self.min_p <= 1.0, "min_p", "within 0..1")
-        check(0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", "greater than 0")
+        # Beyond, a penalised logit is 0 or leaves float32.
+        check(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "within 0.01..100")
         check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "within -2..2")
         check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "within -2..2")
         check(
@@ -260,7 +265,7 @@ class SamplingParams:
         )
         check(self.seed is None or -(1 << 63) <= self.seed < (1 << 63), "seed", "a 64-bit integer")
         check(all(self.stop), "stop", "non-empty strings")
-        check(self.min_tokens >= 0, "min_tokens", "at least 0")
+        check(0 <= self.min_tokens <= _MOST, "min_tokens", f"within 0..{_MOST}")
         check(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
         check(all(self.bad_words), "bad_words", "of at least one token each")
         for name, limit in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):

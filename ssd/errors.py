@@ -24,6 +24,8 @@ Messages say what was found, what was expected and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 
 class SSDError(Exception):
     """Base of every exception raised on purpose by this project."""
@@ -107,3 +109,15 @@ def is_fault(error: BaseException) -> bool:
     A panic of a library written in Rust is no Exception, but a fault like any other.
     """
     return not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
+
+
+def shown(value: object) -> str:
+    """A value as an error quotes it, at most 80 characters. O(1), whatever was sent; never raises."""
+    if isinstance(value, str):
+        text = repr(value[:80])
+        return text if len(value) <= 72 and len(text) <= 80 else f"{text[:60]}... ({len(value)} characters)"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, (bool, int, float)) or value is None:
+        return repr(value)
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, Sized) else type(value).__name__

@@ -229,3 +229,10 @@ def test_weaker_rules_give_way_to_the_grammar(target: Any) -> None:
     )  # fmt: skip
     text, reason = output_of(target, make_drafter("none", DraftConfig()), CODEC.encode_prompt("x"), sampling, 0)[1:3]
     assert (text, reason) == ("yes", FinishReason.STOP)
+
+
+def test_a_grammar_as_deep_as_it_is_long_ends_no_process() -> None:
+    codec = TextCodec.load(str(MODEL_PATH))
+    chain = "start: a0\n" + "".join(f'a{rule}: "x" a{rule + 1}\n' for rule in range(4500)) + 'a4500: "y"\n'
+    compiler = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids)
+    compiler.compile(StructuredOutput("grammar", chain)).masks([])

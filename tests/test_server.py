@@ -15,6 +15,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.limits import Limits
 from server.settings import read_sampling_defaults
 from server.stream import PADDED_BYTES
 from ssd.bundled import MODEL_PATH
@@ -412,6 +413,6 @@ def test_a_client_that_leaves_frees_its_slots(server: RunningServer, stream: boo
 
 
 def test_too_long_bodies_are_refused_before_they_are_read() -> None:
-    with serving(load, max_body_bytes=1000) as small:
+    with serving(load, limits=Limits(max_body_bytes=1000)) as small:
         answer = ask(small.port, "POST", "/v1/completions", {"prompt": "x" * 2000})
         assert (answer.status, answer.error["code"]) == (413, "body_too_long")

@@ -123,6 +123,7 @@ def _drain(server: RunningServer, grace_s: float) -> None:
 
 def test_documentation_describes_the_bodies() -> None:
     with serving(lambda _: FailingEngine()) as server:
-        paths = get(server.port, "/openapi.json").json["paths"]
-    schema = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        description = get(server.port, "/openapi.json").json
+    body = description["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = description["components"]["schemas"][body["$ref"].rpartition("/")[2]]
     assert {"messages", "temperature", "stream"} <= set(schema["properties"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ssd.config import MAX_SPECULATIVE_TOKENS
 from ssd.engine.request import Request
-from ssd.errors import ContextTooLong, RequestError
+from ssd.errors import ContextTooLong, RequestError, shown
 
 _MOST_PRIORITY = 100
 
@@ -25,8 +25,14 @@ def check_request(
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ("bad_words", [token for word in sampling.bad_words for token in word]),
     ):
-        if not all(0 <= token < vocab_size for token in ids):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}", param=name)
+    if len(request.prediction_token_ids) > max_model_len:
+        raise RequestError(
+            f"prediction has {len(request.prediction_token_ids)} tokens, and no output has more than {max_model_len}: "
+            "shorten it",
+            param="prediction",
+        )
     room = max_model_len - num_prompt
     if room < (sampling.max_tokens or 1):
         wanted = f" and {sampling.max_tokens} to generate" if sampling.max_tokens else ""
@@ -37,7 +43,8 @@ def check_request(
         )
     if abs(request.priority) > _MOST_PRIORITY:
         raise RequestError(
-            f"priority must be within -{_MOST_PRIORITY}..{_MOST_PRIORITY}, got {request.priority}", param="priority"
+            f"priority must be within -{_MOST_PRIORITY}..{_MOST_PRIORITY}, got {shown(request.priority)}",
+            param="priority",
         )
     if request.priority and not takes_priority:
         raise RequestError(
@@ -47,7 +54,7 @@ def check_request(
     limit = request.num_speculative_tokens
     if limit is not None and not 0 <= limit <= MAX_SPECULATIVE_TOKENS:
         raise RequestError(
-            f"num_speculative_tokens must be within 0..{MAX_SPECULATIVE_TOKENS}, got {limit}",
+            f"num_speculative_tokens must be within 0..{MAX_SPECULATIVE_TOKENS}, got {shown(limit)}",
             param="num_speculative_tokens",
         )
     if sampling.stop and not has_tokenizer:

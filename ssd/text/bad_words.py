@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ssd.errors import RequestError
+from ssd.errors import RequestError, shown
 from ssd.text.codec import TextCodec
 
 MAX_BAD_WORDS = 1000
@@ -21,7 +21,7 @@ def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int,
     for word in words:
         alone, spaced = (tuple(codec.encode_completion(text)) for text in (word.lstrip(), " " + word.lstrip()))
         if not alone:
-            raise RequestError(f"bad_words has {word!r}, which is no token: give words", param="bad_words")
+            raise RequestError(f"bad_words has {shown(word)}, which is no token: give words", param="bad_words")
         found[alone] = None
         # Where the space is a token of its own the word alone is found behind it.
         if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -41,7 +42,10 @@ class TextCodec:
         """``tokenizer`` : a transformers tokenizer. ``eos_token_ids`` : the ids that end an output, its own first."""
         self._tokenizer = tokenizer
         self._rust_decode = _rust_decode(tokenizer)
-        self._lock = threading.Lock()
+        # Those written in Rust work on several texts at once; of others nobody says so.
+        self._lock: AbstractContextManager[object] = (
+            nullcontext() if hasattr(tokenizer, "backend_tokenizer") else threading.Lock()
+        )
         # Encoding once settles the padding and truncation settings, which the Rust tokenizer must not change while
         # another thread decodes ("Already borrowed").
         tokenizer.encode("", add_special_tokens=False)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ssd.config import StructuredOutput
 from ssd.errors import RequestError
 from ssd.text.codec import TextCodec
+from ssd.text.deep_stack import on_deep_stack
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,9 @@ Mask = npt.NDArray[np.bool_]
 
 INSTALL = "pip install 'ssd-serving[structured]'"
 
-_MAX_COMPILED = 64
+_MAX_COMPILED = 32
+# Half a second and 50 MB for the worst of short sources: what is out of all proportion is refused.
+_LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
 # Enough to indent with. Without a bound small models write white space between two tokens for ever.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
 
@@ -136,7 +139,7 @@ class GrammarCompiler:
 
     def _matcher(self, output: StructuredOutput) -> Any:
         try:
-            from llguidance import LLMatcher, LLTokenizer
+            from llguidance import LLTokenizer
         except ImportError:
             raise RequestError(
                 f"{output.param} needs llguidance, which is not installed here: {INSTALL}, or leave the field out",
@@ -152,9 +155,7 @@ class GrammarCompiler:
                 self._tokenizer = LLTokenizer(
                     self._codec.to_json(), n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
                 )
-            matcher = LLMatcher(self._tokenizer, _grammar_of(output, LLMatcher), log_level=0)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # much is compiled only now, and may be too complex
+            matcher = on_deep_stack(lambda: _new_matcher(self._tokenizer, output))
             complaint = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
             complaint = str(error)
@@ -165,6 +166,17 @@ class GrammarCompiler:
         if complaint:
             raise RequestError(f"{output.param} cannot be used: {complaint:.1000}", param=output.param)
         return matcher
+
+
+def _new_matcher(tokenizer: Any, output: StructuredOutput) -> Any:
+    """A matcher at the beginning, which may be in an error state; raises ValueError where the source is malformed."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, max_lexer_states=_LEXER_STATES, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, _grammar_of(output, LLMatcher), log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # much is compiled only now, and may be too complex
+    return matcher
 
 
 def _grammar_of(output: StructuredOutput, matcher: Any) -> str:

@@ -1,0 +1,1 @@
+"""What a client may send on purpose, and what it must cost nobody else."""

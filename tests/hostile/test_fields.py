@@ -1,0 +1,107 @@
+"""Every field of every body, with values that no client means: never a 5xx, and the engine lives on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from server.fields import IGNORED, NEUTRAL
+from server.output_fields import JsonSchemaFormat, Prediction, ResponseFormat, StructuredOutputs
+from server.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    StreamOptions,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
+from tests.server_client import get, post
+from tests.server_engine import RunningServer, serving
+from tests.test_server import load
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+SCALARS = [
+    "0", "-1", "1", "-0.0", "2147483648", "9223372036854775808", "18446744073709551616", "1" + 400 * "0",
+    "-1" + 400 * "0", "1" + 5000 * "0", "1e308", "-1e308", "5e-324", "1e400", "NaN", "Infinity", "true", "null", '""',
+    '"x"', '"\\u0000"', '"\\ud800"', '"\\ud83d\\ude00"', '"' + 3000 * "y" + '"',
+]  # fmt: skip
+WHOLE = [
+    *SCALARS, "[]", "{}", "[[]]", "[null]", '[""]', '["x", 1]', "[1, -1]", "[9223372036854775808]",
+    "[1" + 400 * "0" + "]", '{"": 0}', '{"0": 1e400}', '{"00": 1, "0": 1}', '{"-1": 1}', '{"' + 5000 * "9" + '": 1}',
+    '{"\\u0000": {"x": []}}', 150 * "[" + 150 * "]", 5000 * "[" + 5000 * "]", 150 * '{"a":' + "1" + 150 * "}",
+]  # fmt: skip
+"""JSON as it is sent: Python would not write some of it."""
+
+BODIES: list[tuple[str, type[Body], dict[str, Any]]] = [
+    ("/v1/completions", CompletionBody, {"prompt": "x", "max_tokens": 2}),
+    ("/v1/chat/completions", ChatBody, {"messages": MESSAGES, "max_tokens": 2}),
+    ("/tokenize", TokenizeTextBody, {"prompt": "x"}),
+    ("/tokenize", TokenizeChatBody, {"messages": MESSAGES}),
+    ("/detokenize", DetokenizeBody, {"tokens": [5]}),
+]
+PARTS: dict[str, type[Any]] = {
+    "stream_options": StreamOptions, "response_format": ResponseFormat, "structured_outputs": StructuredOutputs,
+    "prediction": Prediction,
+}  # fmt: skip
+
+
+def names_of(schema: type[Body]) -> list[str]:
+    generates = schema in (CompletionBody, ChatBody)
+    return sorted({*schema.model_fields, *(IGNORED | NEUTRAL.keys() | {"best_of"} if generates else ())})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(load) as running:
+        yield running
+
+
+def spelled(base: dict[str, Any], name: str, value: str) -> bytes:
+    """A body with one field as it is given."""
+    rest = json.dumps({key: each for key, each in base.items() if key != name})[1:-1]
+    return f"{{{rest}{',' if rest else ''}{json.dumps(name)}:{value}}}".encode()
+
+
+def survives(server: RunningServer, path: str, body: bytes) -> int:
+    answer = post(server.port, path, body)
+    assert answer.status < 500, (path, body[:200], answer.content[:300])
+    if answer.status >= 400:
+        assert answer.error["message"] and len(answer.content) < 1500, body[:200]
+    return answer.status
+
+
+@pytest.mark.parametrize(("path", "schema", "base"), BODIES, ids=lambda each: getattr(each, "__name__", None))
+def test_no_value_of_a_field_is_an_error_of_the_server(
+    server: RunningServer, path: str, schema: type[Body], base: dict[str, Any]
+) -> None:
+    for name in names_of(schema):
+        statuses = [survives(server, path, spelled(base, name, value)) for value in WHOLE]
+        assert 400 in statuses or name in IGNORED | {"chat_template_kwargs"}, name
+    assert get(server.port, "/health").status == 200
+
+
+@pytest.mark.parametrize(("name", "part"), [*PARTS.items(), ("json_schema", JsonSchemaFormat)])
+def test_no_value_within_a_part_is_an_error_of_the_server(server: RunningServer, name: str, part: type[Any]) -> None:
+    for field, info in part.model_fields.items():
+        key = info.alias or field
+        for value in WHOLE:
+            inner = f"{{{json.dumps(key)}:{value}}}"
+            if name == "json_schema":
+                body = spelled(BODIES[0][2], "response_format", f'{{"type":"json_schema","json_schema":{inner}}}')
+            else:
+                body = spelled({**BODIES[0][2], "stream": name == "stream_options"}, name, inner)
+            survives(server, "/v1/completions", body)
+    assert get(server.port, "/health").status == 200
+
+
+@pytest.mark.parametrize("key", ["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "audio", "x"])
+def test_no_value_within_a_message_is_an_error_of_the_server(server: RunningServer, key: str) -> None:
+    for value in WHOLE:
+        message = spelled({"role": "user", "content": "x"}, key, value).decode()
+        survives(server, "/v1/chat/completions", f'{{"max_tokens":1,"messages":[{message}]}}'.encode())
+    assert get(server.port, "/health").status == 200
