@@ -6,6 +6,7 @@ along the trie of the vocabulary. It is an optional extra and imported when the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -17,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import StructuredOutput
-from ssd.errors import RequestError
+from ssd.errors import RequestError, first_line
 from ssd.text.codec import TextCodec
 from ssd.text.deep_stack import on_deep_stack
 
 log = logging.getLogger(__name__)
+
+_EARLY_ENDS = itertools.count(1)
 
 Mask = npt.NDArray[np.bool_]
 
@@ -99,7 +102,10 @@ class GrammarState:
                 return
             self._token_ids.append(token)
             if not self._matcher.consume_token(token):
-                log.warning("a grammar ends early: %.200s", self._matcher.get_error())
+                number = next(_EARLY_ENDS)
+                if number.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only: requests can cause any number
+                    reason = first_line(ValueError(self._matcher.get_error()))
+                    log.warning("a grammar ends early (%d times so far): %.200s", number, reason)
 
     def _mask(self) -> Mask:
         if self._matcher.is_stopped():  # complete, or in an error state
