@@ -12,6 +12,7 @@ from typing import NoReturn
 from ssd.config import (
     DRAFT_ACCEPTANCES,
     DRAFT_SHAPES,
+    EVICTION_POLICIES,
     SCHEDULING_POLICIES,
     CacheConfig,
     DraftConfig,
@@ -131,7 +132,11 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
                 draft_shape=found.draft_shape,
             ),
             cache=CacheConfig(
-                index=IndexConfig(capacity_tokens=found.cache_tokens, rebuild_interval_s=found.rebuild_interval),
+                index=IndexConfig(
+                    capacity_tokens=found.cache_tokens,
+                    rebuild_interval_s=found.rebuild_interval,
+                    eviction=found.cache_eviction,
+                ),
                 directory=found.cache_dir,
                 memory_bytes=found.cache_memory_bytes,
                 redis_url=found.redis,
@@ -279,6 +284,11 @@ def _build_parser() -> _Parser:
     add(
         "--rebuild-interval", type=float, default=index.rebuild_interval_s, metavar="SECONDS",
         help="new text is indexed at the latest after this time (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--cache-eviction", default=index.eviction, choices=EVICTION_POLICIES,
+        help="what stays when the cache is full: used: half of it may be what outputs said again; fifo: the newest "
+        "text (default: %(default)s)",
     )  # fmt: skip
     add("--cache-dir", type=Path, metavar="DIR", help="keep the cache here (default: nothing outlives the process)")
     add(

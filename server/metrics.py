@@ -26,7 +26,16 @@ FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "e
 """Ours to vLLM's."""
 
 _SIZES = frozenset(
-    {"num_tokens", "num_static_tokens", "num_tail_tokens", "num_segments", "generation", "is_connected", "num_queued"}
+    {
+        "num_tokens",
+        "num_static_tokens",
+        "num_kept_tokens",
+        "num_tail_tokens",
+        "num_segments",
+        "generation",
+        "is_connected",
+        "num_queued",
+    }
 )
 """Statistics that may shrink; all others only grow."""
 
