@@ -187,8 +187,8 @@ def _build_parser() -> _Parser:
     add("--served-model-name", nargs="+", metavar="NAME", help="names requests call the model by (default: MODEL)")
     add(
         FILE_OPTION, type=Path, metavar="FILE",
-        help="API keys, one a line, # begins a comment; without one only /live, /health, /version, /metrics and "
-        "/docs answer",
+        help="API keys, one a line, # begins a comment; requests without one of them get /live, /health, /version, "
+        "/metrics and /docs alone",
     )  # fmt: skip
     add(
         KEY_OPTION, action="append", metavar="KEY",
