@@ -205,6 +205,20 @@ def test_copies_take_the_budget_and_give_it_back(tmp_path: Path) -> None:
         CacheConfig(memory_bytes=-1)
 
 
+@pytest.mark.timeout(30)
+def test_memory_may_be_given_back_in_the_middle_of_anything() -> None:
+    """The garbage collector does so on the thread that happens to run, also on one that is taking some."""
+    from ssd.retrieval import bus_guard
+
+    budget, slot = CopyBudget(10), bus_guard.watch(1 << 50, 4096)
+    assert budget.take(8) and not budget.take(8)
+    with budget._lock, bus_guard._lock:
+        budget.give_back(8)
+        bus_guard.forget(slot)
+    assert budget.num_free_bytes == 10 and bus_guard.watch(1 << 50, 4096) == slot
+    bus_guard.forget(slot)
+
+
 def test_a_copy_and_a_map_hold_the_same_and_draft_the_same(tmp_path: Path) -> None:
     make_static(tmp_path)
     path = min((tmp_path / "static").glob("*.seg"))

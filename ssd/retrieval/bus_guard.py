@@ -117,6 +117,5 @@ def num_lost_pages(slot: int) -> int:
 
 
 def forget(slot: int) -> None:
-    """The map is gone."""
-    with _lock:
-        _maps[slot] = 0
+    """The map is gone. Takes no lock: it may be called by the garbage collector, in the middle of ``watch``."""
+    _maps[slot] = 0
