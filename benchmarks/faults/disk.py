@@ -66,8 +66,7 @@ def learned_hostile(scene: Scene) -> None:
     """Between two lives, what was learned is replaced by numbers of the worst kind under a right checksum."""
     with scene.load.outage():
         scene.promise_committed()
-        if scene.server.terminate() and not scene.is_damaged:
-            scene.history.promise_all()
+        scene.close_server()
         path = scene.directory / NAMESPACE / "learned.bin"
         if path.exists():
             content = path.read_bytes()[:-8]

@@ -75,8 +75,7 @@ class Load:
         asked = {"prompt": note(number), "max_tokens": _NOTE_TOKENS, "temperature": 0, "ignore_eos": True}
         if not self._count(lambda: "noted" if self._server.post(asked) else "failed"):
             return None
-        with self._lock:
-            self.history.acknowledge(number)
+        self.history.acknowledge(number)
         return number
 
     def _ask_until(self, stopping: threading.Event, chance: random.Random) -> None:

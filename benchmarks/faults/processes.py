@@ -84,11 +84,13 @@ class Server:
             process.wait()
             return False
 
-    def revive(self) -> None:
-        """Start it again if it ended by itself, and count that."""
-        if self._process is not None and self._process.poll() is not None:
-            self.num_deaths += 1
-            self.start()
+    def revive(self) -> bool:
+        """Start it again if it ended by itself, and count that; whether it did."""
+        if self._process is None or self._process.poll() is None:
+            return False
+        self.num_deaths += 1
+        self.start()
+        return True
 
     def workers(self) -> list[int]:
         """Ids of its own children: the merge worker."""

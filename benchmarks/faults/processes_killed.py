@@ -12,12 +12,12 @@ from benchmarks.faults.scene import Scene
 
 def server_loading(scene: Scene) -> None:
     """Killed while it loads, then started again."""
-    scene.promise_committed()
     with scene.load.outage():
-        scene.server.kill()
+        scene.promise_committed()
+        scene.kill_server()
         scene.server.start(wait=False)
         time.sleep(scene.chance.uniform(0.0, 6.0))
-        scene.server.kill()
+        scene.kill_server()
         scene.server.start()
 
 
@@ -25,7 +25,7 @@ def server_serving(scene: Scene) -> None:
     """Killed while it serves."""
     with scene.load.outage():
         scene.promise_committed()
-        scene.server.kill()
+        scene.kill_server()
         scene.server.start()
 
 
@@ -33,7 +33,7 @@ def server_closing(scene: Scene) -> None:
     """Killed while it closes in order."""
     with scene.load.outage():
         scene.promise_committed()
-        scene.server.terminate(kill_after_s=scene.chance.uniform(0.0, 1.0))
+        scene.close_server(kill_after_s=scene.chance.uniform(0.0, 1.0))
         scene.server.start()
 
 

@@ -45,4 +45,4 @@ def hostile(scene: Scene) -> None:
         scene.load.counts[outcome] += 1
         if outcome == "failed":
             scene.load.failures.append(f"{path} {body[:80]!r}: {reason}")
-        scene.server.revive()
+        scene.revive_server()

@@ -85,7 +85,7 @@ def _inject(faults: Sequence[Fault], scene: Scene, calm_s: float) -> None:
         if number:
             scene.hold(calm_s)
         fault.inject(scene)
-        scene.server.revive()
+        scene.revive_server()
 
 
 def _judge(row: Row, scene: Scene) -> None:
@@ -95,10 +95,9 @@ def _judge(row: Row, scene: Scene) -> None:
             row.counts["deaf"] += 1
         else:
             row.sharing_s = max(seconds, row.sharing_s or 0.0)
-    scene.server.revive()
+    scene.revive_server()
     scene.promise_committed()
-    if scene.server.terminate() and not scene.is_damaged:
-        scene.history.promise_all()
+    scene.close_server()
     shared = scene.history.check(scene.notes_shared())  # what reached a file need not have been shared
     stored = scene.history.check(scene.notes_on_disk())
     row.num_promised += stored.num_promised
@@ -138,7 +137,7 @@ def soak(row: Row, faults: Sequence[Fault], setup: Setup, seconds: float) -> lis
         with scene.load.running(setup.num_clients, setup.seed):
             while not over.wait(setup.calm_s * chance.uniform(1.0, 4.0)):
                 chance.choice(list(faults)).inject(scene)
-                scene.server.revive()
+                scene.revive_server()
         watcher.join()
         _judge(row, scene)
         row.num_rounds += 1

@@ -84,6 +84,21 @@ class Scene:
         self._stack.callback(self.server.kill)
         self.server.start()
 
+    def kill_server(self) -> None:
+        """``kill -9``; what it had not written is lost, and nobody may mind."""
+        self.server.kill()
+        self.history.end_life(in_order=False)
+
+    def close_server(self, *, kill_after_s: float | None = None) -> None:
+        """SIGTERM, and a kill if it takes longer than that."""
+        is_closed = self.server.terminate(kill_after_s=kill_after_s)
+        self.history.end_life(in_order=is_closed and not self.is_damaged)
+
+    def revive_server(self) -> None:
+        """If it ended by itself, start it again."""
+        if self.server.revive():
+            self.history.end_life(in_order=False)
+
     def hold(self, seconds: float) -> None:
         """Let it last about so long."""
         time.sleep(seconds * self.chance.uniform(0.7, 1.3))
