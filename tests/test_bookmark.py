@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.retrieval.marks import KeptMark
-from ssd.sharing.bookmark import Bookmark, order, position_of, sequence_id_of
+from ssd.sharing.bookmark import Bookmark, position_of, sequence_id_of
 from ssd.sharing.entry import Entry
+from ssd.sharing.pages import order
 
 ONE, TWO, THREE = b"one.....", b"two.....", b"three..."
 
@@ -106,13 +107,50 @@ def test_our_own_entries_are_known_by_position_and_life() -> None:
         {"replica": "00", "lives": [], "waypoints": 3},
         {"replica": 3, "lives": [], "waypoints": []},
         {"replica": "0g", "lives": [], "waypoints": []},
-        {"replica": "00", "lives": [["00"]], "waypoints": []},
-        {"replica": "00", "lives": [], "waypoints": [[1, "12", "00"]]},
-        {"replica": "00", "lives": [], "waypoints": [[1, 12, "00"]]},
-        {"replica": "00", "lives": [], "waypoints": [[1, "1-1", "00"], [2, "2-1", "00"]]},
+        {"replica": "00", "lives": [["00" * 8]], "waypoints": []},
+        {"replica": "00", "lives": [], "waypoints": [[1, "12", "00" * 16]]},
+        {"replica": "00", "lives": [], "waypoints": [[1, 12, "00" * 16]]},
+        {"replica": "00" * 8, "lives": [], "waypoints": [[1, "1-1", "00" * 16], [2, "2-1", "00" * 16]]},
+        {"replica": "00" * 8, "lives": [["00" * 8, float("inf")]], "waypoints": []},
+        {"replica": "00" * 8, "lives": [], "waypoints": [[1, "1_0-1", "00" * 16]]},  # a number to Python, not to Redis
+        {"replica": "00" * 8, "lives": [], "waypoints": [[1, "18446744073709551616-1", "00" * 16]]},
     ],
 )
 def test_a_mark_of_another_make_counts_as_none(mark: dict[str, object]) -> None:
     bookmark = Bookmark(ONE, KeptMark(mark, 5))
     assert (bookmark.lives, bookmark.waypoints) == ((), ())
     assert not bookmark.is_ours(by(b"another.", 0))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40) | st.just("00" * 8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    st.fixed_dictionaries({}, optional={"replica": json_values, "lives": json_values, "waypoints": json_values}),
+    st.integers(0, 1 << 70),
+)
+def test_whatever_a_manifest_holds_makes_a_bookmark_that_works(mark: dict[str, object], position: int) -> None:
+    bookmark = Bookmark(ONE, KeptMark(mark, position))
+    assert found(bookmark, stream(5)) == 0
+    for entry_id, sequence_id in stream(3).items():
+        bookmark.passed(entry_id, sequence_id)
+    assert bookmark.is_ours(by(ONE, 7)) and not bookmark.is_ours(by(THREE, 1 << 60))
+    assert found(after_restart(bookmark), stream(5)) == 3
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 99), st.from_regex(r"\A[0-9_]{1,22}-[0-9]{1,22}\Z"), st.just("ab" * 16)), max_size=6
+    ),
+    st.lists(st.tuples(st.sampled_from(["00" * 8, "0 " * 8, "00"]), st.integers(-5, 5)), max_size=4),
+)
+def test_waypoints_of_a_manifest_are_ids_that_redis_can_read(
+    waypoints: list[tuple[int, str, str]], lives: list[tuple[str, int]]
+) -> None:
+    bookmark = Bookmark(ONE, KeptMark({"replica": "11" * 8, "lives": lives, "waypoints": waypoints}, 0))
+    assert all(max(order(point.entry_id)) < 1 << 64 and b"_" not in point.entry_id for point in bookmark.waypoints)
+    assert all(len(life.replica_id) == 8 and life.position >= 0 for life in bookmark.lives)

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from ssd.retrieval.marks import KeptMark
 from ssd.sharing.entry import Entry
+from ssd.sharing.pages import is_entry_id, order
 
 _MAX_LIVES = 64
 _MAX_WAYPOINTS = 64  # one for each doubling of the distance; never reached
@@ -101,12 +102,6 @@ class Bookmark:
         return None
 
 
-def order(entry_id: bytes) -> tuple[int, int]:
-    """A stream id as Redis compares it."""
-    milliseconds, number = entry_id.split(b"-")
-    return int(milliseconds), int(number)
-
-
 def sequence_id_of(replica_id: bytes, position: int) -> bytes:
     """16 bytes no other entry has: the life's replica id (8 bytes), and the ring position (8 bytes, little-endian)."""
     return replica_id + position.to_bytes(8, "little")
@@ -123,17 +118,32 @@ def _is_kept(newest: int, number: int) -> bool:
 
 
 def _read(kept: KeptMark | None) -> tuple[tuple[Life, ...], tuple[Waypoint, ...]]:
-    try:
-        if kept is None:
-            return (), ()
-        former = [*kept.mark["lives"], (kept.mark["replica"], kept.position)]
-        lives = tuple(Life(bytes.fromhex(replica_id), int(position)) for replica_id, position in former)
-        waypoints = tuple(
-            Waypoint(int(number), entry_id.encode(), bytes.fromhex(sequence_id))
-            for number, entry_id, sequence_id in kept.mark["waypoints"]
-        )
-        is_sound = all(newer.number > older.number for newer, older in pairwise(waypoints))
-        is_sound = is_sound and all(order(point.entry_id) >= (0, 0) for point in waypoints)
-        return (lives[-_MAX_LIVES:], waypoints[:_MAX_WAYPOINTS]) if is_sound else ((), ())
-    except (AttributeError, KeyError, TypeError, ValueError):
+    """What a manifest brought, which is whatever somebody wrote there."""
+    if kept is None:
         return (), ()
+    try:
+        lives = tuple(_life(*life) for life in [*kept.mark["lives"], (kept.mark["replica"], kept.position)])
+        waypoints = tuple(_waypoint(*waypoint) for waypoint in kept.mark["waypoints"])
+    except (KeyError, TypeError, ValueError):
+        return (), ()
+    if any(newer.number <= older.number for newer, older in pairwise(waypoints)):
+        return (), ()
+    return lives[-_MAX_LIVES:], waypoints[:_MAX_WAYPOINTS]
+
+
+def _life(replica_id: object, position: object) -> Life:
+    if type(position) is not int or position < 0:
+        raise ValueError(position)
+    return Life(_bytes(replica_id, 8), position)
+
+
+def _waypoint(number: object, entry_id: object, sequence_id: object) -> Waypoint:
+    if type(number) is not int or type(entry_id) is not str or not is_entry_id(entry_id.encode()):
+        raise ValueError(number, entry_id)
+    return Waypoint(number, entry_id.encode(), _bytes(sequence_id, 16))
+
+
+def _bytes(text: object, length: int) -> bytes:
+    if type(text) is not str or len(text) != 2 * length:
+        raise ValueError(text)
+    return bytes.fromhex(text)

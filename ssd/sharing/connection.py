@@ -15,26 +15,44 @@ if TYPE_CHECKING:
 BLOCK_MS = 500
 """How long the server holds a read that finds nothing; well below the socket's time-out, which would end it first."""
 
+MAX_REPLY_BYTES = 8 << 20
+"""What one reply may take here, by ``bounded_parser``'s count: eight times what a page of full entries takes."""
+
 _CONNECT_TIMEOUT_S = 1.0
 _SOCKET_TIMEOUT_S = 2.0
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 3.0
 
 
+class OversizedReplyError(Exception):
+    """A reply would take more than MAX_REPLY_BYTES. The rest of it was not read, and the connection was closed.
+
+    ``unfinished`` : the arrays it broke off in, the outermost first, each with the elements that were read whole.
+    """
+
+    def __init__(self, unfinished: list[list[Any]]) -> None:
+        super().__init__(f"more than {MAX_REPLY_BYTES} bytes")
+        self.unfinished = unfinished
+
+
 def connect(url: str) -> redis.Redis:
     """A client with a connection pool of its own. Nothing is sent yet.
 
     ``url`` : redis://, rediss:// or unix://, with user, password, database and options as redis-py reads them, but for
-    the time-outs. Raises ConfigError, without the URL's password.
+    the time-outs and the protocol. Raises ConfigError, without the URL's password. What is asked of the client may
+    raise OversizedReplyError.
     """
     try:
         import redis
         from redis.backoff import NoBackoff
+        from redis.connection import parse_url
         from redis.retry import Retry
+
+        from ssd.sharing.bounded_parser import BoundedParser
     except ModuleNotFoundError:
         raise ConfigError("sharing through Redis needs the redis package: pip install 'ssd-serving[redis]'") from None
     try:
-        pool = redis.ConnectionPool.from_url(url)
+        options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
     except Exception:  # its message may quote the URL
         raise ConfigError(
             f"{hide_password(url)} is not a Redis URL: write redis://[user:password@]host:port/0, or rediss:// for "
@@ -44,12 +62,13 @@ def connect(url: str) -> redis.Redis:
         "socket_connect_timeout": _CONNECT_TIMEOUT_S,
         "socket_timeout": _SOCKET_TIMEOUT_S,
         "decode_responses": False,
+        "protocol": 2,
+        "parser_class": BoundedParser,
         "retry": Retry(NoBackoff(), 0),  # our loops retry, and count it
     }
     if url.startswith("unix://"):
         del settings["socket_connect_timeout"]
-    pool.connection_kwargs.update(settings)  # after the URL, so that its options do not win
-    return redis.Redis(connection_pool=pool)
+    return redis.Redis.from_pool(redis.ConnectionPool(**options | settings))  # the URL's options do not win
 
 
 def passwords_in(url: str) -> list[str]:

@@ -50,6 +50,11 @@ class Link:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
+    def report(self, error: Exception) -> None:
+        """Count a failure, and say so at most once a minute. Only the link's own thread calls it."""
+        self.num_failures += 1
+        self._complain(error)
+
     def _run(self) -> None:
         backoff = Backoff()
         while not self._stopping.is_set():
@@ -57,8 +62,7 @@ class Link:
                 self._exchange()
             except Exception as error:  # the thread must outlive every kind of trouble with the server
                 self.is_connected = False
-                self.num_failures += 1
-                self._complain(error)
+                self.report(error)
                 self._stopping.wait(backoff.next_delay_s())
                 continue
             if not self.is_connected and self.num_failures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,13 @@ from ssd.retrieval.names import check_namespace
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.snapshot import SEPARATOR, Segment
 from ssd.retrieval.static import load_static_directory
+from ssd.sharing.append import append
 from ssd.sharing.connection import address_of, connect, hide_password
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
 from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
-from ssd.sharing.writer import FIELD
+
+if TYPE_CHECKING:
+    import redis
 
 Tokens = npt.NDArray[np.int32]
 
@@ -89,7 +93,8 @@ def push_segments(
         reason = hide_password(f"{type(error).__name__}: {error}", url)
         raise StoreUnavailable(
             f"{address_of(url)} did not take the push after {num_entries} entries ({reason}). Check the address, the "
-            "user's rights (+xadd) and maxmemory, then push again: what is there already is not stored twice"
+            "user's rights (+xadd +watch +multi +exec +del) and maxmemory, then push again: what is there already "
+            "is not stored twice"
         ) from None
     finally:
         client.close()
@@ -126,9 +131,8 @@ def _sequence_id(number: int, tokens: Tokens) -> bytes:
     return xxhash.xxh3_128_digest(tokens.tobytes(), seed=number)
 
 
-def _write(client: object, key: str, batch: list[bytes], max_tokens: int) -> None:
-    pipeline = client.pipeline(transaction=False)  # type: ignore[attr-defined]
-    for data in batch:
-        pipeline.xadd(key, {FIELD: data}, maxlen=max_entries_of(max_tokens), approximate=True)
+def _write(client: redis.Redis, key: str, batch: list[bytes], max_tokens: int) -> None:
     if batch:
-        pipeline.execute()
+        for refusal in append(client, key, batch, max_entries=max_entries_of(max_tokens)):
+            if refusal is not None:
+                raise refusal

@@ -3,79 +3,49 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections import OrderedDict, deque
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ssd.retrieval.cache import SuffixCache
-from ssd.sharing.bookmark import Bookmark, order
-from ssd.sharing.connection import BLOCK_MS, connect
+from ssd.sharing.append import FIELD
+from ssd.sharing.bookmark import Bookmark
+from ssd.sharing.connection import BLOCK_MS, OversizedReplyError, connect
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
-from ssd.sharing.writer import FIELD
+from ssd.sharing.pages import BEGINNING, RawEntry, entries_after, entries_before, entry_at
+from ssd.sharing.stream import PAGE, Stream
 
-_PAGE = 64  # entries; 1 MB at most
-_MAX_SEEN = 1 << 16
-_BEGINNING = b"0-0"
-
-RawEntry = tuple[bytes, dict[bytes, bytes] | None]
-
-
-class Stream:
-    """One namespace's stream as this replica has read it. Only the reader's thread changes it.
-
-    ``bookmark`` : what of it is in the cache, over restarts. ``last_id`` : id of the last entry read, None before the
-    log was paged through. ``entries`` : (id, tokens) of what the log holds, oldest first, to keep it within its bound.
-    """
-
-    def __init__(self, key: str, cache: SuffixCache, bookmark: Bookmark) -> None:
-        self.key = key
-        self.cache = weakref.ref(cache)
-        self.bookmark = bookmark
-        self.last_id: bytes | None = None
-        self.entries: deque[tuple[bytes, int]] = deque()
-        self.num_tokens = 0
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
-
-    def saw(self, entry_id: bytes, num_tokens: int) -> None:
-        """Entry ``entry_id`` is in the log and has been read."""
-        self.last_id = entry_id
-        self.entries.append((entry_id, num_tokens))
-        self.num_tokens += num_tokens
-
-    def has_seen(self, sequence_id: bytes) -> bool:
-        """Whether an entry with this sequence id was read before, among the last 65,536; from now on it was."""
-        if sequence_id in self._seen:
-            self._seen.move_to_end(sequence_id)
-            return True
-        self._seen[sequence_id] = None
-        if len(self._seen) > _MAX_SEEN:
-            self._seen.popitem(last=False)
-        return False
-
-    def forget(self) -> None:
-        """The log is not the one that was read."""
-        self.last_id = None
-        self.entries.clear()
-        self.num_tokens = 0
+_COMPARE_S = 2.0
+_COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each
+_SLOW_S = 0.25
+_MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
 
 
 class LogReader:
     """Follows any number of streams on one thread and one connection, and trims them.
 
-    When a stream is opened it is first paged through, newest entries first until its bound in tokens is reached; then
-    what the bookmark does not know is stored, oldest first. After that only new entries are read. Entries that were
-    trimmed before are lost, and that is all. Entries that are known are read for their sizes, which bound the log, and
-    their sequence ids, by which a second copy is told.
+    Where reading begins is searched for from the log's end backwards, until its bounds are reached; from there on what
+    the bookmark does not know is stored, oldest first. Entries that were trimmed before are lost, and that is all.
+    Entries that are known are read for their sizes, which bound the log, and their sequence ids, by which a second
+    copy is told.
+
+    Nothing in a stream is trusted. Each log is compared with what was read every two seconds, by whether it still
+    holds the entry read last: one that does not was emptied or replaced, and the search begins again. So no id that
+    somebody chose can keep this replica from reading on, and no clock is asked. An entry too large to be fetched is
+    passed by its id. A stream that is refused, or whose cache takes its time, rests while the others are read.
     """
 
-    def __init__(self, url: str, *, vocab_size: int, max_tokens: int) -> None:
+    def __init__(self, url: str, *, vocab_size: int, max_tokens: int, max_entries: int) -> None:
+        """``max_tokens``, ``max_entries`` : bounds of each stream."""
         self.num_received = 0
         self.num_received_tokens = 0
         self.num_known = 0
         self.num_invalid = 0
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
+        self._max_entries = max_entries
         self._client = connect(url)
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}
@@ -91,6 +61,11 @@ class LogReader:
             self._streams[key] = Stream(key, cache, bookmark)
         self._is_changed.set()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server answers, and for every stream as it should."""
+        return self.link.is_connected and not any(stream.is_refused for stream in self._living_streams())
+
     def stop(self) -> None:
         """End the thread within the time a read may block."""
         self.link.stop()
@@ -102,78 +77,124 @@ class LogReader:
         self._client.close()
 
     def _exchange(self) -> None:
+        """A page of each stream that has more, or a wait until one has."""
         streams = self._living_streams()
         if not streams:
             self._is_changed.wait(BLOCK_MS / 1000)
             self._is_changed.clear()
             self._client.ping()
             return
-        if not self.link.is_connected:
-            for stream in streams.values():
-                self._forget_if_replaced(stream)
-        for stream in streams.values():
+        awake = [stream for stream in streams if not stream.is_resting]
+        for stream in awake:
+            self._attempt(stream, self._compare)
+        for stream in awake:
             if stream.last_id is None:
-                self._catch_up(stream)
-        if self.link.is_stopping:
-            return  # perhaps before the bookmark was compared with the log
-        followed = {key: stream.last_id or _BEGINNING for key, stream in streams.items()}
-        answer: Any = self._client.xread(followed, count=_PAGE, block=BLOCK_MS)  # type: ignore[arg-type]
-        for key, entries in answer or ():
-            stream = streams[key.decode()]
-            for raw in entries:
-                self._receive(stream, raw)
-            self._trim(stream)
+                self._attempt(stream, self._search)
+            elif stream.page < PAGE:
+                self._attempt(stream, self._read_alone)
+        awake = [stream for stream in awake if not stream.is_resting]
+        followed = [stream for stream in awake if stream.last_id is not None and stream.page == PAGE]
+        if followed and not self.link.is_stopping:
+            self._read_together(followed, block=BLOCK_MS if len(followed) == len(awake) else None)
+        elif not awake:
+            self._is_changed.wait(BLOCK_MS / 1000)  # new streams are heard of, those that rest wait a little longer
+            self._is_changed.clear()
 
-    def _living_streams(self) -> dict[str, Stream]:
+    def _living_streams(self) -> list[Stream]:
         with self._lock:
             for key in [key for key, stream in self._streams.items() if stream.cache() is None]:
                 del self._streams[key]
-            return dict(self._streams)
+            return list(self._streams.values())
 
-    def _forget_if_replaced(self, stream: Stream) -> None:
-        """After an interruption: is the entry read last still the one before what is to be read next?"""
-        if stream.last_id not in (None, _BEGINNING):
-            last: Any = self._client.xrevrange(stream.key, max=stream.last_id, count=1)
-            if not last or last[0][0] != stream.last_id:
-                stream.forget()  # lost, trimmed beyond it, or another log: the bookmark will tell
+    def _attempt(self, stream: Stream, step: Callable[[Stream], object]) -> None:
+        """One step for one stream; only what ends the connection ends more than that."""
+        from redis.exceptions import ConnectionError, TimeoutError
 
-    def _catch_up(self, stream: Stream) -> None:
-        """Read the newest ``max_tokens`` tokens of the log, page by page, and store what is not known."""
-        pages: list[RawEntry] = []
-        num_tokens, before = 0, b"+"
-        while num_tokens <= self._max_tokens:
-            page: Any = self._client.xrevrange(stream.key, max=before, count=_PAGE)
-            if self.link.is_stopping:
-                return  # with a part of the log stored, the bookmark would claim all of it
-            pages += page
-            num_tokens += sum(_num_tokens(raw) for raw in page)
-            if len(page) < _PAGE:
+        if self.link.is_stopping or stream.is_resting:
+            return
+        try:
+            step(stream)
+        except (ConnectionError, TimeoutError, OSError):
+            raise
+        except Exception as error:  # no rights, a key of another kind, a cache that is closed
+            stream.is_refused = True
+            stream.rest()
+            self.link.report(error)
+
+    def _compare(self, stream: Stream) -> None:
+        """Every few seconds, and after an interruption: is the log the one that was read?"""
+        now = time.monotonic()
+        if self.link.is_connected and now < stream.compare_at:
+            return
+        stream.compare_at = now + max(_COMPARE_S, _COMPARE_EACH_S * len(self._streams))
+        if stream.anchor is not None and entry_at(self._client, stream.key, stream.anchor) is None:
+            stream.forget()  # lost, trimmed beyond it, or another log: the bookmark will tell
+
+    def _search(self, stream: Stream) -> None:
+        """One page further back, or the end of the search."""
+        search = stream.search
+        page = entries_before(self._client, stream.key, search.oldest, stream.page)
+        stream.turn_page(was_cut=page.was_cut)
+        for raw in page.entries:
+            search.found(raw[0], _num_tokens(raw))
+            if search.num_tokens > self._max_tokens or search.num_entries > self._max_entries:
                 break
-            before = b"(" + page[-1][0]
-        pages.reverse()
-        by_id = dict(pages)
+        else:
+            search.is_whole = page.is_last
+            if not search.is_whole:
+                return
+        stream.begin(stream.bookmark.find(search.oldest, lambda entry_id: self._sequence_id_at(stream, entry_id)))
 
-        def sequence_id_at(entry_id: bytes) -> bytes | None:
-            entry = self._unpack((entry_id, by_id.get(entry_id)))
-            return None if entry is None else entry.sequence_id
+    def _sequence_id_at(self, stream: Stream, entry_id: bytes) -> bytes | None:
+        raw = entry_at(self._client, stream.key, entry_id)
+        entry = None if raw is None else self._unpack(raw)
+        return None if entry is None else entry.sequence_id
 
-        known_id = stream.bookmark.find(pages[0][0] if pages else None, sequence_id_at)
-        stream.last_id = _BEGINNING
-        for raw in pages:
+    def _read_together(self, streams: Sequence[Stream], *, block: int | None) -> None:
+        """A page of each stream, or what comes to one of them within ``block`` milliseconds."""
+        from redis.exceptions import ResponseError
+
+        by_key = {stream.key: stream for stream in streams}
+        places: Any = {stream.key: stream.last_id or BEGINNING for stream in streams}
+        try:
+            answer: Any = self._client.xread(places, count=max(1, min(PAGE, _MAX_BATCH // len(places))), block=block)
+        except (ResponseError, OversizedReplyError):  # one by one it will show whose it is
+            for stream in streams:
+                self._attempt(stream, self._read_alone)
+            return
+        for key, entries in answer or ():
+            self._attempt(by_key[key.decode()], partial(self._receive_all, entries=entries))
+        for stream in streams:
+            if stream.is_refused and not stream.is_resting:
+                stream.wake()
+
+    def _read_alone(self, stream: Stream) -> None:
+        page = entries_after(self._client, stream.key, stream.last_id or BEGINNING, stream.page)
+        stream.turn_page(was_cut=page.was_cut)
+        self._receive_all(stream, page.entries)
+
+    def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
+        """Entries of the log, in order; what is left when the cache is slow is read again later."""
+        for raw in entries:
             if self.link.is_stopping:
                 return
-            self._receive(stream, raw, is_known=known_id is not None and order(raw[0]) <= order(known_id))
+            started = time.monotonic()
+            self._receive(stream, raw)
+            if time.monotonic() - started > _SLOW_S:
+                stream.rest()
+                return
+        stream.wake()
         self._trim(stream)
 
-    def _receive(self, stream: Stream, raw: RawEntry, *, is_known: bool = False) -> None:
-        """One entry of the log, in order. ``is_known`` : the bookmark is past it."""
-        stream.saw(raw[0], _num_tokens(raw))
+    def _receive(self, stream: Stream, raw: RawEntry) -> None:
+        """The next entry of the log."""
+        stream.saw(raw[0], _num_tokens(raw), was_fetched=raw[1] is not None)
         cache, entry = stream.cache(), self._unpack(raw)
         if entry is None or cache is None:
             self.num_invalid += entry is None
             return
         has_seen = stream.has_seen(entry.sequence_id)
-        if is_known:
+        if stream.is_known(raw[0]):
             self.num_known += 1
             return
         stream.bookmark.passed(raw[0], entry.sequence_id)
@@ -193,12 +214,19 @@ class LogReader:
 
     def _trim(self, stream: Stream) -> None:
         """Every replica reads everything and so knows when the log is too long; trimming twice does no harm."""
-        if stream.num_tokens <= self._max_tokens:
+        from redis.exceptions import ResponseError
+
+        if stream.num_tokens <= self._max_tokens and len(stream.entries) <= self._max_entries:
             return
-        while stream.num_tokens > self._max_tokens - self._max_tokens // 16:  # some room, so as not to trim every time
+        max_tokens = self._max_tokens - self._max_tokens // 16  # some room, so as not to trim every time
+        max_entries = self._max_entries - self._max_entries // 16
+        while stream.num_tokens > max_tokens or len(stream.entries) > max_entries:
             stream.num_tokens -= stream.entries.popleft()[1]
         oldest = stream.entries[0][0] if stream.entries else stream.last_id
-        self._client.xtrim(stream.key, minid=oldest, approximate=False)
+        try:
+            self._client.xtrim(stream.key, minid=oldest, approximate=False)
+        except ResponseError as error:  # reading goes on; writers bound the log as well
+            self.link.report(error)
 
 
 def _data(raw: RawEntry) -> bytes:

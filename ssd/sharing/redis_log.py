@@ -28,6 +28,7 @@ class SharingStats:
     """Counters since the log was opened. Entries are sequences or parts of at most 4,096 tokens."""
 
     is_connected: bool
+    """Redis answers, and refused neither what was last read nor what was last written of any namespace."""
     num_published: int
     num_published_tokens: int
     num_queued: int
@@ -37,9 +38,9 @@ class SharingStats:
     num_known: int
     """Entries read that are in the cache already: our own, second copies, and those from before a restart."""
     num_dropped: int
-    """Entries of ours that were given up: Redis was away or too slow, or refused them."""
+    """Entries of ours that were given up: Redis was away, or refused, for longer than the queue could hold them."""
     num_invalid: int
-    """Entries that failed a check and were skipped."""
+    """Entries that failed a check, or were too large to be fetched, and were skipped."""
     num_failures: int
     num_reconnects: int
 
@@ -51,7 +52,7 @@ class RedisLog:
     neither is ever waited for. Whatever happens to Redis shows in ``stats`` and in at most one line of log a minute::
 
         append -> listener -> queue (bounded) -> writer -> XADD      stream ssd:1:<fingerprint>:<namespace>
-        append_shared <- checks <- reader <- XREAD                    (XREVRANGE for what was there before)
+        append_shared <- checks <- reader <- XREAD                    (XREVRANGE to find where to begin)
     """
 
     def __init__(
@@ -73,12 +74,9 @@ class RedisLog:
             raise ConfigError(f"max_tokens and max_queued_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry")
         self.address = address_of(url)
         self._fingerprint = fingerprint
-        self._writer = LogWriter(
-            url,
-            max_entries=max_entries_of(max_tokens),
-            max_queued_tokens=max_queued_tokens,
-        )
-        self._reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens)
+        max_entries = max_entries_of(max_tokens)
+        self._writer = LogWriter(url, max_entries=max_entries, max_queued_tokens=max_queued_tokens)
+        self._reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens, max_entries=max_entries)
         self._writer.link.start()
         self._reader.link.start()
 
@@ -99,7 +97,7 @@ class RedisLog:
         """The counters as they are now."""
         writer, reader = self._writer, self._reader
         return SharingStats(
-            is_connected=reader.link.is_connected,
+            is_connected=reader.is_connected and not writer.is_refused,
             num_published=writer.num_published,
             num_published_tokens=writer.num_published_tokens,
             num_queued=writer.num_queued,

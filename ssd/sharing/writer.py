@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
-from typing import NamedTuple
 
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.suffix_cache import Pieces
+from ssd.sharing.append import append
 from ssd.sharing.bookmark import sequence_id_of
 from ssd.sharing.connection import connect
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
 from ssd.sharing.link import Link
-
-FIELD = b"e"
-"""The one field of a stream entry; its value is what ``pack_entry`` made."""
+from ssd.sharing.outbox import Outbox
 
 _BATCH = 64
 _IDLE_S = 0.5
 
 
-class RefusedError(Exception):
-    """The server answered, and said no: no rights, no memory, a key of another kind."""
-
-
-class _Outgoing(NamedTuple):
-    key: str
-    entry: Entry
-
-
 class LogWriter:
-    """A bounded queue and the thread that empties it into Redis.
+    """A bounded queue for each stream, and the thread that empties them into Redis.
 
-    While Redis is away the oldest entries make room for new ones. An entry whose write was not confirmed is written
-    again with the same sequence id, so that readers can tell.
+    While Redis is away, or refuses, the oldest entries make room for new ones, where most is queued. An entry whose
+    write was not confirmed is written again with the same sequence id, so that readers can tell. A stream that is
+    refused (no rights, no memory, a key of another kind) is tried again after a while; the others are written.
     """
 
     def __init__(self, url: str, *, max_entries: int, max_queued_tokens: int) -> None:
-        """``max_entries`` : a stream is never longer than about this; ``max_queued_tokens`` : bound of the queue."""
+        """``max_entries`` : a stream is never longer than about this; ``max_queued_tokens`` : bound of all queues."""
         self.num_published = 0
         self.num_published_tokens = 0
         self.num_dropped = 0
@@ -47,9 +36,8 @@ class LogWriter:
         self._client = connect(url)
         self._lock = threading.Lock()
         self._is_filled = threading.Event()
-        self._queue: deque[_Outgoing] = deque()
-        self._num_queued_tokens = 0
-        self._num_taken = 0  # entries out of the queue and not written yet
+        self._outboxes: dict[str, Outbox] = {}  # the one written last stands last
+        self._num_taken = 0  # entries out of their queue and not written yet
         self.link = Link("ssd-share-writer", url, self._exchange)
 
     def publish(self, key: str, replica_id: bytes, pieces: Pieces) -> None:
@@ -58,16 +46,16 @@ class LogWriter:
         The sequence id of a piece's k-th entry has the ring position of the piece plus k: the piece lies there, and
         whether a position reached a file is the same for all of it.
         """
-        outgoing: list[_Outgoing] = []
+        entries: list[Entry] = []
         position = pieces.position
         for piece in pieces:
             for number, part in enumerate(split_sequence(piece, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS)):
-                entry = Entry(replica_id, sequence_id_of(replica_id, position + number), part)
-                outgoing.append(_Outgoing(key, entry))
+                entries.append(Entry(replica_id, sequence_id_of(replica_id, position + number), part))
             position += len(piece) + 1
         with self._lock:
-            self._queue.extend(outgoing)
-            self._num_queued_tokens += sum(len(item.entry.tokens) for item in outgoing)
+            outbox = self._outboxes.setdefault(key, Outbox(key))
+            for entry in entries:
+                outbox.put(entry)
             self._drop_oldest()
         self._is_filled.set()
 
@@ -75,79 +63,87 @@ class LogWriter:
     def num_queued(self) -> int:
         """Entries not written yet."""
         with self._lock:
-            return len(self._queue) + self._num_taken
+            return sum(map(len, self._outboxes.values())) + self._num_taken
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the server refused what was last written to some stream."""
+        with self._lock:
+            return any(outbox.is_refused for outbox in self._outboxes.values())
 
     def stop(self) -> None:
         """End the thread after one last attempt to write what is queued."""
         self.link.stop()
+        with self._lock:
+            for outbox in self._outboxes.values():
+                outbox.wake()
         self._is_filled.set()
 
     def close(self, timeout_s: float) -> None:
         """Wait for the end and give the connection back; what could not be written counts as dropped."""
         self.link.join(timeout_s)
-        if self._queue and self.link.is_connected:  # stopped before it saw the last of them
+        if self.num_queued and self.link.is_connected:  # stopped before it saw the last of them
             with contextlib.suppress(Exception):
                 self._exchange()
         with self._lock:
-            self.num_dropped += len(self._queue)
-            self._queue.clear()
-            self._num_queued_tokens = 0
+            self.num_dropped += sum(map(len, self._outboxes.values()))
+            self._outboxes.clear()
         self._client.close()
 
     def _exchange(self) -> None:
-        if not self._is_filled.wait(_IDLE_S):
-            return
+        """Write until nothing is due."""
+        self._is_filled.wait(_IDLE_S)  # and look now and then what may be tried again
         self._is_filled.clear()
-        while batch := self._take():
+        while taken := self._take():
+            outbox, entries = taken
+            refused, reason = entries, None
             try:
-                self._write(batch)
-            except RefusedError:
-                raise  # asking again for the same would hold up everything behind it
-            except BaseException:
-                self._put_back(batch)
-                raise
+                refused, reason = self._write(outbox.key, entries)
             finally:
-                self._num_taken = 0
+                self._settle(outbox, num_written=len(entries) - len(refused), refused=refused, reason=reason)
+            if reason is not None:
+                self.link.report(reason)
 
-    def _write(self, batch: list[_Outgoing]) -> None:
+    def _write(self, key: str, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
+        """Returns what was refused, and why. Raises what ends the connection."""
         from redis.exceptions import ResponseError
 
-        pipeline = self._client.pipeline(transaction=False)
-        for key, entry in batch:
-            # The bound in tokens is the reader's work; this one holds even if no reader lives.
-            pipeline.xadd(key, {FIELD: pack_entry(entry)}, maxlen=self._max_entries, approximate=True)
-        answers = pipeline.execute(raise_on_error=False)
-        refused = [answer for answer in answers if isinstance(answer, ResponseError)]
-        unanswered = [answer for answer in answers if isinstance(answer, Exception) and answer not in refused]
-        if unanswered:  # all of them are written again; readers know those they have by their sequence ids
-            raise unanswered[0]
-        self.num_published += len(batch) - len(refused)
+        try:
+            answers = append(self._client, key, list(map(pack_entry, entries)), max_entries=self._max_entries)
+        except ResponseError as error:
+            return entries, error
+        refused = [entry for entry, answer in zip(entries, answers, strict=True) if answer is not None]
+        self.num_published += len(entries) - len(refused)
         self.num_published_tokens += sum(
-            len(entry.tokens)
-            for (_, entry), answer in zip(batch, answers, strict=True)
-            if not isinstance(answer, Exception)
+            len(entry.tokens) for entry, answer in zip(entries, answers, strict=True) if answer is None
         )
-        if refused:
-            with self._lock:
-                self.num_dropped += len(refused)
-            raise RefusedError(str(refused[0]))
+        return refused, next((answer for answer in answers if answer is not None), None)
 
-    def _take(self) -> list[_Outgoing]:
+    def _take(self) -> tuple[Outbox, list[Entry]] | None:
         with self._lock:
-            batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-            self._num_queued_tokens -= sum(len(item.entry.tokens) for item in batch)
-            self._num_taken = len(batch)
-            return batch
+            outbox = next((outbox for outbox in self._outboxes.values() if outbox.is_due), None)
+            if outbox is None:
+                return None
+            self._outboxes[outbox.key] = self._outboxes.pop(outbox.key)  # the others come first the next time
+            entries = outbox.take(_BATCH)
+            self._num_taken = len(entries)
+            return outbox, entries
 
-    def _put_back(self, batch: list[_Outgoing]) -> None:
+    def _settle(self, outbox: Outbox, *, num_written: int, refused: list[Entry], reason: Exception | None) -> None:
         with self._lock:
-            self._queue.extendleft(reversed(batch))
             self._num_taken = 0
-            self._num_queued_tokens += sum(len(item.entry.tokens) for item in batch)
+            outbox.put_back(refused)
+            if reason is not None or not refused:  # the server answered
+                outbox.answered(num_written=num_written, num_refused=len(refused))
+            if not outbox and not outbox.is_refused:
+                del self._outboxes[outbox.key]
             self._drop_oldest()
-        self._is_filled.set()
+        if refused:
+            self._is_filled.set()
 
     def _drop_oldest(self) -> None:
-        while self._num_queued_tokens > self._max_queued_tokens:
-            self._num_queued_tokens -= len(self._queue.popleft().entry.tokens)
+        num_tokens = sum(outbox.num_tokens for outbox in self._outboxes.values())
+        while num_tokens > self._max_queued_tokens:
+            dropped = max(self._outboxes.values(), key=lambda outbox: outbox.num_tokens).take(1)
+            num_tokens -= len(dropped[0].tokens)
             self.num_dropped += 1

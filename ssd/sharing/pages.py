@@ -1,0 +1,84 @@
+"""Pages of a stream, whatever its entries weigh."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ssd.sharing.connection import OversizedReplyError
+
+if TYPE_CHECKING:
+    import redis
+
+BEGINNING = b"0-0"
+"""The id before all entries."""
+
+_LARGEST = (1 << 64) - 1
+
+RawEntry = tuple[bytes, dict[bytes, bytes] | None]
+"""Id and fields of an entry. None for the fields: too large to be fetched, or deleted meanwhile."""
+
+
+class Page(NamedTuple):
+    """``entries`` in the order they were asked for. ``is_last`` : there are no more of them now.
+
+    ``was_cut`` : the rest of the page was too large to be fetched.
+    """
+
+    entries: list[RawEntry]
+    is_last: bool
+    was_cut: bool = False
+
+
+def is_entry_id(text: bytes) -> bool:
+    """Whether this is a stream id as Redis writes it."""
+    return re.fullmatch(rb"\d{1,20}-\d{1,20}", text) is not None and max(order(text)) <= _LARGEST
+
+
+def order(entry_id: bytes) -> tuple[int, int]:
+    """A stream id as Redis compares it."""
+    milliseconds, number = entry_id.split(b"-")
+    return int(milliseconds), int(number)
+
+
+def id_before(entry_id: bytes) -> bytes:
+    """The largest id smaller than this one, which is not 0-0."""
+    milliseconds, number = order(entry_id)
+    return b"%d-%d" % ((milliseconds, number - 1) if number else (milliseconds - 1, _LARGEST))
+
+
+def entries_after(client: redis.Redis, key: str, entry_id: bytes, count: int) -> Page:
+    """At most ``count`` entries with larger ids, oldest first."""
+    if order(entry_id) == (_LARGEST, _LARGEST):
+        return Page([], is_last=True)
+    return _page(client, count, "XRANGE", key, b"(" + entry_id, b"+")
+
+
+def entries_before(client: redis.Redis, key: str, entry_id: bytes | None, count: int) -> Page:
+    """At most ``count`` entries with smaller ids, or of all where it is None, newest first."""
+    end = b"+" if entry_id is None else b"(" + entry_id
+    return _page(client, count, "XREVRANGE", key, end, b"-")
+
+
+def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
+    """The entry with this id, if the stream holds it."""
+    entries = _page(client, 1, "XRANGE", key, entry_id, entry_id).entries
+    return entries[0] if entries else None
+
+
+def _page(client: redis.Redis, count: int, *command: str | bytes) -> Page:
+    """Entries that were read whole before one was too large; that one itself if it is the first."""
+    try:
+        entries: Any = client.execute_command(*command, "COUNT", count)  # type: ignore[no-untyped-call]
+        return Page(entries, is_last=len(entries) < count)
+    except OversizedReplyError as error:
+        whole, *begun = error.unfinished
+        if whole:
+            return Page([(entry_id, _fields(fields)) for entry_id, fields in whole], is_last=False, was_cut=True)
+        return Page([(begun[0][0], None)], is_last=False, was_cut=True)
+
+
+def _fields(names_and_values: list[bytes] | None) -> dict[bytes, bytes] | None:
+    if names_and_values is None:
+        return None
+    return dict(zip(names_and_values[::2], names_and_values[1::2], strict=True))

@@ -1,0 +1,109 @@
+"""The command that injects faults, and the checker that says what they cost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.faults.history import History
+from benchmarks.faults.questions import Question
+from benchmarks.faults.rounds import PROBLEMS
+from benchmarks.faults.store import note, number_of
+from tests.redis_server import find_redis_server
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def history(*numbers: int, promised: int = 0) -> History:
+    """Notes sent to "one" and acknowledged; the first ``promised`` of them promised."""
+    made = History()
+    for number in numbers:
+        made.send(number, "one")
+        made.acknowledge(number)
+    made.promise(numbers[:promised])
+    return made
+
+
+def test_a_promised_note_that_is_gone_is_lost_and_one_only_acknowledged_is_not() -> None:
+    verdict = history(1, 2, 3, promised=2).check([("one", 1)])
+    assert (verdict.lost, verdict.twice, verdict.elsewhere, verdict.num_promised) == ((2,), (), (), 2)
+    assert not verdict.is_clean
+    assert history(1, 2, 3, promised=2).check([("one", 2), ("one", 1)]).is_clean
+
+
+def test_after_an_orderly_close_all_that_was_acknowledged_is_promised() -> None:
+    made = history(1, 2)
+    made.send(3, "one")  # interrupted: it may be there or not
+    made.end_life(in_order=True)
+    assert made.check([("one", 1)]).lost == (2,)
+    assert made.check([("one", 1), ("one", 2), ("one", 3)]).is_clean
+
+
+def test_what_a_killed_server_acknowledged_is_not_promised_by_the_next_one() -> None:
+    made = history(1, 2, promised=1)
+    made.send(3, "one")
+    made.end_life(in_order=False)
+    made.acknowledge(3)  # its answer had come whole, the client was late to say so
+    made.send(4, "one")
+    made.acknowledge(4)
+    made.end_life(in_order=True)
+    assert made.promised == {1, 4}
+    assert made.check([("one", 1), ("one", 4), ("one", 3)]).is_clean
+
+
+def test_a_note_is_there_once_and_only_where_it_was_sent() -> None:
+    made = history(1, 2)
+    assert made.check([("one", 1), ("one", 1)]).twice == (1,)
+    assert made.check([("two", 1)]).elsewhere == (1,)
+    assert made.check([("one", 9)]).elsewhere == (9,)  # never sent
+    made.promise([1])
+    verdict = made.check([("two", 1)])
+    assert verdict.lost == verdict.elsewhere == (1,)
+
+
+@given(st.sets(st.integers(1, 30)), st.lists(st.tuples(st.sampled_from(["one", "two"]), st.integers(0, 40))))
+def test_a_verdict_is_clean_exactly_when_the_store_is_a_set_between_promised_and_sent(
+    promised: set[int], found: list[tuple[str, int]]
+) -> None:
+    made = history(*range(1, 31))
+    made.promise(promised)
+    numbers = [number for _, number in found]
+    is_right = len(numbers) == len({*numbers}) and promised <= {*numbers} <= {*range(1, 31)}
+    assert made.check(found).is_clean == (is_right and all(namespace == "one" for namespace, _ in found))
+
+
+@given(st.integers(1, 10**6))
+def test_a_note_is_known_by_its_beginning(number: int) -> None:
+    assert number_of(note(number)) == number
+    assert number_of(note(number)[: -len("log\n")] + " and what the model made of it") == number
+    assert number_of("import os  # note 5 of this log") is None
+
+
+def test_a_near_tie_excuses_a_difference_where_it_is_and_nowhere_else() -> None:
+    question = Question({}, "abcdef" * 20, "length", frozenset({12}))
+    assert question.judge(question.text, "length") == "right"
+    assert question.judge(question.text, "stop") != "right"
+    assert question.judge(question.text[:12] + "x" * 9, "length") == "tie"
+    assert question.judge("x" + question.text[1:], "length") == "changed"
+    assert question.judge(question.text[:-1] + "x", "length") == "changed"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_redis_server() is None, reason="no redis-server")
+def test_faults_are_injected_and_nothing_is_wrong_afterwards(tmp_path: Path) -> None:
+    options = ["--only", "server-kill-serving", "log-last-id", "--combinations", "0", "--calm", "1", "--json"]
+    command = [sys.executable, "-m", "benchmarks.faults", *options, "--out", str(tmp_path / "faults.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {name: result[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0)
+    assert [row["rounds"] for row in result["rows"]] == [1, 1]
+    assert result["right"] > 0 and result["promised"] > 0
+    assert result["rows"][1]["sharing_back_s"] < 30
+    assert json.loads((tmp_path / "faults.json").read_text())["right"] == result["right"]
