@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory: list[tuple[int, float]] = []
     if args.soak:
         rows.append(Row("soak"))
-        lasting = [f for f in chosen(args.only) if not (f.is_alone or f.needs_small_disk or "server-kill" in f.name)]
+        lasting = [f for f in chosen(args.only) if not (f.is_alone or f.needs_small_disk or f.ends_server)]
         memory = soak(rows[0], lasting, setup, args.soak)
     else:
         for fault in chosen(args.only):

@@ -134,11 +134,14 @@ def soak(row: Row, faults: Sequence[Fault], setup: Setup, seconds: float) -> lis
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        with scene.load.running(setup.num_clients, setup.seed):
-            while not over.wait(setup.calm_s * chance.uniform(1.0, 4.0)):
-                chance.choice(list(faults)).inject(scene)
-                scene.revive_server()
-        watcher.join()
+        try:
+            with scene.load.running(setup.num_clients, setup.seed):
+                while not over.wait(setup.calm_s * chance.uniform(1.0, 4.0)):
+                    chance.choice(list(faults)).inject(scene)
+                    scene.revive_server()
+        finally:
+            over.set()
+            watcher.join()
         _judge(row, scene)
         row.num_rounds += 1
     return memory

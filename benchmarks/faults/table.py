@@ -17,21 +17,23 @@ class Fault:
     inject: Inject
     needs_redis: bool = False
     needs_small_disk: bool = False
+    ends_server: bool = False
+    """Not for a soak, which looks at the memory of one life."""
     is_alone: bool = False
     """Never combined with others: it destroys what they are judged by."""
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("server-kill-loading", processes_killed.server_loading),
-    Fault("server-kill-serving", processes_killed.server_serving),
-    Fault("server-kill-closing", processes_killed.server_closing),
+    Fault("server-kill-loading", processes_killed.server_loading, ends_server=True),
+    Fault("server-kill-serving", processes_killed.server_serving, ends_server=True),
+    Fault("server-kill-closing", processes_killed.server_closing, ends_server=True),
     Fault("worker-kill", processes_killed.worker),
     Fault("worker-stop", processes_killed.worker_stopped),
     Fault("disk-full", disk.full, needs_small_disk=True),
     Fault("disk-immutable", disk.immutable),
     Fault("segment-truncated", disk.segment_truncated, is_alone=True),
     Fault("segment-overwritten", disk.segment_overwritten, is_alone=True),
-    Fault("learned-hostile", disk.learned_hostile),
+    Fault("learned-hostile", disk.learned_hostile, ends_server=True),
     Fault("redis-kill", logs.kill, needs_redis=True),
     Fault("redis-pause", logs.pause, needs_redis=True),
     Fault("redis-maxmemory", logs.maxmemory, needs_redis=True),
