@@ -78,21 +78,21 @@ def num_found():
     snapshot = cache.snapshot()
     return sum(longest_match(snapshot, np.array(text[:32]), 32).length == 32 for text in texts)
 
-drafter = make_drafter("ssd", DraftConfig())
-
-def look_up():
+def look_up(drafter):
     for text in texts:
         for stop in (3, 40, 200):
             context = np.array(text[:stop], np.int32)
             drafter.propose([DraftRequest("a", context, 0, cache.snapshot(), 16)])
             longest_match(cache.snapshot(), context, 32)
 
+drafter = make_drafter("ssd", DraftConfig())
 result = {"before": num_found()}
-look_up()
+look_up(drafter)
 stop = threading.Event()
 def without_pause():
+    own = make_drafter("ssd", DraftConfig())  # a drafter has one owner
     while not stop.is_set():
-        look_up()
+        look_up(own)
 thread = threading.Thread(target=without_pause)
 thread.start()
 held = cache.snapshot()  # somebody still has it when the segments are given up
@@ -108,7 +108,7 @@ for path in files:
             file.seek(256 if damage == "garbage" else size // 2)
             num_bytes = size - file.tell()
             file.write(b"\\xff" * num_bytes if damage == "ones" else random.bytes(num_bytes))
-look_up()
+look_up(drafter)
 result["at_once"] = num_found()
 for text in texts[:20]:
     longest_match(held, np.array(text[:32]), 32)
