@@ -13,13 +13,12 @@ from pathlib import Path
 from ssd.errors import SSDError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
 from ssd.retrieval.names import check_namespace
+from ssd.sharing.connection import URL_VARIABLE
 from ssd.text.torchless import hide_torch
 
 from .build import build
 from .inputs import check_inputs
 from .report import fingerprint_of, inspect_directory
-
-REDIS_URL_VARIABLE = "SSD_REDIS_URL"
 
 _DESCRIPTION = "Fill the retrieval cache of ssd-serve from text that exists already: logs, transcripts, documents."
 _EXAMPLES = """\
@@ -99,9 +98,9 @@ def _inspect(options: argparse.Namespace) -> int:
 def _push(options: argparse.Namespace) -> int:
     from ssd.sharing.push import push_segments
 
-    url = options.redis or os.environ.get(REDIS_URL_VARIABLE)
+    url = options.redis or os.environ.get(URL_VARIABLE)
     if not url:
-        raise SSDError(f"no Redis to push to: give --redis URL, or set {REDIS_URL_VARIABLE}")
+        raise SSDError(f"no Redis to push to: give --redis URL, or set {URL_VARIABLE}")
     fingerprint = fingerprint_of(options.directory)
     with _progress(0, " tokens") as progress:
         result = push_segments(
@@ -171,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command.set_defaults(run=_push)
     command.add_argument("directory", type=Path, metavar="DIR")
-    command.add_argument("--redis", metavar="URL", help=f"the servers' --redis (default: ${REDIS_URL_VARIABLE})")
+    command.add_argument("--redis", metavar="URL", help=f"the servers' --redis (default: ${URL_VARIABLE})")
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="whom it is for (default: %(default)s)")
     command.add_argument(
         "--max-tokens", type=int, default=1 << 22, metavar="N", help="bound of the shared log (default: %(default)s)"

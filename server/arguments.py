@@ -20,6 +20,7 @@ from ssd.config import (
     IndexConfig,
 )
 from ssd.errors import ConfigError
+from ssd.sharing.connection import URL_VARIABLE
 
 from .keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
 from .limit_options import add_limit_options, limits_of
@@ -139,7 +140,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
                 ),
                 directory=found.cache_dir,
                 memory_bytes=found.cache_memory_bytes,
-                redis_url=found.redis,
+                redis_url=found.redis or environment.get(URL_VARIABLE) or None,
             ),
             limits=limits_of(found),
         )
@@ -297,7 +298,10 @@ def _build_parser() -> _Parser:
         "instance, is mapped and shared with other servers (default: %(default)s)",
     )  # fmt: skip
     add("--warm", type=Path, action="append", metavar="DIR", help="draft from what `ssd-cache build` wrote; repeatable")
-    add("--redis", metavar="URL", help="learn from other servers, and they from this one")
+    add(
+        "--redis", metavar="URL",
+        help=f"learn from other servers, and they from this one (default: ${URL_VARIABLE}, not in the process list)",
+    )  # fmt: skip
     add(
         "--namespace",
         default="default",

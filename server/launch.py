@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import uvicorn
 
 from ssd.errors import ConfigError, SSDError
+from ssd.sharing.connection import URL_VARIABLE
 
 from .app import create_app
 from .arguments import API_KEY_VARIABLE, Options, parse_arguments
@@ -36,7 +37,7 @@ OK, FAILED, UNUSABLE = 0, 1, 2
 """Exit statuses: told to stop; the engine ended while serving; could not be started."""
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""All end the server in the same order, what was learned is kept. A hang-up that was to be ignored stays ignored."""
+"""All end the server in the same order, what was learned is kept."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
     options = parse_arguments(arguments)
-    os.environ.pop(API_KEY_VARIABLE, None)  # no child needs it
+    for secret in (API_KEY_VARIABLE, URL_VARIABLE):
+        os.environ.pop(secret, None)  # no child needs it
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -97,8 +99,9 @@ def serve(options: Options, settings: ServerSettings, listener: socket.socket) -
 
 
 def _signals() -> list[signal.Signals]:
-    """Those that stop this process; ``nohup`` has one ignored."""
-    return [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    """Those that stop this process: a hang-up only where nobody had it ignored, as ``nohup`` does."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _STOP_SIGNALS if number is not signal.SIGHUP or not is_ignored]
 
 
 def listen(host: str, port: int) -> socket.socket:

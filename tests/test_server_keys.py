@@ -241,3 +241,10 @@ def test_a_process_that_cannot_be_started_again_says_so() -> None:
     code = f"import sys; sys.argv = ['x', '--api-key', '{KEYS[0]}']; from server.keys import hide_keys; hide_keys()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert "--api-key-file" in done.stderr and KEYS[0] not in done.stderr and done.returncode == 0
+
+
+def test_the_address_of_redis_may_come_from_the_environment_and_the_command_line_wins() -> None:
+    secret = "redis://:password@localhost:6379/0"
+    assert parse_arguments([], {"SSD_REDIS_URL": secret}).cache.redis_url == secret
+    assert parse_arguments(["--redis", "redis://other"], {"SSD_REDIS_URL": secret}).cache.redis_url == "redis://other"
+    assert parse_arguments([], {}).cache.redis_url is None

@@ -42,7 +42,10 @@ def refused(*arguments: str) -> str:
 
 @contextmanager
 def running(
-    *arguments: str, before: Callable[[], object] | None = None
+    *arguments: str,
+    before: Callable[[], object] = lambda: signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    ),  # the tests may be run by nohup
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A server process; ``before`` is called in it before it becomes one."""
     port = free_port()

@@ -79,7 +79,7 @@ def test_bias_is_added_in_float32_at_every_position_and_adds_up(dtype: torch.dty
     assert torch.equal(logits, expected.to(dtype))
 
 
-@pytest.mark.parametrize("top_k", [6, 7, 8, 2**31, 2**63, 10**40])
+@pytest.mark.parametrize("top_k", [6, 7, 8, 2**31 - 1])
 def test_a_top_k_of_the_vocabulary_and_more_cuts_nothing(top_k: int) -> None:
     logits = torch.randn(2, 7, generator=torch.Generator().manual_seed(1))
     cut = truncated_scores(logits, [SamplingParams(top_k=top_k)] * 2)

@@ -27,6 +27,7 @@ BLOCK_TOKENS: Final = 64
 
 _SAMPLED: Final = 1 << 62  # one window of 4 is remembered: an output of 20 tokens is hardly ever missed
 _TOKENS_PER_SLOT: Final = 8
+_MOST_SLOTS: Final = 1 << 24  # of a capacity beyond 128 M tokens fewer windows are remembered
 _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 _LEAVING: Final = np.uint64(pow(int(_FACTOR), WINDOW_TOKENS, 1 << 64))
 _SHIFT: Final = np.uint64(29)
@@ -134,7 +135,7 @@ class Usage:
     """
 
     def __init__(self, capacity_tokens: int) -> None:
-        slots = power_of_two_at_least(max(64, capacity_tokens // _TOKENS_PER_SLOT))
+        slots = min(power_of_two_at_least(max(64, capacity_tokens // _TOKENS_PER_SLOT)), _MOST_SLOTS)
         # Positions in use span little more than the capacity, so a circle of twice that knows them apart.
         blocks = power_of_two_at_least(2 * capacity_tokens // BLOCK_TOKENS + 2)
         nothing = np.empty(0, np.int64)

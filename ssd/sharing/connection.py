@@ -12,6 +12,9 @@ from ssd.errors import ConfigError
 if TYPE_CHECKING:
     import redis
 
+URL_VARIABLE = "SSD_REDIS_URL"
+"""Where programs look for the address when their command line has none: others can read a command line."""
+
 BLOCK_MS = 500
 """How long the server holds a read that finds nothing; well below the socket's time-out, which would end it first."""
 
