@@ -226,8 +226,9 @@ def test_trees_are_asked_for_where_they_can_be_verified(caplog: pytest.LogCaptur
         run(Engine(target_of("llama"), drafter=drafter, draft=draft, eos_token_ids=[EOS]), [(5, 6)], sampling)
         assert drafter.trees == {expected}
     drafter = Asked()
-    run(make_engine("llama", drafter, shape="auto"), [(5, 6), (5, 7)], sampling * 2)
-    assert drafter.trees == {False}  # two rows
+    together = [SamplingParams(max_tokens=1, temperature=1.0)] * 2  # neither is ever alone
+    run(make_engine("llama", drafter, shape="auto"), [(5, 6), (5, 7)], together)
+    assert drafter.trees == {False}
     target = open_target(tiny_model("falcon"), num_slots=1, max_length=32)
     with caplog.at_level(logging.WARNING):
         drafter = Asked()
