@@ -73,6 +73,7 @@ bench: $(READY)
 		| tail -n 1 >benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --json \
 		| tail -n 1 >benchmarks/results/index-256m.json
+	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
 	$(BIN)/python -m benchmarks.report
 
 # Other people's drafters in an environment of their own: about two minutes and 2 GB. It must be activated, because

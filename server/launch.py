@@ -33,6 +33,11 @@ _CONNECTIONS_S = 3
 _CLOSE_S = 1.5
 """Time for the engine's thread to close the cache."""
 
+_SWITCH_S = 0.0005
+"""How long a thread that computes in Python may keep the interpreter from the others. The engine gives it up at every
+operation of torch and waits so long to have it back: with Python's 5 ms an answer of many log-probabilities, written
+on a thread of its own, kept other streams waiting for a second."""
+
 OK, FAILED, UNUSABLE = 0, 1, 2
 """Exit statuses: told to stop; the engine ended while serving; could not be started."""
 
@@ -54,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for noisy in ("uvicorn", "httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     _allow_open_files()
+    sys.setswitchinterval(_SWITCH_S)
     try:
         listener = listen(options.host, options.port)
         settings = make_settings(options)

@@ -13,7 +13,7 @@ _HELP = {
     "max_body_seconds": "time for a body to arrive",
     "max_bodies_bytes": "memory for large bodies that are arriving or being read, together",
     "max_choices": "most choices of a request, prompts times n",
-    "max_request_tokens": "most prompt tokens of a request, and ids to detokenise; the context where that is more",
+    "max_request_tokens": "most prompt tokens of a request; the context where that is more",
     "max_queued_tokens": "most prompt and prediction tokens of all choices that run or wait; more are answered 503",
     "max_logprob_entries": "most log-probabilities in an answer",
     "max_logit_bias": "most entries of logit_bias",

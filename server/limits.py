@@ -32,13 +32,13 @@ class Limits:
     """Choices of a request, prompts times ``n``: as many as may wait for a slot by default."""
 
     max_request_tokens: int = 1 << 18
-    """Prompt tokens of a request, all its prompts together, and ids to detokenise; the context where that is more."""
+    """Prompt tokens of a request, all its prompts together; the context where that is more."""
 
     max_queued_tokens: int = 1 << 23
     """Tokens of prompts, predictions and outputs to come of all choices in the service, which take about 10 bytes each;
     one choice always has room."""
 
-    max_logprob_entries: int = 1 << 22
+    max_logprob_entries: int = 1 << 20
     """Log-probabilities that a request may be answered with, alternatives included: 0.1 kB each while it runs."""
 
     max_logit_bias: int = 1024

@@ -21,6 +21,8 @@ Encode = Callable[[str], list[int]]
 _MAX_CHARACTERS_PER_TOKEN = 512
 """No tokenizer in use has a longer token; those that come near are runs of spaces."""
 _USUAL_CHARACTERS_PER_TOKEN = 4
+_MOST_DETOKENIZED = 1 << 16
+"""Token ids of a call of /detokenize, or the context where that is more: the tokenizer keeps all threads waiting."""
 _TOKENS_CUT = 64
 """The beginning of a text may have a few tokens more than the text has there: the last ones were cut."""
 _CHARACTERS_A_TEXT = 64
@@ -122,7 +124,7 @@ class Texts:
 
     async def detokenize(self, engine: Engine, tokens: list[int]) -> str:
         """The text of token ids."""
-        codec, most = codec_of(engine), self.most_tokens(engine)
+        codec, most = codec_of(engine), max(_MOST_DETOKENIZED, engine.max_model_len)
         if len(tokens) > most:
             raise RequestError(
                 f"tokens has {len(tokens)} token ids, at most {most} are taken: send parts", param="tokens"

@@ -269,12 +269,12 @@ class SamplingParams:
         check(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
         check(all(self.bad_words), "bad_words", "of at least one token each")
         for name, ids in (
-            ("logit_bias", (token for token, _ in self.logit_bias)),
+            ("logit_bias", [token for token, _ in self.logit_bias]),
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
-            ("bad_words", (token for word in self.bad_words for token in word)),
+            ("bad_words", [token for word in self.bad_words for token in word]),
         ):
-            check(all(0 <= token <= _MOST for token in ids), name, f"of token ids within 0..{_MOST}")
+            check(not ids or (min(ids) >= 0 and max(ids) <= _MOST), name, f"of token ids within 0..{_MOST}")
         for name, limit in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             check(limit is None or 0 <= limit <= MAX_LOGPROBS, name, f"within 0..{MAX_LOGPROBS}")
 

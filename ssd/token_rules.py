@@ -75,7 +75,7 @@ class TokenRules:
     their vocabulary and device, by a key of theirs.
     """
 
-    __slots__ = ("allowed_ids", "bad_words", "bias", "bias_ids", "kept")
+    __slots__ = ("_greatest_bad", "allowed_ids", "bad_words", "bias", "bias_ids", "kept")
 
     def __init__(
         self,
@@ -90,4 +90,14 @@ class TokenRules:
         self.bias = np.bincount(at, weights=[bias for _, bias in logit_bias], minlength=len(self.bias_ids))
         self.allowed_ids = None if allowed_token_ids is None else np.unique(np.array(allowed_token_ids, np.int64))
         self.bad_words = BadWords(bad_words) if bad_words else None
+        self._greatest_bad = max((max(word) for word in bad_words), default=-1)
         self.kept: dict[Any, Any] = {}
+
+    def greatest_ids(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Of each field that names tokens its greatest id, by the field's name; none of one that names none. O(1)."""
+        found = [
+            ("logit_bias", int(self.bias_ids[-1]) if len(self.bias_ids) else -1),
+            ("allowed_token_ids", -1 if self.allowed_ids is None else int(self.allowed_ids[-1])),
+            ("bad_words", self._greatest_bad),
+        ]
+        return [(name, (greatest,)) for name, greatest in found if greatest >= 0]

@@ -1,7 +1,7 @@
-"""Splice measured figures into the README: ``python -m benchmarks.report``.
+"""Splice measured figures into README.md and SECURITY.md: ``python -m benchmarks.report``.
 
 Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
-``<!-- growth:end -->`` (and so on). No figure in a table of the README is typed by hand.
+``<!-- growth:end -->`` (and so on). No figure in their tables is typed by hand.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report.engine import engine_section, vllm_section
+from benchmarks.report.faults import faults_section
 from benchmarks.report.growth import growth_section
 from benchmarks.report.index import index_section, stored_tokens
 from benchmarks.report.replay import curve_section, replay_section
@@ -21,7 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main() -> None:
-    """Rewrite the README's figures; what has no result stays as it is."""
+    """Rewrite the figures; what has no result stays as it is."""
     readme = ROOT / "README.md"
     text = readme.read_text()
     if (growth := _result("growth")) is not None:
@@ -38,6 +39,9 @@ def main() -> None:
     if runs:
         text = spliced(text, "index", index_section(sorted(runs, key=stored_tokens)))
     readme.write_text(text)
+    if (faults := _result("faults")) is not None:
+        security = ROOT / "SECURITY.md"
+        security.write_text(spliced(security.read_text(), "faults", faults_section(faults)))
 
 
 def _result(name: str) -> dict[str, Any] | None:
@@ -49,7 +53,7 @@ def spliced(text: str, name: str, section: str) -> str:
     """``text`` with the part between the markers of ``name`` replaced."""
     pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
     if not pattern.search(text):
-        raise SystemExit(f"the README has no markers for {name!r}")
+        raise SystemExit(f"there are no markers for {name!r}")
     return pattern.sub(lambda match: f"{match[1]}{section.strip()}\n{match[2]}", text)
 
 

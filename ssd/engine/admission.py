@@ -20,10 +20,8 @@ def check_request(
     for name, ids in (
         ("prompt", request.prompt_token_ids),
         ("prediction", request.prediction_token_ids),
-        ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("stop_token_ids", sampling.stop_token_ids),
-        ("allowed_token_ids", sampling.allowed_token_ids or ()),
-        ("bad_words", [token for word in sampling.bad_words for token in word]),
+        *sampling.rules.greatest_ids(),  # at hand, however many there are: each choice of a request is checked
     ):
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}", param=name)
