@@ -206,20 +206,27 @@ class Service:
     def _sampling_of(
         self, engine: Engine, body: GenerateBody, bad_words: tuple[tuple[int, ...], ...], default_limit: int | None
     ) -> Callable[[int], SamplingParams]:
-        """How to sample after a prompt of some length; made once for all prompts that leave the same limit."""
+        """How to sample after a prompt of some length; made once for all prompts that leave the same limit.
+
+        What is asked for may have very many token ids, and a request prompts of very many lengths.
+        """
         defaults, most = self.settings.sampling_defaults, self.settings.limits.max_logprob_entries
         num_choices = len(body.prompts()) * body.n if isinstance(body, CompletionBody) else body.n
 
         @cache
         def at(room: int) -> SamplingParams:
-            sampling = body.sampling(defaults, room=room, default_limit=default_limit)
-            _require_logprobs(sampling, engine.max_model_len, room, num_choices, most)
-            found = replace(sampling, bad_words=bad_words)
-            if found.logit_bias or found.allowed_token_ids or bad_words:
-                _ = found.rules  # made here and not where others' tokens are computed
+            found = replace(body.sampling(defaults, room=room, default_limit=default_limit), bad_words=bad_words)
+            _ = found.rules  # made here and not where others' tokens are computed
             return found
 
-        return lambda num_prompt: at(max(0, engine.max_model_len - num_prompt))
+        def after(num_prompt: int) -> SamplingParams:
+            room = max(0, engine.max_model_len - num_prompt)
+            # More room than the default limit changes nothing.
+            found = at(room if default_limit is None else min(room, default_limit))
+            _require_logprobs(found, engine.max_model_len, room, num_choices, most)
+            return found
+
+        return after
 
     def _request(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ssd.errors import ConfigError, RequestError, shown
-from ssd.token_rules import TokenRules
+from ssd.token_rules import NO_RULES, TokenRules
 
 DraftAcceptance = Literal["match", "rejection"]
 DRAFT_ACCEPTANCES: tuple[DraftAcceptance, ...] = get_args(DraftAcceptance)
@@ -281,6 +281,8 @@ class SamplingParams:
     @property
     def rules(self) -> TokenRules:
         """Bias, allowed tokens and bad words, made ready at the first call: many take milliseconds."""
+        if not self.logit_bias and self.allowed_token_ids is None and not self.bad_words:
+            return NO_RULES
         rules = self._rules
         if rules is None:
             rules = TokenRules(self.logit_bias, self.allowed_token_ids, self.bad_words)

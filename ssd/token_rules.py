@@ -101,3 +101,7 @@ class TokenRules:
             ("bad_words", self._greatest_bad),
         ]
         return [(name, (greatest,)) for name, greatest in found if greatest >= 0]
+
+
+NO_RULES = TokenRules((), None, ())
+"""Of the usual request, which has none."""

@@ -74,7 +74,7 @@ class Isolation:
             self._target.rollback(sequence.slot, 0)
             self._proposals.forget(sequence)
             sequence.is_suspect = True
-            sequence.num_lost_passes += 1
+            sequence.may_draft = False
 
     def drop(self, sequence: Sequence) -> None:
         """Nothing of a sequence that failed stays."""

@@ -84,8 +84,8 @@ class Sequence:
         """It was in a pass that failed, and is yet to be computed alone: only then is it known whose fault that was."""
         self.may_copy = True
         """Whether keys and values of others may be copied: not any more once that failed."""
-        self.num_lost_passes = 0
-        """Passes with it that failed."""
+        self.may_draft = True
+        """Whether it is drafted for: not any more once a pass with it failed, a draft may have been why."""
         self.stats = RequestStats(num_prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
         self._stream = stream
@@ -104,11 +104,8 @@ class Sequence:
         return self.max_length - self.num_tokens
 
     def most_drafted(self, limit: int) -> int:
-        """Longest draft of at most ``limit`` tokens: one token is always the target's own, so none reaches the end.
-
-        None any more after a pass failed: a draft may have been why.
-        """
-        own = 0 if self.num_lost_passes else self.request.num_speculative_tokens
+        """Longest draft of at most ``limit`` tokens: one token is always the target's own, so none reaches the end."""
+        own = self.request.num_speculative_tokens if self.may_draft else 0
         return max(0, min(limit, self.num_remaining - 1, limit if own is None else own))
 
     @property

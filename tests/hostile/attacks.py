@@ -59,6 +59,8 @@ ATTACKS = [
     Attack("a key of 5,000 digits", COMPLETIONS, _sent(logit_bias={"9" * 5000: 1})),
     Attack("5 million allowed ids", COMPLETIONS, _sent(allowed_token_ids=[7] * 5_000_000), (413,)),
     Attack("130,000 allowed ids, 128 choices", COMPLETIONS, _sent(allowed_token_ids=[7] * 130_000, n=128), (200,)),
+    Attack("130,000 allowed ids, prompts of 200 lengths", COMPLETIONS, _sent(
+        allowed_token_ids=[7] * 130_000, prompt=[[5] * length for length in range(1, 201)]), (200,)),
     Attack("wrong allowed ids", COMPLETIONS, _sent(allowed_token_ids=["x"] * 130_000)),
     Attack("900 long bad words", COMPLETIONS, _sent(bad_words=["word " * 1000] * 900)),
     Attack("bad words as long as they may be", COMPLETIONS, _sent(bad_words=[f"w{i} abcdefghij" for i in range(999)]),
