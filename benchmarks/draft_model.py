@@ -38,11 +38,11 @@ from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.engine.metrics import EngineMetrics
+from ssd.model.draft.model import SOURCE, DraftModelDrafter
+from ssd.model.draft.slots import READ_WIDTH
+from ssd.model.load_target import load_model, open_target
+from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
-from ssd.target.draft.model import SOURCE, DraftModelDrafter
-from ssd.target.draft.slots import READ_WIDTH
-from ssd.target.loading import load_model, open_target
-from ssd.target.target import Target
 from ssd.text.codec import TextCodec
 
 NOISE_SHARES = (0.05, 0.1, 0.2)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from ssd.target.target import Target
+    from ssd.model.target import Target
 
 
 def head(benchmark: str) -> dict[str, Any]:

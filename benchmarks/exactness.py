@@ -18,10 +18,10 @@ from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
+from ssd.model.sampling.noise import gumbel_noise, position_keys
+from ssd.model.sampling.target_tokens import truncated_scores
+from ssd.model.target import SlotTarget, Target
 from ssd.retrieval.cache import CacheSet
-from ssd.target.sampling.noise import gumbel_noise, position_keys
-from ssd.target.sampling.target_tokens import truncated_scores
-from ssd.target.target import SlotTarget, Target
 
 TIE_MARGIN = 1e-4
 

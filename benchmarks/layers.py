@@ -26,13 +26,13 @@ from transformers import PreTrainedModel
 
 from benchmarks.environment import head, model_facts, model_name
 from ssd.bundled import MODEL_PATH
-from ssd.target.layers.fused_linear import FusedMember
-from ssd.target.layers.fused_norm import FusedNorm, fuse_norms
-from ssd.target.layers.fused_rotary import fuse_rotary
-from ssd.target.layers.packed_linear import pack_linears, prepare_linears
-from ssd.target.layers.replace import replace_layers
-from ssd.target.loading import load_model
-from ssd.target.probe import plain_logits
+from ssd.model.layers.fused_linear import FusedMember
+from ssd.model.layers.fused_norm import FusedNorm, fuse_norms
+from ssd.model.layers.fused_rotary import fuse_rotary
+from ssd.model.layers.packed_linear import pack_linears, prepare_linears
+from ssd.model.layers.replace import replace_layers
+from ssd.model.load_target import load_model
+from ssd.model.way_probe import plain_logits
 
 POSITIONS = (1, 2, 4, 8, 16, 32, 64, 256)
 _TURN = 5

@@ -33,10 +33,10 @@ from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
-from ssd.drafting.suffix import SuffixDrafter
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
+from ssd.model.load_target import load_model, open_target
 from ssd.retrieval.cache import CacheSet
-from ssd.target.loading import load_model, open_target
 from ssd.text.codec import TextCodec
 
 TRAFFIC = ("cold", "adversarial")

@@ -28,8 +28,8 @@ import torch
 from benchmarks.environment import head
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.target.loading import DTYPES, load_model, open_target
-from ssd.target.target import Target
+from ssd.model.load_target import DTYPES, load_model, open_target
+from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
 WIDTHS = (2, 4, 8, 16, 32, 64)

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from ssd.errors import SSDError
 
 from .bodies import Bodies
+from .engine_thread import Worker, WorkerState
 from .errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
 from .gate import Gate, tenant_of
 from .generation import Generation
@@ -31,7 +32,6 @@ from .schema import (
 from .service import Service
 from .settings import VERSION, ServerSettings
 from .stream import ClientGone, EventStream, until_disconnect
-from .worker import Worker, WorkerState
 
 _CLIENT_CLOSED_REQUEST = 499
 

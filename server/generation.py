@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ssd.errors import EngineStopped
 
 from .budget import Share
+from .engine_thread import Inbox, Worker
 from .errors import RequestFailed
 from .lanes import Lane
 from .metrics import Latencies
-from .worker import Inbox, Worker
 
 if TYPE_CHECKING:
     from ssd.engine import Request, RequestOutput, TokenLogprobs

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.retrieval.memory import kernel
+from ssd.compiled.addresses import kernel
 
 _QUOTE: Final = ord('"')
 _BACKSLASH: Final = ord("\\")

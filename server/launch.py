@@ -20,9 +20,9 @@ from ssd.sharing.connection import URL_VARIABLE
 
 from .app import create_app
 from .arguments import API_KEY_VARIABLE, Options, parse_arguments
-from .loading import EngineLoader, make_settings
+from .assembly import EngineLoader, make_settings
+from .engine_thread import Worker, WorkerState
 from .settings import ServerSettings
-from .worker import Worker, WorkerState
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .worker import Worker, WorkerState
+from .engine_thread import Worker, WorkerState
 
 if TYPE_CHECKING:
     from ssd.engine import EngineMetrics

@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ssd.retrieval.memory import Int64s, kernel
+from ssd.compiled.addresses import Int64s, kernel
 
 _WORD: Final = 64
 _SIDES: Final[tuple[Literal["left", "right"], ...]] = ("left", "right")

@@ -17,6 +17,7 @@ from ssd.text.token_text import TokenTexts
 from .bodies import Bodies, ChatBodies, CompletionBodies
 from .body_reader import BodyReader
 from .budget import Budget
+from .engine_thread import Worker, WorkerState
 from .errors import model_not_found
 from .generation import Generation
 from .json_text import json_text
@@ -38,7 +39,6 @@ from .schema import (
 from .settings import ServerSettings
 from .stream import EventWriter, events
 from .texts import Texts, codec_of
-from .worker import Worker, WorkerState
 
 if TYPE_CHECKING:
     from ssd.engine import Engine

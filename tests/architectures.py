@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ssd.target.recurrent import RecurrentTarget, ReplayTarget
-from ssd.target.target import RowTarget, SlotTarget, Target
-from ssd.target.whole import WholeTarget
+from ssd.model.recurrent import RecurrentTarget, ReplayTarget
+from ssd.model.target import RowTarget, SlotTarget, Target
+from ssd.model.whole import WholeTarget
 
 COMMON: dict[str, Any] = {
     "vocab_size": 300,

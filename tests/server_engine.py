@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 
 from server.app import create_app
+from server.engine_thread import Worker, WorkerState
 from server.metrics import NamespaceStats
 from server.settings import ServerSettings
-from server.worker import Worker, WorkerState
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
 from tests.server_client import wait_until

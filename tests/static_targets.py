@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ssd.target.kv_cache import AttentionKernel
-from ssd.target.sampling.sampler import Sampler
-from ssd.target.steps.graphs import CudaGraphs, Recorder, eagerly
-from ssd.target.steps.probe import make_steps
-from ssd.target.target import SlotTarget
+from ssd.model.kv_cache import AttentionKernel
+from ssd.model.sampling.sampler import Sampler
+from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
+from ssd.model.steps.self_check import make_steps
+from ssd.model.target import SlotTarget
 
 RECORDERS = [
     "eagerly",

@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig
-from ssd.drafting.acceptance_model import AcceptanceModel
-from ssd.drafting.evidence import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix import SuffixDrafter
+from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.suffix.gather import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import SEPARATOR, Snapshot

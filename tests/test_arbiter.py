@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ssd.drafting.arbiter import TRIAL_EVERY, Arbiter, Pace, draft_gain, promised_gain
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.rates import AcceptanceRates
-from ssd.target.draft.pass_seconds import PassSeconds
+from ssd.model.draft.pass_seconds import PassSeconds
 
 STEP_S = 0.1
 

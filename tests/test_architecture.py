@@ -19,27 +19,37 @@ LAYERS = [
     "ssd.token_rules",
     "ssd.config",
     "ssd.text",
+    "ssd.compiled",
     "ssd.retrieval",
     "ssd.sharing",
     "ssd.drafting",
-    "ssd.target",
+    "ssd.model",
     "ssd.engine",
     "ssd.bundled",
     "ssd.integrations",
 ]
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
-    "cache_builder": {"ssd.errors", "ssd.config", "ssd.text", "ssd.retrieval", "ssd.sharing", "ssd.drafting"},
+    "cache_builder": {
+        "ssd.errors",
+        "ssd.config",
+        "ssd.text",
+        "ssd.compiled",
+        "ssd.retrieval",
+        "ssd.sharing",
+        "ssd.drafting",
+    },
     "ssd.bundled": {"ssd.errors", "ssd.config", "ssd.text"},
     "ssd.integrations": {
         "ssd.errors",
         "ssd.token_rules",
         "ssd.config",
         "ssd.text",
+        "ssd.compiled",
         "ssd.retrieval",
         "ssd.sharing",
         "ssd.drafting",
-        "ssd.target",
+        "ssd.model",
     },
 }
 

@@ -20,16 +20,16 @@ from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftAcceptance, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter
-from ssd.drafting.prompt_lookup import PromptLookupDrafter
+from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, RequestSampling
 from ssd.engine import Engine, Request
 from ssd.errors import ModelError
-from ssd.target.draft.loading import load_draft_model
-from ssd.target.draft.model import DraftModelDrafter
-from ssd.target.draft.slots import READ_WIDTH
-from ssd.target.loading import load_model, open_target
-from ssd.target.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
-from ssd.target.target import Target
+from ssd.model.draft.load_draft import load_draft_model
+from ssd.model.draft.model import DraftModelDrafter
+from ssd.model.draft.slots import READ_WIDTH
+from ssd.model.load_target import load_model, open_target
+from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
+from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 from tests.models import VOCAB, tiny_model
 from tests.reference import rejection as slow
@@ -254,7 +254,7 @@ def test_the_engine_puts_out_the_targets_law(params: SamplingParams, acceptance:
 
 
 def test_under_rejection_length_and_estimates_do_not_depend_on_the_draw() -> None:
-    """Else the law would change, see ssd/target/sampling/rejection.py."""
+    """Else the law would change, see ssd/model/sampling/rejection.py."""
     drafter = DraftModelDrafter(draft_target("noisy"), price=0.1)
     context = np.array(prompts(1)[0], np.int32)
     drafts = []

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
-from ssd.drafting.evidence import MAX_SAMPLES
-from ssd.drafting.frequency import FrequencyDrafter
-from ssd.drafting.prompt_lookup import PromptLookupDrafter
+from ssd.drafting.baselines.frequency import FrequencyDrafter
+from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix import SuffixDrafter
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.suffix.gather import MAX_SAMPLES
 from ssd.errors import ConfigError
 from ssd.retrieval.snapshot import SEPARATOR
 from tests.reference import drafting as reference
@@ -146,7 +146,7 @@ def test_unknown_drafter_is_refused_with_the_known_names():
 
 
 def test_warm_up_leaves_nothing_to_compile():
-    from ssd.drafting.suffix_kernel import propose_suffix, propose_suffix_one
+    from ssd.drafting.suffix.propose import propose_suffix, propose_suffix_one
 
     kernels = propose_suffix, propose_suffix_one
     drafter = make_drafter("ssd", DraftConfig())

@@ -30,11 +30,11 @@ from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeWorker
+from ssd.retrieval.rebuild_process import MergeJob
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
-from ssd.retrieval.worker import MergeJob
 from tests.reference.retrieval import naive_count, sequences, snapshot_text
 
 FINGERPRINT = "0123456789abcdef" * 2

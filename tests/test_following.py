@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ssd.config import IndexConfig
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix import SuffixDrafter
-from ssd.drafting.suffix_kernel import propose_suffix, propose_suffix_one
-from ssd.drafting.workspace import _LESSONS
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.suffix.propose import propose_suffix, propose_suffix_one
+from ssd.drafting.suffix.workspace import _LESSONS
 from ssd.errors import ConfigError
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot, concatenate

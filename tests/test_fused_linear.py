@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ssd.target.layers.fused_linear import FusedLinears, FusedMember, PlainProduct, fuse_linears
-from ssd.target.layers.packed_linear import PackedLinear
-from ssd.target.layers.replace import replace_layers
-from ssd.target.probe import plain_logits
+from ssd.model.layers.fused_linear import FusedLinears, FusedMember, PlainProduct, fuse_linears
+from ssd.model.layers.packed_linear import PackedLinear
+from ssd.model.layers.replace import replace_layers
+from ssd.model.way_probe import plain_logits
 from tests.models import tiny_model
 
 PRODUCTS = [PlainProduct, PackedLinear]

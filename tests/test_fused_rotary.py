@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ssd.target.layers import fused_rotary
-from ssd.target.layers.fused_rotary import FusedRotary, fuse_rotary
+from ssd.model.layers import fused_rotary
+from ssd.model.layers.fused_rotary import FusedRotary, fuse_rotary
 from tests.models import tiny_model
 
 

@@ -17,11 +17,11 @@ from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.sequence import Sequence as EngineSequence
 from ssd.engine.sequence import Taken
 from ssd.errors import EngineBroken
+from ssd.model.load_target import load_model, open_target
+from ssd.model.sampling import target_tokens as choosing
+from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.target.loading import load_model, open_target
-from ssd.target.sampling import target_tokens as choosing
-from ssd.target.target import Target
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
 

@@ -14,8 +14,8 @@ import numba
 import pytest
 from numba.core import caching
 
+from ssd.compiled.addresses import kernel
 from ssd.retrieval import machine_code
-from ssd.retrieval.memory import kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,10 +13,10 @@ import pytest
 
 from ssd.errors import CacheError, StoreUnavailable
 from ssd.retrieval.merge_worker import MergeWorker
+from ssd.retrieval.rebuild_process import MergeJob
 from ssd.retrieval.segment_file import open_segment, write_segment
 from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.suffix_array import build_segment
-from ssd.retrieval.worker import MergeJob
 from tests.reference.retrieval import naive_order
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -136,7 +136,7 @@ def test_a_killed_parent_leaves_neither_process_nor_scratch_directory(tmp_path: 
 
 
 def test_the_process_loads_neither_torch_nor_numba() -> None:
-    code = "import sys, ssd.retrieval.worker; print(*{'torch', 'numba', 'transformers'} & set(sys.modules))"
+    code = "import sys, ssd.retrieval.rebuild_process; print(*{'torch', 'numba', 'transformers'} & set(sys.modules))"
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.split() == []

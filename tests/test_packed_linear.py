@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ssd.target.layers import packed_linear
-from ssd.target.layers.fused_linear import FusedMember
-from ssd.target.layers.packed_linear import (
+from ssd.model.layers import packed_linear
+from ssd.model.layers.fused_linear import FusedMember
+from ssd.model.layers.packed_linear import (
     PackedLinear,
     pack_linears,
     prepare_linears,

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ssd.target.kv_cache import SlotRows
-from ssd.target.steps.buffers import StepBuffers, StepShape
-from ssd.target.target import SlotTarget
+from ssd.model.kv_cache import SlotRows
+from ssd.model.steps.buffers import StepBuffers, StepShape
+from ssd.model.target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import tiny_model
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.target.sampling.noise import ACCEPT, CHOICE, DRAFT, RECOVER, position_keys, uniform_noise
-from ssd.target.sampling.noisy_argmax import argmax_with_noise
-from ssd.target.sampling.rejection import SampledDraft, acceptance_chances, rejection_tokens, residuals
-from ssd.target.sampling.target_tokens import SamplingRow, apply_prefix_rules, target_tokens, truncated_scores
+from ssd.model.sampling.noise import ACCEPT, CHOICE, DRAFT, RECOVER, position_keys, uniform_noise
+from ssd.model.sampling.noisy_argmax import argmax_with_noise
+from ssd.model.sampling.rejection import SampledDraft, acceptance_chances, rejection_tokens, residuals
+from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, target_tokens, truncated_scores
 from tests.reference import rejection as slow
 from tests.statistics import assert_follows
 

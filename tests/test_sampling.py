@@ -11,10 +11,10 @@ from hypothesis.extra import numpy as hnp
 
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
-from ssd.target.sampling.logprobs import token_logprobs
-from ssd.target.sampling.noise import gumbel_noise, position_keys
-from ssd.target.sampling.noisy_argmax import argmax_with_noise
-from ssd.target.sampling.target_tokens import SamplingRow, apply_prefix_rules, target_tokens, truncated_scores
+from ssd.model.sampling.logprobs import token_logprobs
+from ssd.model.sampling.noise import gumbel_noise, position_keys
+from ssd.model.sampling.noisy_argmax import argmax_with_noise
+from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, target_tokens, truncated_scores
 from tests.reference import target as slow
 
 VOCAB = 24

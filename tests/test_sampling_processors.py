@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import generation as hf
 
 from ssd.config import SamplingParams
-from ssd.target.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
+from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
 
 VOCAB = 24
 STOP = (3, 5)

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import EngineConfig, SamplingParams
-from ssd.drafting.none import NoDrafter
+from ssd.drafting.baselines.none import NoDrafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.scheduler import AGEING_STEPS, Scheduler
 from ssd.engine.sequence import Sequence
 from ssd.errors import ConfigError, RequestError
-from ssd.target.loading import open_target
-from ssd.target.target import Target
+from ssd.model.load_target import open_target
+from ssd.model.target import Target
 from tests.models import tiny_model
 from tests.reference import scheduling as slow
 from tests.test_prefix_reuse import drawn, expected, finish_all, greedy, make_engine, model_of, request, text, tokens_of

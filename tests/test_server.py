@@ -401,14 +401,14 @@ def test_async_client_streams_concurrently(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slots(server: RunningServer, stream: bool) -> None:
-    engine = server.worker.engine
+    engine = server.engine_thread.engine
     with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
         body = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "temperature": 1.5, "n": 4, "stream": stream}
         connection.request("POST", "/v1/completions", json.dumps(body))
         if stream:
             connection.getresponse().read(10)
         wait_until(lambda: engine.metrics.num_running > 0)
-    wait_until(lambda: not engine.has_work() and server.worker.num_requests == 0, 1)
+    wait_until(lambda: not engine.has_work() and server.engine_thread.num_requests == 0, 1)
     assert completion(server, max_tokens=2).status == 200
 
 

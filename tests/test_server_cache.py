@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.arguments import parse_arguments
-from server.loading import EngineLoader, make_settings
+from server.assembly import EngineLoader, make_settings
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
 from tests.server_client import get, post, wait_until

@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 
-from server.worker import WorkerState
+from server.engine_thread import WorkerState
 from ssd.errors import ModelError
 from tests.server_client import get, post, wait_until
 from tests.server_engine import FailingEngine, RunningServer, serving
@@ -70,7 +70,7 @@ def test_failure_to_load_is_kept_and_resources_are_closed() -> None:
     engine.load_error = ModelError("no such model")
     with serving(lambda _: engine, wait=False) as server:
         server.wait_until(WorkerState.FAILED)
-        assert server.worker.load_error is engine.load_error
+        assert server.engine_thread.load_error is engine.load_error
         wait_until(lambda: engine.closed)
 
 
@@ -78,7 +78,7 @@ def test_full_queue_answers_503_with_retry_after_and_keeps_no_choice() -> None:
     with serving(lambda _: FailingEngine(step_s=0.01, max_waiting=3)) as server:
         answer = post(server.port, COMPLETIONS, {"prompt": "abc", "n": 4})
         assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "queue_full", "1")
-        assert server.worker.num_requests == 0
+        assert server.engine_thread.num_requests == 0
         wait_until(lambda: post(server.port, COMPLETIONS, {"prompt": "abc", "n": 3}).status == 200)
 
 
@@ -93,7 +93,7 @@ def test_disconnect_frees_the_slots_within_a_second(stream: bool) -> None:
                 connection.getresponse().read(10)
             wait_until(lambda: engine.metrics.num_running == 2)
         wait_until(lambda: engine.metrics.num_running == 0, 1)
-        assert server.worker.num_requests == 0
+        assert server.engine_thread.num_requests == 0
 
 
 def test_silent_stream_gets_keep_alive_comments() -> None:
@@ -118,7 +118,7 @@ def test_drain_lets_short_requests_finish_and_ends_long_ones() -> None:
 
 
 def _drain(server: RunningServer, grace_s: float) -> None:
-    asyncio.run(server.worker.drain(grace_s))
+    asyncio.run(server.engine_thread.drain(grace_s))
 
 
 def test_documentation_describes_the_bodies() -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from server.arguments import parse_arguments
+from server.assembly import make_settings
 from server.gate import Gate, tenant_of
 from server.keys import divide, read_key_file
-from server.loading import make_settings
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig
 from ssd.engine import Engine

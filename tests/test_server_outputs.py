@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from server.prediction import common_tokens
 from ssd.bundled import MODEL_PATH
-from ssd.target.loading import load_model
+from ssd.model.load_target import load_model
 from tests.reference.text import common_subsequence
 from tests.server_client import Answer, greedy_completion, official_client, post
 from tests.server_engine import RunningServer, serving
@@ -238,10 +238,10 @@ def test_a_prediction_saves_steps_changes_nothing_and_is_counted(server: Running
     arguments["cache_salt"] = "alone"  # neither drafts from the cache nor teaches it
 
     def ask(**fields: Any) -> tuple[Answer, int]:
-        before = server.worker.engine.metrics.num_verify_steps
+        before = server.engine_thread.engine.metrics.num_verify_steps
         answer = post(server.port, "/v1/chat/completions", {**arguments, **fields})
         assert answer.status == 200, answer.content
-        return answer, server.worker.engine.metrics.num_verify_steps - before
+        return answer, server.engine_thread.engine.metrics.num_verify_steps - before
 
     plain, plain_steps = ask()
     assert "completion_tokens_details" not in plain.json["usage"]

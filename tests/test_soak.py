@@ -12,13 +12,13 @@ import pytest
 
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter
-from ssd.drafting.suffix import SuffixDrafter
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence
+from ssd.model.draft.model import DraftModelDrafter
+from ssd.model.load_target import open_target
+from ssd.model.target import SlotTarget
 from ssd.retrieval.cache import CacheSet
-from ssd.target.draft.model import DraftModelDrafter
-from ssd.target.loading import open_target
-from ssd.target.target import SlotTarget
 from tests.models import VOCAB, tiny_model
 from tests.reference.scheduling import plain_decode
 

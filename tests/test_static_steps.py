@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
-from ssd.target.kv_cache import SlotKVCache
-from ssd.target.loading import open_target
-from ssd.target.sampling.target_tokens import SamplingRow, target_tokens
-from ssd.target.steps.buffers import StepShape, powers_of_two
-from ssd.target.steps.graphs import Recorder, Step, eagerly
-from ssd.target.steps.probe import Candidate, attach_first, attach_steps, make_steps, steps_error
-from ssd.target.steps.static_moves import StaticMoves
-from ssd.target.steps.static_steps import StaticSteps
-from ssd.target.target import SlotTarget
+from ssd.model.kv_cache import SlotKVCache
+from ssd.model.load_target import open_target
+from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
+from ssd.model.steps.buffers import StepShape, powers_of_two
+from ssd.model.steps.graphs import Recorder, Step, eagerly
+from ssd.model.steps.self_check import Candidate, attach_first, attach_steps, make_steps, steps_error
+from ssd.model.steps.static_moves import StaticMoves
+from ssd.model.steps.static_steps import StaticSteps
+from ssd.model.target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets
@@ -259,7 +259,7 @@ def test_on_a_cpu_passes_are_plain() -> None:
 
 
 def test_only_so_many_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssd.target.steps.static_steps._MOST_SHAPES", 2)
+    monkeypatch.setattr("ssd.model.steps.static_steps._MOST_SHAPES", 2)
     _, static = pair_of_targets(tiny_model())
     assert static.steps is not None
     for width in (1, 2, 1, 4):

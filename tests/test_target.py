@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ssd.errors import ModelError
-from ssd.target.loading import load_model, open_target
-from ssd.target.target import RowTarget, SlotTarget, Target
+from ssd.model.load_target import load_model, open_target
+from ssd.model.target import RowTarget, SlotTarget, Target
 from tests.architectures import ARCHITECTURES
 from tests.models import VOCAB, tiny_model
 

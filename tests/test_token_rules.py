@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.target.sampling.constraints import Constraints
-from ssd.target.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
+from ssd.model.sampling.constraints import Constraints
+from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
 from ssd.token_rules import BadWords, TokenRules
 from tests.reference.sampling import bad_word_ends
 

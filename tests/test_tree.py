@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft
 from ssd.engine.verify import usable
-from ssd.target.loading import open_target
-from ssd.target.sampling.target_tokens import SamplingRow, target_tokens
-from ssd.target.target import RowTarget, SlotTarget
-from ssd.target.tree import TreeShape, accepted_path, depths, is_tree, leading_chain, node_parents, path_to
-from ssd.target.tree_probe import verifies_trees
+from ssd.model.load_target import open_target
+from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
+from ssd.model.target import RowTarget, SlotTarget
+from ssd.model.tree import TreeShape, accepted_path, depths, is_tree, leading_chain, node_parents, path_to
+from ssd.model.tree_probe import verifies_trees
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.reference import target as slow_target

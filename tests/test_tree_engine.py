@@ -16,12 +16,12 @@ from server.arguments import parse_arguments
 from ssd.config import CacheConfig, DraftAcceptance, DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
-from ssd.drafting.suffix import SuffixDrafter
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.errors import ConfigError
+from ssd.model.load_target import open_target
+from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
-from ssd.target.loading import open_target
-from ssd.target.target import Target
 from tests.models import VOCAB, tiny_model
 from tests.trees import BranchingDrafter
 

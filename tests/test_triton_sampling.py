@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.triton_here import DEVICE, HAS_GPU
 
 # isort: split
-from ssd.target.sampling import triton_sampling
-from ssd.target.sampling.noise import noisy_scores
-from ssd.target.sampling.noisy_argmax import argmax_with_noise
-from ssd.target.sampling.sampler import check_tokens, samples_rightly
-from ssd.target.sampling.triton_sampling import triton_sampler
+from ssd.model.sampling import triton_sampling
+from ssd.model.sampling.noise import noisy_scores
+from ssd.model.sampling.noisy_argmax import argmax_with_noise
+from ssd.model.sampling.sampler import check_tokens, samples_rightly
+from ssd.model.sampling.triton_sampling import triton_sampler
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets
 from tests.test_pass_noise import check_batch, row_of

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.drafting.evidence import MAX_SAMPLES, NOTHING, Pool, Texts
-from ssd.drafting.voices import MOST_IN_COMMON, same_voice
+from ssd.drafting.suffix.agreement import MOST_IN_COMMON, same_voice
+from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Pool, Texts
 from tests.reference.drafting import make_snapshot
 
 SEPARATOR = -1

@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from benchmarks.exactness import reference_greedy
 from ssd.errors import ModelError
-from ssd.target.loading import open_target
-from ssd.target.recurrent import ReplayTarget
-from ssd.target.target import RowTarget, SlotTarget, Target
-from ssd.target.ways import find_way
-from ssd.target.weights import check_weights_fit
-from ssd.target.whole import WholeTarget
+from ssd.model.load_target import open_target
+from ssd.model.recurrent import ReplayTarget
+from ssd.model.target import RowTarget, SlotTarget, Target
+from ssd.model.ways import find_way
+from ssd.model.weights import check_weights_fit
+from ssd.model.whole import WholeTarget
 from tests.models import VOCAB, tiny_model
 
 # What transformers has to say about tiny settings, and about kernels that are not installed.

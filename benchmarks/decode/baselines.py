@@ -14,7 +14,7 @@ from benchmarks.decode.steps import OwnAttention, Tokens, synchronize
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine
-from ssd.target.target import Target
+from ssd.model.target import Target
 
 
 def time_generate(

@@ -17,8 +17,8 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
-from ssd.target.attention import ATTENTION_NAME
-from ssd.target.target import SlotTarget, Target
+from ssd.model.attention import ATTENTION_NAME
+from ssd.model.target import SlotTarget, Target
 
 Tokens = npt.NDArray[np.int32]
 

@@ -13,16 +13,16 @@ import torch
 
 from benchmarks.decode.steps import passes_of, synchronize
 from ssd.config import SamplingParams
-from ssd.target.kv_cache import AttentionKernel
-from ssd.target.loading import load_model, open_target
-from ssd.target.sampling.noise import Noise
-from ssd.target.sampling.pass_noise import noise_of
-from ssd.target.sampling.sampler import sampler_of
-from ssd.target.sampling.target_tokens import SamplingRow, target_tokens
-from ssd.target.steps.graphs import CudaGraphs, Recorder, eagerly
-from ssd.target.steps.probe import make_steps, steps_error, triton_kernel
-from ssd.target.steps.static_steps import StaticSteps
-from ssd.target.target import SlotTarget
+from ssd.model.kv_cache import AttentionKernel
+from ssd.model.load_target import load_model, open_target
+from ssd.model.sampling.noise import Noise
+from ssd.model.sampling.pass_noise import noise_of
+from ssd.model.sampling.sampler import sampler_of
+from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
+from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
+from ssd.model.steps.self_check import make_steps, steps_error, triton_kernel
+from ssd.model.steps.static_steps import StaticSteps
+from ssd.model.target import SlotTarget
 
 _CONTEXT = 256
 _NUM_TOKENS = 32

@@ -26,8 +26,8 @@ from benchmarks.exactness import TIE_MARGIN
 from benchmarks.replay.cost import MEASURED_PATH
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.target.loading import load_model, open_target
-from ssd.target.target import Target
+from ssd.model.load_target import load_model, open_target
+from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17, 25, 33, 49, 65, 97, 129)

@@ -25,8 +25,8 @@ from benchmarks.vllm.handover import Handover, hand_over
 from benchmarks.workloads import MIXED, checksum, shares, snippets, stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
-from ssd.target.loading import load_model, open_target
-from ssd.target.target import Target
+from ssd.model.load_target import load_model, open_target
+from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
 NUM_WARM_UP = 4

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from ssd.config import DraftConfig
 from ssd.drafting.arbiter import Arbiter
-from ssd.drafting.frequency import FrequencyDrafter
-from ssd.drafting.none import NoDrafter
-from ssd.drafting.prompt_lookup import PromptLookupDrafter
+from ssd.drafting.baselines.frequency import FrequencyDrafter
+from ssd.drafting.baselines.none import NoDrafter
+from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, RequestSampling
-from ssd.drafting.suffix import SuffixDrafter
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.errors import ConfigError
 
 SEED_MATCH_LENGTH = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.drafting.workspace import NO_SNAPSHOT
+from ssd.drafting.suffix.workspace import NO_SNAPSHOT
 from ssd.retrieval.snapshot import Snapshot
 
 

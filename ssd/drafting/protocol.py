@@ -24,7 +24,7 @@ class RequestSampling:
     ``acceptance`` : how the target will verify drafts that were drawn at random. "match": a drafter should draw as the
         target does, with the noise of this seed. "rejection": it must draw with noise that nothing else uses, say
         what law it drew from, and choose length and estimates without looking at what it drew, see
-        ``ssd/target/sampling/rejection.py``.
+        ``ssd/model/sampling/rejection.py``.
     """
 
     params: SamplingParams

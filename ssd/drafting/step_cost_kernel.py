@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ssd.compiled.addresses import Int64s, inlined, kernel
 from ssd.drafting.worth import FORGETTING as WORTH_FORGETTING
-from ssd.retrieval.memory import Int64s, inlined, kernel
 
 Floats = npt.NDArray[np.float64]
 

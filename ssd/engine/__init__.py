@@ -3,6 +3,6 @@
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
-from ssd.target.sampling.logprobs import TokenLogprobs
+from ssd.model.sampling.logprobs import TokenLogprobs
 
 __all__ = ["Engine", "EngineMetrics", "FinishReason", "Request", "RequestOutput", "RequestStats", "TokenLogprobs"]

@@ -12,7 +12,7 @@ from ssd.engine.metrics import EngineMetrics
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
-from ssd.target.target import Target
+from ssd.model.target import Target
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from ssd.engine.request import FinishReason, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
 from ssd.errors import EngineBroken, first_line, is_fault
-from ssd.target.target import Target
+from ssd.model.target import Target
 
 
 class Isolation:

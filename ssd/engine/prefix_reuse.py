@@ -13,7 +13,7 @@ from ssd.engine.faults import Faults
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
 from ssd.errors import is_fault
-from ssd.target.target import Target
+from ssd.model.target import Target
 
 TokenIds = npt.NDArray[np.int32]
 Scope = tuple[str | None, str | None, str | None]

@@ -17,8 +17,8 @@ from ssd.engine.sequence import Sequence
 from ssd.engine.trust import Trust, is_sure
 from ssd.engine.verify import Verdict, branches, possible_shape, usable
 from ssd.engine.verify_cost import VerifyCost, calibrate
+from ssd.model.target import Target
 from ssd.retrieval.snapshot import Snapshot
-from ssd.target.target import Target
 
 SnapshotOf = Callable[[str | None], Snapshot | None]
 """A namespace's index; None where there is none."""

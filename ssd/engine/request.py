@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ssd.config import SamplingParams
-from ssd.target.sampling.logprobs import TokenLogprobs
+from ssd.model.sampling.logprobs import TokenLogprobs
 
 
 class FinishReason(StrEnum):

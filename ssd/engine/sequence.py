@@ -12,9 +12,9 @@ import torch
 from ssd.config import DraftAcceptance
 from ssd.drafting.protocol import Draft, RequestSampling
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
-from ssd.target.sampling.logprobs import TokenLogprobs, token_logprobs
-from ssd.target.sampling.rejection import SampledDraft
-from ssd.target.sampling.target_tokens import SamplingRow
+from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
+from ssd.model.sampling.rejection import SampledDraft
+from ssd.model.sampling.target_tokens import SamplingRow
 from ssd.text.grammar import GrammarState
 from ssd.text.stream import TextStream
 

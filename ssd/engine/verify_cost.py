@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ssd.drafting.protocol import Draft, Prices
 from ssd.drafting.worth import Worth
-from ssd.target.target import Target
+from ssd.model.target import Target
 
 _FORGETTING = 0.98
 _OUTLIER = 5.0

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ssd.drafting.rows import Text
+from ssd.drafting.suffix.row_drafter import Text
 
 Tokens = npt.NDArray[np.int32]
 

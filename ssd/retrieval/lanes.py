@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from ssd.retrieval.memory import Int64s, TokenIds, inlined, kernel, load_uint32, load_uint64
+from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel, load_uint32, load_uint64
 from ssd.retrieval.packed import WIDTHS
 from ssd.retrieval.pattern import PATTERN_BYTES, agrees, num_agreeing, pack_context, precedes
 from ssd.retrieval.snapshot import FENCE_STEP

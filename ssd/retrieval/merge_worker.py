@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from ssd.errors import CacheError, StoreUnavailable
-from ssd.retrieval.worker import MergeJob
+from ssd.retrieval.rebuild_process import MergeJob
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class MergeWorker:
 
     def _running_process(self) -> subprocess.Popen[str]:
         if self._process is None:
-            command = [sys.executable, "-m", "ssd.retrieval.worker", "--parent", str(os.getpid())]
+            command = [sys.executable, "-m", "ssd.retrieval.rebuild_process", "--parent", str(os.getpid())]
             if self._scratch is not None:
                 command += ["--scratch", str(self._scratch)]
             # The process must find this very package, however the parent found it.

@@ -7,8 +7,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ssd.compiled.addresses import TokenIds, inlined, kernel, leading_zeros, load_uint64, uint8_array
 from ssd.errors import CacheError
-from ssd.retrieval.memory import TokenIds, inlined, kernel, leading_zeros, load_uint64, uint8_array
 from ssd.retrieval.packed import WIDTHS
 
 MAX_MATCH_LENGTH: Final = 256

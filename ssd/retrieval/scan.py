@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from ssd.retrieval.memory import Int64s, TokenIds, kernel
+from ssd.compiled.addresses import Int64s, TokenIds, kernel
 
 MAX_SCAN_HITS: Final = 4096
 """A scan looks at this many occurrences of the last token, the most recent ones."""

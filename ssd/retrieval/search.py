@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ssd.compiled.addresses import Int64s, TokenIds, inlined, int32_array, int64_array, kernel
 from ssd.retrieval.lanes import (
     LANE_COLUMNS,
     WALKER_COLUMNS,
@@ -18,7 +19,6 @@ from ssd.retrieval.lanes import (
     search_lanes,
     widen,
 )
-from ssd.retrieval.memory import Int64s, TokenIds, inlined, int32_array, int64_array, kernel
 from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
 from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
 from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, address

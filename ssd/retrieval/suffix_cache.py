@@ -25,12 +25,12 @@ from ssd.retrieval.names import is_kept, new_segment_id
 from ssd.retrieval.outage import Outage
 from ssd.retrieval.prefixes import PrefixFilter
 from ssd.retrieval.put_off import PutOff
+from ssd.retrieval.rebuild_process import MergeJob
 from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.snapshot import Segment, Snapshot, checked_text, concatenate
 from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.usage import NO_WINDOWS, WINDOW_TOKENS, used_text, windows
-from ssd.retrieval.worker import MergeJob
 
 log = logging.getLogger(__name__)
 

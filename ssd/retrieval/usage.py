@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.retrieval.memory import Int64s, TokenIds, inlined, kernel
+from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
 from ssd.retrieval.ring import power_of_two_at_least
 from ssd.retrieval.snapshot import SEPARATOR, Segment
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ssd.errors import RequestError
-from ssd.text.loading import eos_token_ids_of, load_tokenizer
+from ssd.text.load_tokenizer import eos_token_ids_of, load_tokenizer
 from ssd.text.messages import normalize_messages
 from ssd.text.special_tokens import Marks, SpecialTokens, whole_characters
 

@@ -1,0 +1,1 @@
+"""What compiled functions are built on: memory by its address, machine code kept on disk."""

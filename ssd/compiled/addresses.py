@@ -1,0 +1,146 @@
+"""Compiled functions that read memory by its address: one call serves segments of any number, size and token width.
+
+Nothing here is checked. Addresses come from arrays that a ``Snapshot`` or a drafter keeps alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from ssd.compiled.machine_code import keep_machine_code
+
+TokenIds = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _compiled(function: _F, **options: Any) -> _F:
+    dispatcher = njit(nogil=True, **options)(function)
+    keep_machine_code(dispatcher)
+    return cast(_F, dispatcher)
+
+
+def kernel(function: _F) -> _F:
+    """Compile ``function`` on its first call, keep the machine code on disk, release the GIL inside."""
+    return _compiled(function)
+
+
+def summing_kernel(function: _F) -> _F:
+    """As ``kernel``, but sums are taken in any order, and so several at a time."""
+    return _compiled(function, fastmath={"reassoc", "contract"})
+
+
+def inlined(function: _F) -> _F:
+    """As ``kernel``, for small functions that only other kernels call; LLVM inlines them."""
+    return _compiled(function, forceinline=True)
+
+
+def _pointer_to(element: Any) -> Any:
+    @intrinsic
+    def pointer(_typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(types.CPointer(element)))
+
+        return types.CPointer(element)(types.int64), generate
+
+    return pointer
+
+
+def _load(bits: int, result: Any) -> Any:
+    @intrinsic
+    def load(_typing: Any, address: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(bits).as_pointer())
+            value = builder.load(pointer)
+            value.align = 1
+            return builder.zext(value, ir.IntType(64)) if bits < 64 else value
+
+        return result(types.int64), generate
+
+    return load
+
+
+_uint8_pointer = _pointer_to(types.uint8)
+_int32_pointer = _pointer_to(types.int32)
+_int64_pointer = _pointer_to(types.int64)
+_float32_pointer = _pointer_to(types.float32)
+_float64_pointer = _pointer_to(types.float64)
+
+load_uint64 = _load(64, types.uint64)
+"""Eight bytes at any address, little-endian."""
+
+load_uint32 = _load(32, types.int64)
+"""Four bytes at any address, little-endian, as a number >= 0."""
+
+
+@intrinsic
+def prefetch(_typing: Any, _address: Any) -> Any:
+    """Have the memory at an address brought near; any address will do."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        )
+        read, nearest, data = (ir.Constant(flag, value) for value in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(args[0], byte), read, nearest, data])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), generate
+
+
+@intrinsic
+def leading_zeros(_typing: Any, value: Any) -> Any:
+    """Zero bits above the highest one of a uint64; 64 for zero."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def trailing_zeros(_typing: Any, value: Any) -> Any:
+    """Zero bits below the lowest one of a uint64; 64 for zero."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.uint64), generate
+
+
+@inlined
+def uint8_array(address: int, length: int) -> npt.NDArray[np.uint8]:
+    """View uint8[length] at ``address``."""
+    return carray(_uint8_pointer(address), (length,))  # type: ignore[no-any-return]
+
+
+@inlined
+def int32_array(address: int, length: int) -> TokenIds:
+    """View int32[length] at ``address``."""
+    return carray(_int32_pointer(address), (length,))  # type: ignore[no-any-return]
+
+
+@inlined
+def int64_array(address: int, length: int) -> Int64s:
+    """View int64[length] at ``address``."""
+    return carray(_int64_pointer(address), (length,))  # type: ignore[no-any-return]
+
+
+@inlined
+def float32_array(address: int, length: int) -> npt.NDArray[np.float32]:
+    """View float32[length] at ``address``."""
+    return carray(_float32_pointer(address), (length,))  # type: ignore[no-any-return]
+
+
+@inlined
+def float64_array(address: int, length: int) -> npt.NDArray[np.float64]:
+    """View float64[length] at ``address``."""
+    return carray(_float64_pointer(address), (length,))  # type: ignore[no-any-return]

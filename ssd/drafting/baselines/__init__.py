@@ -1,0 +1,1 @@
+"""Drafters to compare with: none, prompt lookup, and the most frequent continuation."""

@@ -1,0 +1,92 @@
+"""An acceptance model as an object: made, kept as bytes, restored."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ssd.drafting.suffix.acceptance import (
+    ENTRIES,
+    INPUTS,
+    KNOTS,
+    MODEL_FLOATS,
+    NUM_LEARNED,
+    SETS,
+    WHEN_SETS,
+    prior_model,
+    within_reach,
+)
+from ssd.retrieval.companion import Companion
+from ssd.retrieval.snapshot import address
+
+_MAGIC: Final = b"SSDACC\r\n"
+_VERSION: Final = 2
+_HEADER: Final = struct.Struct("<8sIIIId")  # magic, version, entries, sets, inputs, candidates learned from
+_CHECKSUM: Final = struct.Struct("<Q")
+_NUM_FLOATS: Final = 2 * ENTRIES + NUM_LEARNED
+_NUM_KNOTS: Final = WHEN_SETS * KNOTS
+_SIZE: Final = _HEADER.size + 4 * _NUM_FLOATS + _CHECKSUM.size
+
+_prior: npt.NDArray[np.float64] | None = None
+
+
+class AcceptanceModel:
+    """Tables, mixer weights and curves of one namespace, which the kernels read and change at ``address``.
+
+    Bounded: MODEL_FLOATS numbers, whatever was learned. Made with the prior.
+    """
+
+    def __init__(self) -> None:
+        global _prior
+        if _prior is None:
+            _prior = prior_model()
+        self._buffer = _prior.copy()
+        assert len(self._buffer) == MODEL_FLOATS
+        self.address = address(self._buffer)
+
+    @classmethod
+    def of(cls, companion: Companion, /) -> Self:
+        """The one of a namespace, which the companion keeps; made where there is none yet."""
+        return companion.get(cls, cls.from_bytes)
+
+    @property
+    def num_learned(self) -> int:
+        """Candidates learned from."""
+        return int(self._buffer[-1])
+
+    def to_bytes(self) -> bytes:
+        """Header, chances, counts, weights and curves as little-endian float32, xxh3 checksum of all before it."""
+        header = _HEADER.pack(_MAGIC, _VERSION, ENTRIES, SETS, INPUTS, self._buffer[-1])
+        kept = np.concatenate([self._buffer[: 2 * ENTRIES], self._buffer[3 * ENTRIES : -1]])
+        body = header + kept.astype("<f4").tobytes()
+        return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def from_bytes(cls, stored: bytes) -> Self:
+        """Restore what ``to_bytes`` kept. Raises ValueError when it is not that, or of another version.
+
+        A right checksum says nothing of who wrote it: numbers that learning cannot come to are brought within what it
+        can. So whatever is restored, what comes true again and again is drafted again, see ``most_undrafted``.
+        """
+        if len(stored) != _SIZE or stored[:8] != _MAGIC:
+            raise ValueError(f"not an acceptance model of this version: {len(stored)} bytes, expected {_SIZE}")
+        body, (checksum,) = stored[: -_CHECKSUM.size], _CHECKSUM.unpack(stored[-_CHECKSUM.size :])
+        if xxhash.xxh3_64_intdigest(body) != checksum:
+            raise ValueError("the acceptance model's checksum does not fit")
+        _, version, entries, sets, inputs, num_learned = _HEADER.unpack_from(body)
+        if (version, entries, sets, inputs) != (_VERSION, ENTRIES, SETS, INPUTS):
+            raise ValueError(f"the acceptance model has version {version}, expected {_VERSION}")
+        kept = np.frombuffer(body, "<f4", _NUM_FLOATS, _HEADER.size).astype(np.float64)
+        if not np.isfinite(kept).all() or not 0 <= num_learned < 2**53:
+            raise ValueError("the acceptance model holds numbers that cannot be")
+        chances, counts, weights, knots = within_reach(
+            kept[:ENTRIES], kept[ENTRIES : 2 * ENTRIES], kept[2 * ENTRIES : -_NUM_KNOTS], kept[-_NUM_KNOTS:]
+        )
+        model = cls()
+        log_odds = np.log(chances / (1 - chances))
+        model._buffer[:] = np.concatenate([chances, counts, log_odds, weights, knots, [num_learned]])
+        return model

@@ -1,0 +1,124 @@
+"""The default drafter: own text, index and prediction together, each token with an estimated chance of acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ssd.drafting.by_snapshot import propose_by_snapshot
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenIds
+from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
+from ssd.drafting.suffix.wishes import Wishes, contiguous
+from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.retrieval.companion import Companion
+from ssd.retrieval.snapshot import Snapshot
+
+
+class SuffixDrafter:
+    """Drafts what probably comes next, as far as it pays, from all that is known.
+
+    The context's end is looked up in the request's own text, in the index's tail and its segments, at up to
+    ``max_match_length`` tokens and at a few shorter lengths; a client's prediction is followed. All of them vote for
+    the next token, an acceptance model says how probable each candidate is, and the draft takes the most probable and
+    goes on with those who agree. It ends where the chance that all of it is accepted falls below the price of one more
+    token: of all lengths the one with the greatest expected accepted tokens minus price. A tree is grown the same way,
+    best first, from all candidates.
+
+    The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
+    Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
+    ``evidence.gather``.
+    """
+
+    def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, price: float = 0.1) -> None:
+        """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
+
+        Raises ConfigError when ``max_match_length`` is not within 1..256.
+        """
+        self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
+        self._usual = Wishes(np.array([price]))
+        self._workspace = Workspace()
+        self._own_model = self._model = AcceptanceModel()
+        self._companion: Companion | None = None  # whose model was asked for the last time
+        self._verified: dict[str, tuple[int, TokenIds]] = {}
+        self._models: dict[str, AcceptanceModel] = {}
+
+    def model_of(self, snapshot: Snapshot | None) -> AcceptanceModel:
+        """What was learned about acceptance in a snapshot's namespace; without one, of all requests that have none."""
+        companion = None if snapshot is None else snapshot.companion
+        if companion is None:
+            return self._own_model
+        if companion is not self._companion:
+            self._companion, self._model = companion, AcceptanceModel.of(companion)
+        return self._model
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per request, in order; one kernel call per snapshot."""
+        if len(requests) == 1:
+            return [self._propose_one(requests[0])]
+        return propose_by_snapshot(requests, self._propose)
+
+    def _propose_one(self, request: DraftRequest) -> Draft:
+        workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
+        workspace.room_for(1, snapshot)
+        model, context, wishes = (
+            self.model_of(request.snapshot),
+            contiguous(request.context),
+            self._usual.of(request, workspace.spare[0]),
+        )
+        state, is_new = workspace.state_of(request.request_id)
+        if is_new:
+            self._models[request.request_id] = model
+        propose_suffix_one(
+            workspace.address,
+            snapshot.address,
+            model.address,
+            context,
+            request.limit,
+            state,
+            is_new,
+            request.prompt_length,
+            wishes.address,
+            self._longest,
+            self._shortest,
+        )
+        return workspace.draft(0, with_probabilities=True)
+
+    def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
+        workspace, count = self._workspace, len(requests)
+        workspace.room_for(count, snapshot)
+        held = workspace.fill(requests, self._usual)
+        model = self.model_of(requests[0].snapshot)
+        self._models.update((request.request_id, model) for request in requests)
+        propose_suffix(workspace.address, snapshot.address, model.address, count, self._longest, self._shortest)
+        del held
+        return [workspace.draft(row, with_probabilities=True) for row in range(count)]
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
+        if draft is EMPTY_DRAFT:  # nothing was asked at this step: the last draft is still the one before
+            return
+        path = draft.path
+        if draft.parents is None or num_accepted == 0:
+            path = np.arange(num_accepted, dtype=np.int32)
+        if path is None:  # of a tree, and nobody says which tokens of it
+            self._verified.pop(request_id, None)
+        else:
+            self._verified[request_id] = len(draft.token_ids), contiguous(path)
+
+    def finish(self, request_id: str) -> None:
+        """Learn from the last step and forget the request: it has ended."""
+        state, verified = self._workspace.known_state(request_id), self._verified.pop(request_id, None)
+        model = self._models.pop(request_id, None)
+        if state is not None and verified is not None and model is not None:
+            end_request(self._workspace.address, state, *verified, model.address)
+        self._workspace.forget(request_id)
+
+    def warm_up(self) -> None:
+        """Compile the kernels, so that the first request compiles nothing."""
+        request = DraftRequest("", np.zeros(2, np.int32), 2, None, 1)
+        draft = self.propose([request])[0]
+        self.propose([request, request])
+        self.observe("", draft, 0)
+        self.finish("")

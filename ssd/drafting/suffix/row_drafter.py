@@ -1,0 +1,241 @@
+"""The suffix drafter for an engine that keeps its sequences as rows of one matrix: one kernel call a step.
+
+A forward pass leaves the caches to its own weights, so between two of them every line of Python costs several times
+what it costs in a loop. What is done for every row of every step is therefore done in ``rows``; Python is only
+told when a row holds another text than before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.drafting.step_cost import StepCost
+from ssd.drafting.suffix import rows as words_of
+from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.extend import MAX_DRAFT
+from ssd.drafting.suffix.rows import BATCH_WORDS, NO_ROOM, NOT_SEATED, TEXT_WORDS, draft_rows, goes_on, take_over
+from ssd.drafting.suffix.wishes import contiguous
+from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.retrieval.companion import Companion
+from ssd.retrieval.snapshot import Snapshot, address
+
+Tokens = npt.NDArray[np.int32]
+
+_MIN_ROOM = 256
+
+
+class Text:
+    """What a row holds: the engine may move it and write over it, so it is kept here too."""
+
+    __slots__ = ("_buffer", "_words", "address", "name")
+
+    def __init__(self, name: str, prompt_length: int, room: int) -> None:
+        """``name`` : never given to another text. ``room`` : tokens it is going to have at least."""
+        self.name = name
+        self._words = np.zeros(TEXT_WORDS, np.int64)
+        self._words[words_of.PROMPT_LENGTH] = prompt_length
+        self.address = address(self._words)
+        """Of its words, for the kernels."""
+        self._buffer = np.empty(0, np.int32)
+        self.make_room(room)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return int(self._words[words_of.LENGTH])
+
+    @property
+    def num_new(self) -> int:
+        """Of these, tokens that came with the last step."""
+        return int(self._words[words_of.NUM_NEW])
+
+    @property
+    def prompt_length(self) -> int:
+        """Of these, tokens of the prompt."""
+        return int(self._words[words_of.PROMPT_LENGTH])
+
+    @property
+    def tokens(self) -> Tokens:
+        """int32[length]: prompt and output so far. A view, valid until more is taken over."""
+        return self._buffer[: self.length]
+
+    def make_room(self, length: int) -> None:
+        """For so many tokens, and as many again where that takes more than there is. O(text) then."""
+        if length > len(self._buffer):
+            grown, known = np.empty(max(_MIN_ROOM, 2 * length), np.int32), self.length
+            grown[:known] = self._buffer[:known]
+            self._buffer = grown
+            self._words[words_of.ADDRESS], self._words[words_of.ROOM] = address(grown), len(grown)
+
+    def take_over(self, row: Tokens, num_new: int) -> None:
+        """Take over what is new in ``row``, int32[n], the whole text; the last ``num_new`` are of this step. O(new)."""
+        self.make_room(len(row))
+        take_over(self._words, contiguous(row), num_new)
+
+    def goes_on(self, row: Tokens, num_new: int) -> bool:
+        """Whether ``row`` is this text one step later, judged by its length and its last tokens. O(1)."""
+        return goes_on(self._words, contiguous(row), num_new)
+
+    def keep_at(self, state: int) -> None:
+        """Say which state of the workspace it is drafted with."""
+        self._words[words_of.STATE] = state
+
+
+class RowDrafter:
+    """Drafts as ``SuffixDrafter`` does, for all rows of a matrix in one call, and cuts them to what pays together.
+
+    Whose text a row holds is said by ``seat`` and holds until it is said again. Owned by one thread. Deterministic
+    given its calls and the times that it is told.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        max_length: int,
+        vocab_size: int,
+        end_of_text_ids: Iterable[int] = (),
+        max_match_length: int = 32,
+        min_match_length: int = 1,
+    ) -> None:
+        """``limit`` : most tokens of a draft. ``max_length`` : of a text; drafts leave room for the target's own token.
+
+        ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of ``end_of_text_ids``.
+        Raises ConfigError when ``max_match_length`` is not within 1..256.
+        """
+        longest, shortest = checked_lengths(max_match_length, min_match_length)
+        self._workspace, self._cost = Workspace(), StepCost()
+        self._own_model = AcceptanceModel()
+        self._companion: Companion | None = None
+        self._words = np.zeros(BATCH_WORDS, np.int64)
+        self._address = address(self._words)
+        self._held: dict[int, npt.NDArray[Any]] = {}
+        self._given: tuple[object, object] = None, None
+        self._texts: list[Text | None] = []
+        ends = np.array(sorted(end_of_text_ids), np.int32)
+        self._hold(words_of.ENDS, ends)
+        self._hold(words_of.PRICE, np.zeros(1))
+        self._words[words_of.COST], self._words[words_of.NUM_ENDS] = self._cost.address, len(ends)
+        self._words[words_of.LIMIT], self._words[words_of.MAX_LENGTH] = min(limit, MAX_DRAFT), max_length
+        self._words[words_of.VOCAB_SIZE] = vocab_size
+        self._words[words_of.WORKSPACE], self._words[words_of.MODEL] = self._workspace.address, self._own_model.address
+        self._words[words_of.LONGEST_MATCH], self._words[words_of.SHORTEST_MATCH] = longest, shortest
+        self._make_rows(16)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Since the start: rows that could have had a draft, drafts that were not empty, their tokens."""
+        proposals, drafts, tokens = self._words[words_of.NUM_PROPOSALS : words_of.NUM_DRAFT_TOKENS + 1].tolist()
+        return proposals, drafts, tokens
+
+    def draft(
+        self,
+        sampled: Sequence[Sequence[int]],
+        lengths: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int32],
+        snapshot: Snapshot,
+        seconds: float,
+        *,
+        is_seated: bool = False,
+        by_text: bool = False,
+    ) -> list[list[int]] | None:
+        """One draft for each row, empty where nothing is known or the row is prefilling.
+
+        ``sampled`` : what this step gave each row; nothing while it is prefilling. ``lengths`` : int32[rows or more],
+        tokens of each row, these included. ``rows`` : int32[rows or more, n], row i has its text in
+        ``[i, :lengths[i]]``. ``seconds`` : since the last call returned; for what a step costs, where it was for the
+        same rows.
+
+        ``is_seated`` : ``seat`` was just called for these arrays. Else None is returned, and nothing done, where a row
+        holds what cannot go on from what it held: it is to be said whose the rows are. ``by_text`` looks for that at
+        the last tokens of each row also. O(new tokens) but for drafting.
+        """
+        if lengths is not self._given[0] or rows is not self._given[1]:
+            self._adopt(lengths, rows)
+        num_rows, counts = min(len(sampled), self._num_rows), self._sampled
+        if not is_seated and num_rows != len(self._texts):
+            return None
+        for row in range(num_rows):
+            counts[row] = len(sampled[row])
+        if snapshot.companion is not self._companion:
+            self._learn_in(snapshot)
+        size = draft_rows(self._address, snapshot.address, num_rows, seconds, is_seated, by_text)
+        if size == NO_ROOM:
+            self._workspace.room_for(0, snapshot)
+            size = draft_rows(self._address, snapshot.address, num_rows, seconds, is_seated, by_text)
+        if size == NOT_SEATED:
+            return None
+        written: list[int] = self._out[:size].tolist()
+        drafts, start = [], num_rows
+        for end in written[:num_rows]:
+            drafts.append(written[start:end])
+            start = end
+        if num_rows < len(sampled):
+            drafts += [[] for _ in sampled[num_rows:]]
+        return drafts
+
+    def seat(self, texts: Sequence[Text | None], lengths: Sequence[int]) -> bool:
+        """Say whose text, of ``lengths[i]`` tokens now, is in row i. Returns whether it is as it was. O(rows)."""
+        is_same, self._texts = texts == self._texts, list(texts)
+        if len(texts) > len(self._held[words_of.TEXTS]):
+            self._make_rows(2 * len(texts))
+        workspace = self._workspace
+        workspace.room_for(len(texts), NO_SNAPSHOT)
+        self._held[words_of.TEXTS][: len(texts)] = [0 if text is None else text.address for text in texts]
+        for text, length in zip(texts, lengths, strict=True):
+            if text is not None:
+                text.make_room(length)
+                text.keep_at(workspace.begun_state(text.name, text.prompt_length))
+        return is_same
+
+    def forget(self, texts: Iterable[Text]) -> None:
+        """These have ended; nobody is seated any more."""
+        self._texts = []
+        for text in texts:
+            self._workspace.forget(text.name)
+
+    def warm_up(self) -> None:
+        """Compile the kernels, so that the first request compiles nothing."""
+        text, rows, lengths = Text("", 1, 2), np.zeros((1, 2), np.int32), np.full(1, 2, np.int32)
+        text.take_over(rows[0], 1)
+        text.goes_on(rows[0], 1)
+        self.seat([text], [2])
+        self.draft([[0]], lengths, rows, NO_SNAPSHOT, 0.0, is_seated=True)
+        self.forget([text])
+        self._words[words_of.NUM_PROPOSALS] = 0
+
+    def _learn_in(self, snapshot: Snapshot) -> None:
+        """Use what was learned in the snapshot's namespace."""
+        self._companion = snapshot.companion
+        model = self._own_model
+        if snapshot.companion is not None:
+            model = AcceptanceModel.of(snapshot.companion)
+        self._words[words_of.MODEL] = model.address
+
+    def _hold(self, word: int, array: npt.NDArray[Any]) -> None:
+        self._held[word] = array
+        self._words[word] = address(array)
+
+    def _make_rows(self, count: int) -> None:
+        sampled, out = np.zeros(count, np.int64), np.zeros(count * (1 + MAX_DRAFT), np.int32)
+        # As plain memory: a few numbers at a time, this is quicker, most of all when numpy's code is in no cache.
+        self._sampled, self._out = memoryview(sampled), memoryview(out)  # type: ignore[arg-type]
+        self._hold(words_of.NUM_SAMPLED, sampled)
+        self._hold(words_of.OUT, out)
+        self._hold(words_of.TEXTS, np.zeros(count, np.int64))
+        self._hold(words_of.ASKED, np.zeros(count, np.int64))
+        self._hold(words_of.SIZES, np.zeros(count, np.int64))
+        self._hold(words_of.SCRATCH, np.zeros(count * MAX_DRAFT))
+
+    def _adopt(self, lengths: npt.NDArray[np.int32], rows: npt.NDArray[np.int32]) -> None:
+        """Note where the engine's arrays lie; copies of arrays of another kind are made anew at every call."""
+        taken = np.ascontiguousarray(lengths, np.int32), np.ascontiguousarray(rows, np.int32)
+        self._given = (lengths, rows) if taken[0] is lengths and taken[1] is rows else (None, None)
+        self._hold(words_of.LENGTHS, taken[0])
+        self._hold(words_of.ROWS, taken[1])
+        self._num_rows = min(len(taken[0]), len(taken[1]))
+        self._words[words_of.STRIDE] = self._words[words_of.WIDTH] = taken[1].shape[1]

@@ -1,0 +1,218 @@
+"""A smaller model as a drafter: it goes on writing where the target stopped, and the target checks it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd.config import SamplingParams
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, RequestSampling
+from ssd.drafting.rates import AcceptanceRates
+from ssd.errors import ModelError
+from ssd.model.draft.chances import ChanceModel
+from ssd.model.draft.pass_seconds import PassSeconds
+from ssd.model.draft.sampling import draw
+from ssd.model.draft.slots import DraftSlot, DraftSlots
+from ssd.model.sampling.rejection import SampledDraft
+from ssd.model.sampling.target_tokens import SamplingRow
+from ssd.model.target import Target
+
+SOURCE = "model"
+"""``Draft.source`` of what a draft model proposes."""
+
+_UNKNOWN_SAMPLING = RequestSampling(params=SamplingParams(temperature=0.0), seed=0)
+_WARM_UP_ROWS = 8
+_WARM_UP_TOKENS = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One request while its draft is being written. ``chance`` : that all of it is accepted."""
+
+    index: int
+    request: DraftRequest
+    sampling: RequestSampling
+    limit: int
+    state: DraftSlot
+    rate: float
+    chance: float = 1.0
+    token_ids: list[int] = field(default_factory=list)
+    own_chances: list[float] = field(default_factory=list)
+    estimates: list[float] = field(default_factory=list)
+    laws: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def by_rejection(self) -> bool:
+        return self.sampling.acceptance == "rejection"
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.params.greedy
+
+    def sampling_row(self) -> SamplingRow:
+        """What drawing the next token needs: the draft so far counts as output."""
+        prompt_length, end = self.request.prompt_length, len(self.request.context) + len(self.token_ids)
+        return SamplingRow(
+            params=self.sampling.params,
+            seed=self.sampling.seed,
+            choice_index=self.sampling.choice_index,
+            stop_ids=self.sampling.held_back_ids,
+            prompt=self.state.text[:prompt_length],
+            output=self.state.text[prompt_length:end],
+            draft=np.empty(0, np.int32),
+        )
+
+
+class DraftModelDrafter:
+    """Drafts with a causal language model that has the target's vocabulary.
+
+    It keeps a slot per request, which reads what is new in the context (rows together), and draws token by token by the
+    request's own sampling rules. Where drafts are verified by "match" it draws with the target's noise, so greedy and
+    sampled output is what it is without it. A draft has one token at least; it ends where the chance that the next
+    token is accepted falls below its price. Estimates come from the draft model's probability of each token, corrected
+    by what was accepted. Where drafts are verified by "rejection" they are the request's recent rate of acceptance
+    alone, because they must not depend on what was drawn.
+
+    Owned by one thread. A pass that fails leaves no trace: the slots read their text again.
+    """
+
+    def __init__(
+        self, target: Target, *, vocab_size: int | None = None, price: float = 0.2, chunk_tokens: int = 512
+    ) -> None:
+        """Drive ``target``, which belongs to this drafter alone and has a slot for every request at once.
+
+        vocab_size : tokens below it are drafted; None is the model's own number. price : of a drafted token, in
+        expected accepted tokens, where a request names none. chunk_tokens : most tokens read in one call.
+        Raises ModelError for a model that cannot take tokens back.
+        """
+        if not target.can_roll_back:
+            raise ModelError(
+                f"{type(target.model).__name__} is recurrent and cannot take tokens back, which a draft model must: "
+                "choose one with attention"
+            )
+        self._target = target
+        self._vocab_size = min(vocab_size or target.vocab_size, target.vocab_size)
+        self._price = np.array([price])
+        self._slots = DraftSlots(target, chunk_tokens)
+        self._rates = AcceptanceRates()
+        self._greedy_chances = ChanceModel(shift=0.5, scale=1.0)
+        self._sampled_chances = ChanceModel(shift=1.0, scale=0.5)
+        self._pass_seconds = PassSeconds()
+        self._last: dict[str, _Row] = {}
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no request has."""
+        return self._slots.num_free
+
+    def seconds_per_token(self, num_rows: int) -> float:
+        """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
+        return self._pass_seconds.of(num_rows)
+
+    def seconds_to_begin(self, request: DraftRequest) -> float:
+        """Expected time to read what it has not read of the context; 0 where that is little or not known."""
+        return self._slots.seconds_to_read(request.request_id, len(request.context))
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per request, in order; empty where the model is still reading."""
+        try:
+            return self._propose(requests)
+        except BaseException:
+            self._slots.reread()
+            raise
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Learn from what was accepted; tokens after the first rejected one were not tested."""
+        row = self._last.get(request_id)
+        if row is None or draft.source != SOURCE or not len(draft.token_ids):
+            return
+        self._rates.learn(request_id, len(draft.token_ids), num_accepted)
+        if not row.by_rejection:
+            tested = min(len(draft.token_ids), num_accepted + 1)
+            self._chances_of(row).learn(np.array(row.own_chances[:tested]), np.arange(tested) < num_accepted)
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request and free its slot."""
+        self._slots.close(request_id)
+        self._rates.forget(request_id)
+        self._last.pop(request_id, None)
+
+    def warm_up(self) -> None:
+        """Run passes over one and over several slots, so that their time is known before the first request."""
+        for num_rows in (1, 1, min(_WARM_UP_ROWS, self._target.num_slots)):
+            names = [f"warm-up-{row}" for row in range(num_rows)]
+            context = np.ones(min(_WARM_UP_TOKENS, self._target.max_length - 3), np.int32)
+            for limit in (1, 3, 3):
+                self._propose([DraftRequest(name, context, 1, None, limit, prices=np.zeros(1)) for name in names])
+            for name in names:
+                self.finish(name)
+
+    def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = [EMPTY_DRAFT] * len(requests)
+        rows = [row for index, request in enumerate(requests) if (row := self._row(index, request)) is not None]
+        ready, logits = self._slots.read([row.state for row in rows])
+        rows = [rows[index] for index in ready]
+        writing = rows
+        if writing and logits is not None:
+            self._draw(logits, writing)
+        while writing := [row for row in writing if self._pays(row)]:
+            began = time.perf_counter()
+            self._draw(self._slots.feed([row.state for row in writing]), writing)
+            self._pass_seconds.observe(len(writing), time.perf_counter() - began)
+        for row in rows:
+            self._last[row.request.request_id] = row
+            drafts[row.index] = _finished(row)
+        return drafts
+
+    def _row(self, index: int, request: DraftRequest) -> _Row | None:
+        limit = min(request.limit, self._target.max_length - len(request.context))
+        self._last.pop(request.request_id, None)
+        if limit < 1:
+            return None
+        state = self._slots.follow(request.request_id, request.context)
+        if state is None:
+            return None
+        rate = self._rates.rate(request.request_id)
+        return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, state, rate)
+
+    @torch.inference_mode()
+    def _draw(self, logits: torch.Tensor, rows: Sequence[_Row]) -> None:
+        """Append one token to the draft of each row."""
+        drawn = draw(
+            logits[:, : self._vocab_size], [row.sampling_row() for row in rows], [row.by_rejection for row in rows]
+        )
+        for b, row in enumerate(rows):
+            row.state.text[len(row.request.context) + len(row.token_ids)] = drawn.token_ids[b]
+            row.token_ids.append(int(drawn.token_ids[b]))
+            row.own_chances.append(float(drawn.chances[b]))
+            if row.by_rejection:
+                assert drawn.law is not None
+                row.laws.append(drawn.law[b])
+                row.estimates.append(row.rate)
+            else:
+                row.estimates.append(float(self._chances_of(row).estimate(drawn.chances[b : b + 1])[0]))
+            row.chance *= row.estimates[-1]
+
+    def _pays(self, row: _Row) -> bool:
+        """Whether one more token is worth its price, going by what is known before it is drawn."""
+        depth = len(row.token_ids)
+        return depth < row.limit and row.chance * row.rate >= self._price_of(row.request, depth)
+
+    def _price_of(self, request: DraftRequest, depth: int) -> float:
+        prices: npt.NDArray[np.float64] = request.prices if request.prices is not None else self._price
+        return float(prices[min(depth, len(prices) - 1)])
+
+    def _chances_of(self, row: _Row) -> ChanceModel:
+        return self._greedy_chances if row.greedy else self._sampled_chances
+
+
+def _finished(row: _Row) -> Draft:
+    token_ids, estimates = np.array(row.token_ids, np.int32), np.array(row.estimates)
+    if row.by_rejection:
+        return SampledDraft(token_ids, 0, SOURCE, estimates, law=torch.stack(row.laws))
+    return Draft(token_ids, 0, SOURCE, estimates)

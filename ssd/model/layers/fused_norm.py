@@ -1,0 +1,100 @@
+"""Root mean square layer normalisation on a CPU as one loop.
+
+Model libraries write it as half a dozen tensor operations. For the few positions of a decode or verify pass each of
+them costs more to launch than to compute, see ``benchmarks.layers``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+from ssd.compiled.addresses import float32_array, summing_kernel
+from ssd.model.layers.replaced import MOST_NUMBERS, Replaced, agrees, has_hooks
+
+_MOST_ERROR = 1e-5
+_PROBE_SCALES = (1.0, 30.0, 1e-3)
+"""Of inputs: with the last one what is added to the mean square shows."""
+
+
+class FusedNorm(nn.Module):
+    """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis, float32 (Zhang and Sennrich 2019, section 3)."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        """``weight`` : float32[n]."""
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
+        self._kept = weight.contiguous()  # where the loop finds it
+        self._address, self._size = self._kept.data_ptr(), len(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x : [..., n]. Returns the same shape."""
+        if x.numel() > MOST_NUMBERS or x.dtype != torch.float32:
+            return nn.functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        _normalise(x.data_ptr(), self._address, out.data_ptr(), x.numel() // self._size, self._size, self.eps)
+        return out
+
+    __call__ = forward  # without torch's search for hooks, which takes as long as the loop
+
+
+def fuse_norms(model: nn.Module) -> Iterator[Replaced]:
+    """Put `FusedNorm` in the place of layers that compute the same on a few numbers; what was replaced, as it goes."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            fused = _fused(child)
+            if fused is not None:
+                setattr(parent, name, fused)
+                yield Replaced(parent, name, lambda child=child: child)  # type: ignore[misc]
+
+
+def _fused(norm: nn.Module) -> FusedNorm | None:
+    """One that computes what ``norm`` does, if it is such a layer: weights may be kept as they are or less 1."""
+    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if (
+        not type(norm).__name__.endswith("RMSNorm")
+        or not isinstance(weight, nn.Parameter)
+        or not isinstance(eps, float)
+        or weight.dtype != torch.float32
+        or weight.dim() != 1
+        or len(list(norm.parameters())) != 1
+        or has_hooks(norm)
+        or len(inspect.signature(norm.forward).parameters) != 1
+    ):
+        return None
+    for scale in (weight.detach(), 1 + weight.detach()):
+        fused = FusedNorm(scale, eps)
+        if _agree(norm, fused):
+            return fused
+    return None
+
+
+@torch.inference_mode()
+def _agree(norm: nn.Module, fused: FusedNorm) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for scale in _PROBE_SCALES:
+        x = scale * torch.randn(1, 3, len(fused.weight), generator=generator)
+        if not agrees(fused(x), norm(x), _MOST_ERROR):
+            return False
+    return True
+
+
+@summing_kernel
+def _normalise(  # pragma: no cover - compiled
+    x: int, weight: int, out: int, num_rows: int, size: int, eps: float
+) -> None:
+    """The first three are addresses: of float32[num_rows, size], float32[size] and float32[num_rows, size]."""
+    weights = float32_array(weight, size)
+    for row in range(num_rows):
+        given, found = float32_array(x + 4 * row * size, size), float32_array(out + 4 * row * size, size)
+        total = np.float32(0.0)
+        for i in range(size):
+            total += given[i] * given[i]
+        factor = np.float32(1.0 / np.sqrt(np.float64(total) / size + eps))
+        for i in range(size):
+            found[i] = weights[i] * (given[i] * factor)

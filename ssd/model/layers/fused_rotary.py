@@ -1,0 +1,122 @@
+"""Rotary position embedding on a CPU as one loop.
+
+Attention layers of transformers call a function of their source file, a dozen tensor operations, each of which costs
+more to launch than to compute for the few positions of a decode or verify pass: see ``benchmarks.layers``. A layer gets
+a copy of its forward function that finds another function under that name; what other models use stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssd.compiled.addresses import float32_array, kernel
+from ssd.model.layers.replaced import MOST_NUMBERS, Replaced, agrees
+
+Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+_NAME = "apply_rotary_pos_emb"
+_MOST_ERROR = 1e-6
+
+
+class FusedRotary:
+    """Turns each pair of numbers ``dim / 2`` apart by its angle (Su et al. 2021, section 3.4.2); float32."""
+
+    def __init__(self, plain: Rotary) -> None:
+        """``plain`` : the library's function, for whatever is not the usual case."""
+        self.plain = plain
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q, k : [B, heads, T, dim]; cos, sin : [B, T, dim]. Returns q and k turned."""
+        if args or kwargs or not (_fits(q, cos, sin) and _fits(k, cos, sin)):
+            return self.plain(q, k, cos, sin, *args, **kwargs)
+        return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
+def fuse_rotary(model: nn.Module) -> Iterator[Replaced]:
+    """Give layers that turn queries and keys in the usual way the loop for it; what was replaced, as it goes."""
+    copies: dict[FunctionType, FunctionType | None] = {}
+    for module in model.modules():
+        forward = type(module).forward
+        if not isinstance(forward, FunctionType) or "forward" in vars(module):
+            continue
+        if forward not in copies:
+            copies[forward] = _with_loop(forward)
+        copy = copies[forward]
+        if copy is not None:
+            module.forward = MethodType(copy, module)
+            yield Replaced(module, "forward", lambda module=module, own=forward: MethodType(own, module))  # type: ignore[misc]
+
+
+def _with_loop(forward: FunctionType) -> FunctionType | None:
+    """A copy of ``forward`` that calls the loop; None where it turns nothing, or in another way."""
+    plain = forward.__globals__.get(_NAME)
+    if _NAME not in forward.__code__.co_names or plain is None or not _agree(plain):
+        return None
+    names = {**forward.__globals__, _NAME: FusedRotary(plain)}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+@torch.inference_mode()
+def _agree(plain: Rotary) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (
+        torch.randn(*shape, generator=generator) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), *[(2, 5, 8)] * 2)
+    )
+    try:
+        wanted = plain(q, k, cos, sin)
+    except Exception:  # it takes something else
+        return False
+    found = FusedRotary(plain)(q, k, cos, sin)
+    return all(agrees(got, want, _MOST_ERROR) for got, want in zip(found, wanted, strict=True))
+
+
+def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    return (
+        x.dtype == cos.dtype == sin.dtype == torch.float32
+        and x.dim() == 4
+        and x.numel() <= MOST_NUMBERS
+        and cos.shape == sin.shape == (x.shape[0], x.shape[2], x.shape[3])
+        and x.shape[3] % 2 == 0
+        and x.stride(3) == 1
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    )
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(x.shape)
+    (rows, heads, width, dim), (row_stride, head_stride, stride, _) = x.shape, x.stride()
+    _turn(
+        x.data_ptr(), row_stride, head_stride, stride,
+        rows, heads, width, dim, cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+@kernel
+def _turn(  # pragma: no cover - compiled
+    x: int, row_stride: int, head_stride: int, stride: int,
+    num_rows: int, num_heads: int, width: int, dim: int, cos: int, sin: int, out: int,
+) -> None:  # fmt: skip
+    """``x``, ``cos``, ``sin`` and ``out`` are addresses of float32; all but ``x`` are contiguous."""
+    half = dim // 2
+    for row in range(num_rows):
+        for head in range(num_heads):
+            for t in range(width):
+                given = float32_array(x + 4 * (row * row_stride + head * head_stride + t * stride), dim)
+                found = float32_array(out + 4 * ((row * num_heads + head) * width + t) * dim, dim)
+                cosines = float32_array(cos + 4 * (row * width + t) * dim, dim)
+                sines = float32_array(sin + 4 * (row * width + t) * dim, dim)
+                for i in range(half):
+                    low, high = given[i], given[half + i]
+                    found[i] = low * cosines[i] - high * sines[i]
+                    found[half + i] = high * cosines[half + i] + low * sines[half + i]

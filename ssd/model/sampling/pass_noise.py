@@ -1,0 +1,41 @@
+"""The rows whose tokens a pass can choose itself, and what it needs to do so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ssd.model.sampling.noise import Noise, keys_of
+from ssd.model.sampling.target_tokens import SamplingRow, is_ruled, positions_of
+
+
+def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
+    """What a pass over ``rows`` that is ``width`` positions wide needs to choose their tokens itself.
+
+    Of rows that are sampled by temperature alone; all others have temperature 0. None where there is no such row.
+    """
+    drawn = [b for b, row in enumerate(rows) if _is_by_temperature(row)]
+    if not drawn:
+        return None
+    keys, temperatures = np.zeros((len(rows), width), np.uint64), np.zeros((len(rows), width), np.float32)
+    positions = np.full((len(drawn), width), 0)  # what lies past a row's own is meaningless
+    for i, b in enumerate(drawn):
+        own = positions_of(rows[b])
+        positions[i, : len(own)] = own
+        temperatures[b, : len(own)] = rows[b].params.temperature
+    seeds, choices = (
+        np.array(each, np.uint64)[:, None]
+        for each in ([rows[b].seed & 0xFFFFFFFFFFFFFFFF for b in drawn], [rows[b].choice_index for b in drawn])
+    )
+    keys[drawn] = keys_of(seeds, choices, positions)
+    return Noise(keys, temperatures)
+
+
+def _is_by_temperature(row: SamplingRow) -> bool:
+    """Whether the row's tokens are the argmax of `noisy_scores` with noise."""
+    params = row.params
+    if not np.float32(params.temperature) > 0:  # greedy, or so near to it that a float32 does not tell
+        return False
+    is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    return not (is_cut or is_ruled(row) or row.draft_law is not None)

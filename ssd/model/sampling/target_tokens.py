@@ -1,0 +1,241 @@
+"""From logits to the target's tokens: penalties, temperature, truncation, keyed noise.
+
+Every rule is applied at each draft position with that position's own prefix (output so far plus the draft tokens
+before it), so the token at a position is the one plain decoding would have chosen there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd.config import SamplingParams
+from ssd.model.sampling.constraints import Constraints, rule_out
+from ssd.model.sampling.noise import ACCEPT, CHOICE, LOWEST_TEMPERATURE, RECOVER, Noise, UInt64, position_keys
+from ssd.model.sampling.noisy_argmax import argmax_with_noise
+from ssd.model.sampling.rejection import rejection_tokens
+from ssd.model.tree import Parents, depths, path_to
+from ssd.text.grammar import GrammarState
+from ssd.token_rules import BadWords
+
+_FIRST_LOOK = 256
+
+
+@dataclass(slots=True, eq=False)
+class SamplingRow:
+    """What choosing tokens for one sequence needs.
+
+    ``seed`` : the request's, or one drawn for it. ``stop_ids`` : tokens that ``min_tokens`` holds back.
+    ``prompt`` and ``output`` : int32, tokens so far. ``draft`` : int32[k], the tokens fed after the last one.
+    ``draft_law`` : what the draft was drawn from where it is to be verified by rejection, as ``SampledDraft`` has it;
+    None where each token is to be the target's own choice. ``parents`` : int32[k] where the draft is a tree, see
+    ``Draft``: a position's prefix then is the path to it. ``grammar`` : after ``output``; None where there is none, and
+    of a tree.
+    """
+
+    params: SamplingParams
+    seed: int
+    choice_index: int
+    stop_ids: tuple[int, ...]
+    prompt: npt.NDArray[np.int32]
+    output: npt.NDArray[np.int32]
+    draft: npt.NDArray[np.int32]
+    draft_law: torch.Tensor | None = None
+    parents: Parents | None = None
+    grammar: GrammarState | None = None
+
+    def at_node(self, node: int) -> SamplingRow:
+        """The row that chooses the token after ``node`` of a tree alone: the path to it counts as output."""
+        assert self.parents is not None and self.draft_law is None and self.grammar is None
+        path = self.draft[path_to(self.parents, node)]
+        return replace(self, output=np.concatenate([self.output, path]), draft=self.draft[:0], parents=None)
+
+
+def target_tokens(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    best: torch.Tensor | None = None,
+    noise: Noise | None = None,
+) -> npt.NDArray[np.int64]:
+    """The token the target chooses at each position.
+
+    logits : [B, T, V], any float type; row b is used at its first ``len(rows[b].draft) + 1`` positions. best :
+    int64[B, T], where the pass chose tokens itself: by ``noise``, of `noise_of`, or their argmax.
+    Returns int64[B, T]; what lies past a row's positions is meaningless. Where a draft is verified by rejection, the
+    row holds the draft as far as it was accepted and then the token that follows it.
+    """
+    known = set() if best is None else {b for b, row in enumerate(rows) if _is_known(row, b, noise)}
+    if best is not None and len(known) == len(rows):
+        return best.cpu().numpy()
+    logits = with_prefix_rules(logits, rows)
+    sampled = [b for b, row in enumerate(rows) if not row.params.greedy and b not in known]
+    if not sampled and not known:
+        return logits.argmax(-1).cpu().numpy()
+    chosen = np.zeros(logits.shape[:2], np.int64)
+    if len(sampled) + len(known) < len(rows):
+        chosen[:] = logits.argmax(-1).cpu().numpy()
+    if best is not None and known:
+        at = list(known)
+        chosen[at] = best.cpu().numpy()[at]
+    if not sampled:
+        return chosen
+    # Only real positions: a short draft's padding would cost as much as its tokens.
+    picks = [(b, t) for b in sampled for t in range(len(rows[b].draft) + 1)]
+    at_row, at_position = (list(index) for index in zip(*picks, strict=True))
+    scores = truncated_scores(logits[at_row, at_position], [rows[b].params for b, _ in picks])
+    keys = np.concatenate([_keys(rows[b], CHOICE) for b in sampled])
+    chosen[at_row, at_position] = argmax_with_noise(scores, keys)
+    first = 0
+    for b in sampled:
+        row, last = rows[b], first + len(rows[b].draft)
+        if row.draft_law is not None and last > first:
+            bonus = int(chosen[b, len(row.draft)])
+            keys_of_draft = _keys(row, ACCEPT)[:-1], _keys(row, RECOVER)[:-1]
+            output = rejection_tokens(scores[first : last + 1], row.draft, row.draft_law, *keys_of_draft, bonus)
+            chosen[b, : len(output)] = output
+        first = last + 1
+    return chosen
+
+
+def is_ruled(row: SamplingRow) -> bool:
+    """Whether the logits themselves are changed."""
+    return needs_prefix(row.params) or row.grammar is not None
+
+
+def _is_known(row: SamplingRow, b: int, noise: Noise | None) -> bool:
+    """Whether a pass that was given ``noise`` has chosen the tokens of ``row``, its row b."""
+    if row.params.greedy:
+        return not is_ruled(row)
+    return noise is not None and bool(noise.temperatures[b, 0] > 0)
+
+
+def with_prefix_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """The logits, [B, T, V], after each row's ``apply_prefix_rules``; the same tensor where no row has any."""
+    ruled = [b for b, row in enumerate(rows) if is_ruled(row)]
+    if ruled:
+        logits = logits.clone()
+        for b in ruled:
+            row = rows[b]
+            if row.parents is None:
+                apply_prefix_rules(logits[b], row)
+            else:
+                for node in range(len(row.draft) + 1):
+                    apply_prefix_rules(logits[b, node : node + 1], row.at_node(node))
+    return logits
+
+
+def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Log-probabilities up to a constant, -inf where top-k, top-p or min-p rule a token out.
+
+    logits : [N, V], row n under params[n] (temperature > 0). Returns float32[N, V].
+    Order as in transformers: temperature, top-k, top-p, min-p (top-p on what top-k left; vLLM cuts by min-p first).
+    """
+    device = logits.device
+    temperature = torch.tensor([p.temperature for p in params], device=device)
+    scores = logits.float() / temperature.clamp_min(LOWEST_TEMPERATURE)[:, None]
+    cut = [n for n, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
+    if cut:
+        scores[cut] = _cut_top(scores[cut], [params[n] for n in cut])
+    floor = [n for n, p in enumerate(params) if p.min_p > 0.0]
+    if floor:
+        part = scores[floor]
+        min_p = torch.tensor([params[n].min_p for n in floor], device=device)
+        lowest = part.amax(-1, keepdim=True) + min_p.log()[:, None]
+        scores[floor] = part.masked_fill(part < lowest, float("-inf"))
+    return scores
+
+
+def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams], look: int = _FIRST_LOOK) -> torch.Tensor:
+    """Rule out what top-k and top-p leave out; what ties with the last token kept stays, so order never matters.
+
+    Sorting a whole vocabulary costs more than a small model's step, and the kept tokens are nearly always few: the
+    ``look`` best are looked at first, and only rows that they do not decide are sorted whole.
+    """
+    vocab_size = scores.shape[-1]
+    look = min(look, vocab_size)
+    top_k = torch.tensor(
+        [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], device=scores.device
+    )
+    top_p = torch.tensor([p.top_p for p in params], device=scores.device, dtype=torch.float64)
+    best = torch.topk(scores, look).values
+    rank = torch.arange(look, device=scores.device)
+    within = rank < top_k[:, None]
+    among = best.double().masked_fill(~within, float("-inf"))
+    whole = torch.where(top_k <= look, among.logsumexp(-1), scores.double().logsumexp(-1))
+    probability = torch.exp(among - whole[:, None])
+    kept = within & ((probability.cumsum(-1) - probability < top_p[:, None]) | (rank == 0))
+    lowest = best.gather(-1, kept.sum(-1, keepdim=True) - 1)
+    cut = scores.masked_fill(scores < lowest, float("-inf"))
+    if look < vocab_size:
+        undecided = (kept[:, -1] & (top_k > look)).nonzero()[:, 0].tolist()
+        if undecided:
+            cut[undecided] = _cut_top(scores[undecided], [params[n] for n in undecided], vocab_size)
+    return cut
+
+
+def needs_prefix(params: SamplingParams) -> bool:
+    """True when a token's score depends on the tokens before it or is set by the request."""
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or params.min_tokens
+        or params.bad_words
+        or params.allowed_token_ids is not None
+    )
+
+
+def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
+    """Bias, penalties and what may not be sampled, in place; position t sees the draft's first t tokens.
+
+    logits : [T, V]. Definitions are vLLM's; bias comes before penalties, as in vLLM and transformers. The repetition
+    penalty looks at prompt and output (Keskar et al. 2019, section 4.1), presence and frequency penalties (OpenAI) and
+    bad words at the output alone.
+    """
+    params = row.params
+    vocab_size = logits.shape[-1]
+    counts = np.bincount(row.output, minlength=vocab_size)[:vocab_size].astype(np.float32)
+    seen = counts > 0
+    if params.repetition_penalty != 1.0:
+        seen[row.prompt] = True
+    num_positions = len(row.draft) + 1
+    constraints = Constraints.of(params.rules, vocab_size, logits.device)
+    constraints.add_bias(logits[:num_positions])
+    bad_words = params.rules.bad_words
+    said = BadWords.START if bad_words is None else bad_words.after(row.output)
+    by_grammar = row.grammar.masks(row.draft) if row.grammar is not None else []
+    for t in range(num_positions):
+        if t:
+            token = int(row.draft[t - 1])
+            counts[token] += 1
+            seen[token] = True
+            if bad_words is not None:
+                said = bad_words.move(said, token)
+        scores = logits[t]
+        if params.repetition_penalty != 1.0:
+            ids = torch.from_numpy(np.flatnonzero(seen)).to(logits.device)
+            old = scores[ids]
+            factor = params.repetition_penalty
+            scores[ids] = torch.where(old > 0, old / factor, old * factor)
+        if params.presence_penalty or params.frequency_penalty:
+            penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+            scores -= torch.from_numpy(penalty.astype(np.float32)).to(scores)
+        forbidden = set() if bad_words is None else bad_words.ends(said)
+        if len(row.output) + t < params.min_tokens:
+            forbidden |= set(row.stop_ids)
+        # Positions after a token that the grammar refuses are never used.
+        rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, constraints.allowed, forbidden)
+
+
+def positions_of(row: SamplingRow) -> npt.NDArray[np.int64]:
+    """Where the tokens to choose stand in the text: int64[k + 1]."""
+    return len(row.prompt) + len(row.output) + depths(row.parents, len(row.draft))
+
+
+def _keys(row: SamplingRow, stream: int) -> UInt64:
+    return position_keys(row.seed, row.choice_index, positions_of(row), stream)

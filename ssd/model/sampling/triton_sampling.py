@@ -1,0 +1,97 @@
+"""The argmax of logits over temperature and keyed Gumbel noise: a Triton kernel.
+
+The vocabulary is split among programs, so that a few rows use the whole device, and nothing but what the splits found
+is written: noise is made where it is added. Import this module only where triton is installed: it comes with CUDA
+builds of torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ssd.model.sampling.noise import GAMMA, LOWEST_TEMPERATURE, MIX_1, MIX_2
+from ssd.model.steps.triton_attention import num_splits
+
+_BLOCK = 1024
+_MOST_SPLITS = 128
+
+_GAMMA = tl.constexpr(GAMMA)
+_MIX_1 = tl.constexpr(MIX_1)
+_MIX_2 = tl.constexpr(MIX_2)
+_LOWEST_TEMPERATURE = tl.constexpr(LOWEST_TEMPERATURE)
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+
+
+def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """`Sampler` for float32, bfloat16 and float16: the argmax of `noisy_scores`, the first of equals.
+
+    NaN is never chosen, and token 0 where no token is possible. O(V) per row, of which logarithms are taken in float64
+    where the temperature is not 0.
+    """
+    num_rows, vocab_size = logits.shape
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    splits = num_splits(logits.device, num_rows, min(triton.cdiv(vocab_size, _BLOCK), _MOST_SPLITS))
+    length = triton.cdiv(triton.cdiv(vocab_size, _BLOCK), splits) * _BLOCK
+    scores = torch.empty(num_rows, splits, dtype=torch.float64, device=logits.device)
+    tokens = torch.empty(num_rows, splits, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _sample_split[(num_rows, splits)](
+        logits, keys.contiguous(), temperatures.contiguous(), scores, tokens, logits.stride(0), vocab_size, length,
+        BLOCK=_BLOCK,
+    )  # fmt: skip
+    _choose_split[(num_rows,)](scores, tokens, out, splits, BLOCK=_MOST_SPLITS)
+    return out
+
+
+# How many splits there are is known at run time alone: any number of rows is served by the same machine code.
+@triton.jit
+def _sample_split(  # type: ignore[no-untyped-def]
+    logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row over one split of the vocabulary, ``length`` tokens long. Grid (N, splits).
+
+    Leaves the largest score in scores, float64[N, splits], and the first token that has it in tokens, int32[N, splits]:
+    -inf and no token where none is possible.
+    """
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key = tl.load(keys + row).to(tl.uint64, bitcast=True)
+    temperature = tl.load(temperatures + row)
+    divisor = tl.maximum(temperature, _LOWEST_TEMPERATURE)
+    low = split * length
+    high = tl.minimum(low + length, vocab_size)
+
+    best = tl.full([BLOCK], float("-inf"), tl.float64)
+    chosen = tl.full([BLOCK], _NO_TOKEN, tl.int32)
+    for begin in range(low, high, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        found = tl.load(logits + row * row_stride + token, mask=token < high, other=float("-inf")).to(tl.float32)
+        if temperature > 0:
+            z = key + (token + 1).to(tl.uint64) * _GAMMA
+            z = (z ^ (z >> 30)) * _MIX_1
+            z = (z ^ (z >> 27)) * _MIX_2
+            z = z ^ (z >> 31)
+            uniform = ((z >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16  # 2**-53
+            # Rounded as torch rounds, which plain division is not.
+            score = tl.div_rn(found, tl.zeros_like(found) + divisor).to(tl.float64) - tl.log(-tl.log(uniform))
+        else:
+            score = found.to(tl.float64)
+        is_better = score > best  # of equals, each lane keeps its first
+        best = tl.where(is_better, score, best)
+        chosen = tl.where(is_better, token, chosen)
+
+    highest = tl.max(best, 0)
+    place = row * tl.num_programs(1) + split
+    tl.store(scores + place, highest)
+    tl.store(tokens + place, tl.min(tl.where(best == highest, chosen, _NO_TOKEN), 0))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _choose_split(scores, tokens, out, splits, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The token of the split with the largest score, the first of equals: out, int64[N]. Grid (N,)."""
+    row, split = tl.program_id(0), tl.arange(0, BLOCK)
+    best = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
+    chosen = tl.load(tokens + row * splits + split, mask=split < splits, other=_NO_TOKEN)
+    first = tl.min(tl.where(best == tl.max(best, 0), chosen, _NO_TOKEN), 0)
+    tl.store(out + row, tl.where(first == _NO_TOKEN, 0, first).to(tl.int64))

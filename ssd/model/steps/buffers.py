@@ -1,0 +1,169 @@
+"""Tensors that stay where they are: what a pass of fixed shape reads, and what it leaves behind.
+
+A CUDA graph repeats the very kernels it recorded on the very addresses it recorded. So the inputs of every pass are put
+into the same memory, and passes are padded to few shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd.model.sampling.noise import Noise
+from ssd.model.sampling.sampler import Sampler
+from ssd.model.tree import TreeShape
+
+Ints = npt.NDArray[np.int64]
+
+
+class StepShape(NamedTuple):
+    """A pass of ``rows`` rows of ``width`` positions each, trees or chains, over the first ``num_keys`` keys."""
+
+    rows: int
+    width: int
+    num_keys: int
+    is_tree: bool
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of all rows."""
+        return self.rows * self.width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """What a pass of one shape reads.
+
+    ``tokens``, ``positions``, ``places`` : int64[B, T]. ``slots`` : int64[B]. ``starts`` : int64[B, 1], keys before the
+    new ones. ``sees`` : bool[B, T, T] of trees. As `SlotRows` has them. ``keys`` : int64[B * T], ``temperatures`` :
+    float32[B * T], as `Sampler` has them; None where none is there.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    places: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+    sees: torch.Tensor | None
+    keys: torch.Tensor | None
+    temperatures: torch.Tensor | None
+
+
+class StepBuffers:
+    """Inputs and outputs of all shapes in one memory: only one pass is under way at a time.
+
+    Outputs last until the next pass.
+    """
+
+    def __init__(
+        self, max_rows: int, max_positions: int, max_width: int, device: torch.device, sampler: Sampler | None = None
+    ) -> None:
+        """``max_positions`` : rows times width of the largest pass. sampler : chooses the tokens of a pass."""
+        self._sampler = sampler
+        self._grids = 3 if sampler is None else 5
+        """Numbers of each position: token, position, place, and what it is sampled with: key, temperature."""
+        self._ints = torch.zeros(self._grids * max_positions + 2 * max_rows, dtype=torch.int64, device=device)
+        self._sees = torch.zeros(max_positions * max_width, dtype=torch.bool, device=device)
+        self._best = torch.zeros(max_positions, dtype=torch.int64, device=device)
+        self._logits: torch.Tensor | None = None
+        self._max_positions = max_positions
+
+    def inputs(self, shape: StepShape) -> StepInputs:
+        """Views of what `fill` fills."""
+        n, b = shape.num_positions, shape.rows
+        sizes = [n] * self._grids + [b, b]
+        tokens, positions, places, *noise, slots, starts = torch.split(self._ints[: sum(sizes)], sizes)
+        grid = (b, shape.width)
+        sees = self._sees[: n * shape.width].view(*grid, shape.width) if shape.is_tree else None
+        keys, temperatures = (noise[0], noise[1].view(torch.float32)[:n]) if noise else (None, None)
+        return StepInputs(
+            tokens.view(grid),
+            positions.view(grid),
+            places.view(grid),
+            slots,
+            starts.view(b, 1),
+            sees,
+            keys,
+            temperatures,
+        )
+
+    def fill(
+        self,
+        shape: StepShape,
+        slots: Sequence[int],
+        starts: Ints,
+        tokens: Ints,
+        trees: TreeShape | None,
+        scratch: int,
+        noise: Noise | None = None,
+    ) -> None:
+        """Put a pass of at most ``shape`` into place, with one copy to the device, two where rows are trees.
+
+        starts : int64[B], the slots' lengths. tokens : int64[B, T]. Rows that are too many stand at the beginning of
+        the text of the first row's slot, and write from ``scratch`` on, where no slot has text: they change nothing.
+        Positions too many go on as chains behind their row's own, where nothing is valid yet. noise : only with a
+        sampler; without any the most probable tokens are chosen.
+        """
+        num_rows, width = tokens.shape
+        assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree
+        ahead = np.arange(shape.width)
+        grid = np.empty((self._grids, shape.rows, shape.width), np.int64)
+        grid[0] = grid[3:] = 0
+        grid[0, :num_rows, :width] = tokens
+        grid[1, :num_rows] = grid[2, :num_rows] = starts[:, None] + ahead
+        grid[1, num_rows:], grid[2, num_rows:] = ahead, scratch + ahead
+        if noise is not None:
+            assert self._sampler is not None
+            keys, bits = grid[3:]  # one buffer takes all: temperatures lie side by side in the first half of theirs
+            keys[:num_rows, :width] = noise.keys.view(np.int64)
+            temperatures = bits.reshape(-1).view(np.float32)[: shape.num_positions].reshape(keys.shape)
+            temperatures[:num_rows, :width] = noise.temperatures
+        if trees is not None:
+            grid[1, :num_rows, :width] = starts[:, None] + trees.depths
+            sees = np.broadcast_to(np.eye(shape.width, dtype=np.bool_), (shape.rows, shape.width, shape.width)).copy()
+            sees[:num_rows, :width, :width] = trees.sees
+            self._sees[: sees.size].copy_(torch.from_numpy(sees.reshape(-1)), non_blocking=True)
+        row = np.empty((2, shape.rows), np.int64)
+        row[0, :num_rows], row[1, :num_rows] = slots, starts
+        row[0, num_rows:], row[1, num_rows:] = slots[0], 0
+        ints = np.concatenate([grid.reshape(-1), row.reshape(-1)])
+        # From pageable memory, which the driver has read when the call returns: nothing here is used again.
+        self._ints[: len(ints)].copy_(torch.from_numpy(ints), non_blocking=True)
+
+    def store(self, logits: torch.Tensor, inputs: StepInputs) -> None:
+        """Keep the logits of a pass, [rows, width, V], and the token of each position that they and its noise give.
+
+        Without a sampler it is the most probable one.
+        """
+        flat = logits.flatten(0, 1)
+        if self._logits is None:  # the first pass tells what a model gives; it runs before anything is recorded
+            self._logits = torch.empty(self._max_positions, flat.shape[-1], dtype=flat.dtype, device=flat.device)
+        kept = self._logits[: len(flat)]
+        kept.copy_(flat)
+        if self._sampler is None:
+            best = flat.argmax(-1)
+        else:
+            assert inputs.keys is not None and inputs.temperatures is not None
+            best = self._sampler(kept, inputs.keys, inputs.temperatures)
+        self._best[: len(flat)].copy_(best)
+
+    def outputs(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [rows, width, V] and the tokens chosen, int64[rows, width], of the last pass: views."""
+        assert self._logits is not None
+        n, grid = shape.num_positions, (shape.rows, shape.width)
+        return self._logits[:n].view(*grid, -1), self._best[:n].view(grid)
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    """``first``, twice that, ... up to ``last``, which is always the last of them."""
+    sizes = [last]
+    size = first
+    while size < last:
+        sizes.append(size)
+        size *= 2
+    return sorted(sizes)

@@ -1,0 +1,206 @@
+"""Verify passes of few fixed shapes, so that each can be recorded once and repeated with a single launch."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ssd.errors import first_line
+from ssd.model.kv_cache import AttentionKernel, SlotKVCache, SlotRows
+from ssd.model.sampling.noise import Noise
+from ssd.model.sampling.sampler import Sampler, check_tokens, random_noise
+from ssd.model.steps.buffers import Ints, StepBuffers, StepShape, powers_of_two
+from ssd.model.steps.graphs import Recorder, Step
+from ssd.model.steps.static_moves import StaticMoves
+from ssd.model.tree import TreeShape
+
+log = logging.getLogger(__name__)
+
+Score = Callable[[torch.Tensor, SlotRows], torch.Tensor]
+"""The model: tokens int64[B, T] and their rows to logits [B, T, V]."""
+
+_MOST_POSITIONS = 512
+"""Rows times width of the largest pass. A larger one computes for longer than its launches take."""
+
+_MOST_SHAPES = 96
+"""Recorded at a time; the one that was used longest ago goes first."""
+
+_FEWEST_KEYS = 256
+
+_CHECKED_POSITIONS = 8
+
+
+class Scored(NamedTuple):
+    """Logits [B, T, V] and, where a pass chooses tokens itself, those, int64[B, T]: see `Target.best`."""
+
+    logits: torch.Tensor
+    best: torch.Tensor | None
+
+
+class StaticSteps:
+    """Scores new tokens of a `SlotKVCache` with passes whose shapes are rounded up.
+
+    Rows go up to a power of two or all slots, widths and keys to a power of two or the most there are. With a
+    ``kernel`` that goes by each row's own length, all passes go over all keys. Each shape is recorded when it is first
+    needed and compared with the same pass run eagerly. Whatever fails or differs is logged, once, and from then on
+    there are no static steps: `run` returns None and the caller makes a plain pass.
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        kv_cache: SlotKVCache,
+        *,
+        max_length: int,
+        max_width: int,
+        record: Recorder,
+        tolerance: float,
+        kernel: AttentionKernel | None = None,
+        sampler: Sampler | None = None,
+        name: str = "static shapes",
+    ) -> None:
+        """``max_length`` : of a slot's text; ``max_width`` positions beyond it are there and never hold any.
+
+        tolerance : greatest relative error of the logits of a recorded pass. sampler : lets passes take noise. name :
+        how passes are run, for reports.
+        """
+        assert kv_cache.max_length >= max_length + max_width
+        self.name = name
+        self._score = score
+        self._kv_cache = kv_cache
+        self._max_length = max_length
+        self._record = record
+        self._tolerance = tolerance
+        self._kernel = kernel
+        self._rows = powers_of_two(1, kv_cache.num_slots)
+        self._widths = powers_of_two(1, max_width)
+        self._keys = [kv_cache.max_length] if kernel else powers_of_two(_FEWEST_KEYS, kv_cache.max_length)
+        self._most_positions = max(_MOST_POSITIONS, kv_cache.num_slots)
+        self._takes_noise = sampler is not None
+        self._buffers = StepBuffers(kv_cache.num_slots, self._most_positions, max_width, kv_cache.device, sampler)
+        self._steps: OrderedDict[StepShape, Step] = OrderedDict()
+        self.moves = StaticMoves(kv_cache, scratch=max_length, record=record)
+        """For what follows a pass over trees."""
+        self.failure: str | None = None
+        """Why there are no static steps any more."""
+
+    @property
+    def num_recorded(self) -> int:
+        """Shapes that are ready."""
+        return len(self._steps)
+
+    @property
+    def takes_noise(self) -> bool:
+        """Whether passes choose tokens with noise."""
+        return self._takes_noise and self.failure is None
+
+    def shape_of(self, num_rows: int, width: int, longest: int, *, is_tree: bool) -> StepShape | None:
+        """The shape that takes such a pass; None where none does. longest : tokens that the longest slot holds."""
+        if num_rows > self._rows[-1] or width > self._widths[-1]:
+            return None
+        rows, wide = _rounded(num_rows, self._rows), _rounded(width, self._widths)
+        if rows * wide > self._most_positions:
+            return None
+        return StepShape(rows, wide, _rounded(longest + wide, self._keys), is_tree)
+
+    def run(
+        self, slots: Sequence[int], tokens: Ints, trees: TreeShape | None, noise: Noise | None = None
+    ) -> Scored | None:
+        """Write and score ``tokens``, int64[B, T], behind what ``slots`` hold; lengths stay as they are.
+
+        noise : only where it `takes_noise`. None where there is no static step for it: make a plain pass.
+        """
+        starts = self._kv_cache.lengths[list(slots)]
+        num_rows, width = tokens.shape
+        shape = self.shape_of(num_rows, width, int(starts.max()), is_tree=trees is not None)
+        if self.failure is not None or shape is None:
+            return None
+        self._buffers.fill(shape, slots, starts, tokens, trees, self._max_length, noise)
+        if shape in self._steps:
+            self._steps.move_to_end(shape)
+            self._steps[shape]()
+        elif not self._open(shape, num_rows):
+            return None
+        logits, best = self._buffers.outputs(shape)
+        return Scored(logits[:num_rows, :width], best[:num_rows, :width])
+
+    @torch.inference_mode()
+    def warm_up(self, *, with_trees: bool) -> None:
+        """Record what is used most: chains of every size, and trees of one row. The largest first: it takes memory."""
+        shapes = {(rows, width, False) for rows in self._rows for width in self._widths}
+        if with_trees:
+            shapes |= {(1, width, True) for width in self._widths}
+            self.moves.warm_up()
+        for rows, width, is_tree in sorted(shapes, reverse=True):
+            tokens = torch.zeros(rows, width, dtype=torch.int64).numpy()
+            chain = torch.arange(-1, width - 1).repeat(rows, 1).numpy()
+            # What this writes lies beyond the slots' lengths.
+            self.run(range(rows), tokens, TreeShape.build(chain) if is_tree else None)
+
+    def _open(self, shape: StepShape, num_rows: int) -> bool:
+        """Record a shape and leave the outputs of the pass that is in the buffers."""
+
+        def step() -> None:
+            inputs = self._buffers.inputs(shape)
+            rows = SlotRows(
+                self._kv_cache,
+                inputs.slots,
+                inputs.positions,
+                inputs.places,
+                inputs.starts,
+                shape.num_keys,
+                None,
+                inputs.sees,
+                self._kernel,
+            )
+            self._buffers.store(self._score(inputs.tokens, rows), inputs)
+
+        try:
+            step()
+            expected = self._buffers.outputs(shape)[0][:num_rows].clone()
+            recorded = self._record(step)
+            recorded()
+            found = self._buffers.outputs(shape)[0][:num_rows]
+            error, size = (
+                float(torch.linalg.vector_norm(x, dtype=torch.float32)) for x in (found - expected, expected)
+            )
+            if not error <= self._tolerance * size:
+                raise ValueError(f"its logits differ by {error:.2g}, their norm is {size:.2g}")
+            if self._takes_noise:
+                self._check_tokens(shape, num_rows, recorded)
+        # Whatever it is, a plain pass is right; one shape that fails is not worth a second try at the next.
+        except Exception as failure:
+            self._steps.clear()
+            self.failure = first_line(failure)
+            log.warning("passes are launched kernel by kernel: %s failed: %s", shape, self.failure)
+            return False
+        self._steps[shape] = recorded
+        if len(self._steps) > _MOST_SHAPES:
+            self._steps.popitem(last=False)
+        return True
+
+    def _check_tokens(self, shape: StepShape, num_rows: int, recorded: Step) -> None:
+        """Make the pass with other noise and compare what it chooses with the formula; then as it was once more."""
+        inputs = self._buffers.inputs(shape)
+        assert inputs.keys is not None and inputs.temperatures is not None
+        kept = inputs.keys.clone(), inputs.temperatures.clone()
+        keys, temperatures = random_noise(shape.num_positions)
+        inputs.keys.copy_(keys)
+        inputs.temperatures.copy_(temperatures)
+        recorded()
+        logits, tokens = (each.flatten(0, 1) for each in self._buffers.outputs(shape))
+        num_positions = num_rows * shape.width  # of the rows that are there, a few: the formula takes much memory
+        some = torch.linspace(0, num_positions - 1, min(num_positions, _CHECKED_POSITIONS), device=logits.device).long()
+        check_tokens(tokens[some], logits[some], inputs.keys[some], inputs.temperatures[some])
+        inputs.keys.copy_(kept[0])
+        inputs.temperatures.copy_(kept[1])
+        recorded()
+
+
+def _rounded(number: int, sizes: list[int]) -> int:
+    return sizes[bisect_left(sizes, number)]
