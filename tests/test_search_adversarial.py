@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd.compiled.addresses import address
 from ssd.errors import CacheError
 from ssd.retrieval.lanes import (
     LANE_COLUMNS,
@@ -24,7 +25,7 @@ from ssd.retrieval.lanes import (
 from ssd.retrieval.packed import WIDTHS
 from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
 from ssd.retrieval.search import _longest_match, longest_match
-from ssd.retrieval.snapshot import FENCE_STEP, SEPARATOR, Snapshot, address
+from ssd.retrieval.snapshot import FENCE_STEP, SEPARATOR, Snapshot
 from tests.reference.drafting import make_snapshot
 from tests.reference.retrieval import longest_agreement, num_agreeing
 

@@ -21,6 +21,11 @@ Int64s = npt.NDArray[np.int64]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def address(array: npt.NDArray[Any]) -> int:
+    """Where the data of ``array`` begin."""
+    return int(array.__array_interface__["data"][0])
+
+
 def _compiled(function: _F, **options: Any) -> _F:
     dispatcher = njit(nogil=True, **options)(function)
     keep_machine_code(dispatcher)
@@ -42,7 +47,9 @@ def inlined(function: _F) -> _F:
     return _compiled(function, forceinline=True)
 
 
-def _pointer_to(element: Any) -> Any:
+def pointer_to(element: Any) -> Any:
+    """For kernels: a function from an address to the pointer, to ``element`` of numba's types, that it is."""
+
     @intrinsic
     def pointer(_typing: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -67,11 +74,11 @@ def _load(bits: int, result: Any) -> Any:
     return load
 
 
-_uint8_pointer = _pointer_to(types.uint8)
-_int32_pointer = _pointer_to(types.int32)
-_int64_pointer = _pointer_to(types.int64)
-_float32_pointer = _pointer_to(types.float32)
-_float64_pointer = _pointer_to(types.float64)
+_uint8_pointer = pointer_to(types.uint8)
+_int32_pointer = pointer_to(types.int32)
+_int64_pointer = pointer_to(types.int64)
+_float32_pointer = pointer_to(types.float32)
+_float64_pointer = pointer_to(types.float64)
 
 load_uint64 = _load(64, types.uint64)
 """Eight bytes at any address, little-endian."""

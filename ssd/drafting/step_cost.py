@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ssd.compiled.addresses import address
 from ssd.drafting.protocol import Draft, Prices
 from ssd.drafting.step_cost_kernel import COST_FLOATS, FIXED, PER_POSITION, cut_to_paying, observe_step, token_price
-from ssd.retrieval.snapshot import address
 
 
 class StepCost:

@@ -17,9 +17,8 @@ from typing import Any, Final
 import numpy as np
 from numba import cfunc, types
 
-from ssd.compiled.addresses import int64_array
+from ssd.compiled.addresses import address, int64_array
 from ssd.errors import StoreUnavailable
-from ssd.retrieval.snapshot import address
 
 MOST_MAPS: Final = 4096
 """Watched at a time; segments are few and large."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, inlined, int32_array, int64_array, kernel
+from ssd.compiled.addresses import Int64s, TokenIds, address, inlined, int32_array, int64_array, kernel
 from ssd.retrieval.lanes import (
     LANE_COLUMNS,
     WALKER_COLUMNS,
@@ -21,7 +21,7 @@ from ssd.retrieval.lanes import (
 )
 from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
 from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
-from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, address
+from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot
 
 _ALL: Final = 1 << 62  # ranks; more than there are
 

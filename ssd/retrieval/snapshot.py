@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ssd.compiled.addresses import address
 from ssd.errors import SegmentCorrupt
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.packed import GUARD_BYTES, unpack
@@ -108,11 +109,6 @@ class Snapshot:
     def num_tokens(self) -> int:
         """Tokens that can be matched, separators included."""
         return sum(len(segment) for segment in self.segments) + self.tail_stop - self.tail_start
-
-
-def address(array: npt.NDArray[Any]) -> int:
-    """Where the data of ``array`` begin."""
-    return int(array.__array_interface__["data"][0])
 
 
 def make_snapshot(

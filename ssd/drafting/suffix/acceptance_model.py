@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ssd.compiled.addresses import address
 from ssd.drafting.suffix.acceptance import (
     ENTRIES,
     INPUTS,
@@ -21,7 +22,6 @@ from ssd.drafting.suffix.acceptance import (
     within_reach,
 )
 from ssd.retrieval.companion import Companion
-from ssd.retrieval.snapshot import address
 
 _MAGIC: Final = b"SSDACC\r\n"
 _VERSION: Final = 2

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ssd.compiled.addresses import address
 from ssd.drafting.step_cost import StepCost
 from ssd.drafting.suffix import rows as words_of
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
@@ -21,7 +22,7 @@ from ssd.drafting.suffix.rows import BATCH_WORDS, NO_ROOM, NOT_SEATED, TEXT_WORD
 from ssd.drafting.suffix.wishes import contiguous
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.retrieval.companion import Companion
-from ssd.retrieval.snapshot import Snapshot, address
+from ssd.retrieval.snapshot import Snapshot
 
 Tokens = npt.NDArray[np.int32]
 

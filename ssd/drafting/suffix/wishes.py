@@ -6,10 +6,9 @@ from typing import Self
 
 import numpy as np
 
-from ssd.compiled.addresses import TokenIds
+from ssd.compiled.addresses import TokenIds, address
 from ssd.drafting.protocol import DraftRequest, Prices
 from ssd.retrieval.pattern import as_context
-from ssd.retrieval.snapshot import address
 
 _INT32 = np.dtype(np.int32)
 _NO_TOKENS = np.zeros(0, np.int32)

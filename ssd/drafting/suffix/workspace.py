@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
+from ssd.compiled.addresses import Int64s, TokenIds, address, float64_array, inlined, int32_array, int64_array, kernel
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix.extend import EXPANSION_WORDS, MAX_DRAFT, SOURCES
 from ssd.drafting.suffix.follow import NO_TABLE, STATE_INT64S
@@ -30,7 +30,7 @@ from ssd.drafting.suffix.wishes import Wishes, contiguous
 from ssd.errors import ConfigError
 from ssd.retrieval.lanes import LANE_COLUMNS, WALKER_COLUMNS
 from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES
-from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, address, make_snapshot
+from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, make_snapshot
 
 ROW_COLUMNS: Final = 10
 """Of a row: address of the context, its length, the draft's limit, the request's state, the prompt's length; address

@@ -1,0 +1,88 @@
+"""Memory that Python and kernels share, by names: a class says the fields, both sides read and write ``record.field``.
+
+A kernel gets one address and finds everything from there. What lies at it is said once, by a subclass of ``Record``
+whose annotations name a numpy type; its layout is that of a C struct. In Python a record is a view by ``ctypes``, whose
+fields are read in a fiftieth of the time of numpy's; in kernels it is numba's record, a load at a fixed offset.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray, from_dtype, njit
+
+from ssd.compiled.addresses import address, pointer_to
+
+Int64 = Annotated[int, np.int64]
+Int32 = Annotated[int, np.int32]
+Float64 = Annotated[float, np.float64]
+Float32 = Annotated[float, np.float32]
+Address = Annotated[int, np.int64]
+"""Of an array or a record whose owner outlives every call that is given this one."""
+
+
+class Record:
+    """Base of records. A field is ``name: Int64`` or another of the types above, or an array inside the record,
+    ``name: Annotated[Int64s, np.int64, shape]``.
+    """
+
+
+R = TypeVar("R", bound=Record)
+
+
+def dtype_of(record: type[Record]) -> np.dtype[Any]:
+    """The layout of a record, aligned as C does."""
+    fields = []
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        _, element, *shape = get_args(hint)
+        fields.append((name, element, *shape))
+    return np.dtype(fields, align=True)
+
+
+class Records(Generic[R]):
+    """``count`` records in a row, zero at first, and the owner of their memory; ``records[i]`` is a view."""
+
+    def __init__(self, record: type[R], count: int = 1) -> None:
+        self.array: npt.NDArray[Any] = np.zeros(count, dtype_of(record))
+        """Of all records: ``records.array["field"]`` is an array over them."""
+        self.address = address(self.array)
+        structs = (_struct_of(record) * count).from_buffer(self.array.data)
+        self._views: list[R] = list(structs)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __getitem__(self, i: int) -> R:
+        return self._views[i]
+
+
+def _struct_of(record: type[Record]) -> Any:
+    struct = np.ctypeslib.as_ctypes_type(dtype_of(record))
+    assert ctypes.sizeof(struct) == dtype_of(record).itemsize
+    return struct
+
+
+def view_of(record: type[R]) -> Callable[[int], R]:
+    """For kernels: a function from an address to the record there."""
+    pointer = pointer_to(from_dtype(dtype_of(record)))
+
+    @njit(forceinline=True)
+    def at(address: int) -> Any:
+        return carray(pointer(address), (1,))[0]
+
+    return at  # type: ignore[no-any-return]
+
+
+def views_of(record: type[R]) -> Callable[[int, int], Sequence[R]]:
+    """For kernels: a function from an address and a number to the array of records there."""
+    pointer = pointer_to(from_dtype(dtype_of(record)))
+
+    @njit(forceinline=True)
+    def at(address: int, length: int) -> Any:
+        return carray(pointer(address), (length,))
+
+    return at  # type: ignore[no-any-return]
