@@ -38,7 +38,7 @@ def test_voices_are_compared_as_one_token_after_the_other(data: st.DataObject) -
     context = [*common, *data.draw(st.lists(st.integers(0, 2), max_size=4))]
     snapshot = make_snapshot(parts, tail)
     for lane, (part, start) in enumerate(zip(parts, starts, strict=True)):
-        address, width = int(snapshot.segment_table[lane, 0]), int(snapshot.segment_table[lane, 3])
+        address, width = snapshot.segment_table.records[lane].text, snapshot.segment_table.records[lane].width
         kinds.append(0)
         places.append(address + width * start)
         widths.append(width)

@@ -11,7 +11,7 @@ from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Texts, gather, next
 from ssd.drafting.suffix.workspace import frame_at
 from ssd.retrieval.lanes import open_lanes, search_lanes
 from ssd.retrieval.scan import pattern_length
-from ssd.retrieval.search import table_at, tail_at
+from ssd.retrieval.snapshot import segments_at, snapshot_at
 
 
 @kernel
@@ -60,19 +60,23 @@ def propose_frequency(
     Writes tokens and results. ``continuations`` : int32[MAX_SAMPLES, MAX_DRAFT], scratch.
     """
     frame = frame_at(workspace)
-    table, (ring, tail_start, tail_stop) = table_at(snapshot), tail_at(snapshot)
+    searched = snapshot_at(snapshot)
+    ring = int32_array(searched.ring, searched.ring_size)
     lanes, walkers, rows, pool, levels = frame.lanes, frame.walkers, frame.rows, frame.pool, frame.levels
-    own, num_segments = no_hits(), len(table)
+    own, num_segments, num_static = no_hits(), searched.num_segments, searched.num_static
+    segments = segments_at(searched.segments, num_segments)
     for row in range(num_rows):
         context, limit = int32_array(rows[row, 0], rows[row, 1]), rows[row, 2]
         frame.results[row] = 0
         longest = pattern_length(context, max_length)
         if limit < 1 or longest < min_length:
             continue
-        open_lanes(table, context, longest, frame.patterns, lanes, walkers)
+        open_lanes(segments, context, longest, frame.patterns, lanes, walkers)
         search_lanes(lanes, num_segments)
-        texts = Texts(context, ring, tail_start, tail_stop)
-        num_levels = gather(texts, table, lanes, walkers, longest, min_length, 1, own, frame.tail, pool, levels)
+        texts = Texts(context, ring, searched.tail_start, searched.tail_stop)
+        num_levels = gather(
+            texts, lanes, walkers, num_segments, num_static, longest, min_length, 1, own, frame.tail, pool, levels
+        )
         if num_levels == 0:
             continue
         for sample in range(levels.ends[0]):

@@ -8,6 +8,8 @@ import numpy as np
 
 from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int64_array, kernel, load_uint32, prefetch
 from ssd.retrieval.lanes import (
+    Lanes,
+    Walkers,
     ask_to_widen,
     code_address,
     longest_in_lanes,
@@ -15,11 +17,9 @@ from ssd.retrieval.lanes import (
     num_new,
     position_at,
     widen,
-    width_of,
 )
 from ssd.retrieval.pattern import MAX_MATCH_LENGTH
 from ssd.retrieval.scan import MAX_SCAN_HITS, scan
-from ssd.retrieval.search import num_static
 
 NOTHING: Final = -1
 """What follows the end of a sequence. Equal to SEPARATOR and to no token."""
@@ -218,12 +218,12 @@ def _take_scanned(
 
 @kernel
 def _take_segments(
-    lanes: Int64s, walkers: Int64s, num_lanes: int, static_lanes: int, length: int, taken: int, pool: Pool, size: int
+    lanes: Lanes, walkers: Walkers, num_lanes: int, static_lanes: int, length: int, taken: int, pool: Pool, size: int
 ) -> tuple[int, int]:
     """Add the new places that agree on ``length`` tokens, evenly strided if they are too many: (size, taken) then."""
     new = 0
     for lane in range(num_lanes):
-        ask_to_widen(lanes, lane, length)
+        ask_to_widen(lanes[lane], length)
     widen(lanes, walkers, num_lanes, MAX_SEGMENT_SAMPLES)
     for lane in range(num_lanes):
         new += num_new(walkers, lane)
@@ -238,12 +238,12 @@ def _take_segments(
         samples = (here + stride - 1) // stride
         if taken + samples > 2 * MAX_SEGMENT_SAMPLES:
             continue
-        width, base = width_of(lanes, lane), np.int64(_RING_RECENCY if lane >= static_lanes else 0)
+        width, base = lanes[lane].width, np.int64(_RING_RECENCY if lane >= static_lanes else 0)
         for i in range(samples):
             number = i if stride == 1 else i * here // samples
-            position = position_at(lanes, lane, new_rank(lanes, walkers, lane, number))
+            position = position_at(lanes[lane], new_rank(lanes, walkers, lane, number))
             pool.kind[size] = IN_SEGMENT
-            pool.at[size] = code_address(lanes, lane, position)
+            pool.at[size] = code_address(lanes[lane], position)
             pool.width[size] = width
             prefetch(pool.at[size])
             pool.recency[size] = base + (np.int64(lane) << _SEGMENT_BITS) + position
@@ -256,9 +256,10 @@ def _take_segments(
 @kernel
 def gather(
     texts: Texts,
-    table: Int64s,
-    lanes: Int64s,
-    walkers: Int64s,
+    lanes: Lanes,
+    walkers: Walkers,
+    num_lanes: int,
+    static_lanes: int,
     longest: int,
     min_length: int,
     max_levels: int,
@@ -269,14 +270,15 @@ def gather(
 ) -> int:
     """Sample the places where the context's last tokens stand, at up to ``max_levels`` match lengths; how many levels.
 
-    ``lanes`` : of the segments of ``table``, searched for ``longest`` tokens of ``texts.context``. ``own`` : with room
+    ``lanes`` : the first ``num_lanes``, of which the first ``static_lanes`` are of static segments, have been searched
+    for ``longest`` tokens of ``texts.context``. ``own`` : with room
     for the request's own text, or of length 0 to leave that out. The levels are the longest match of own text and
     index, then shorter ones by halves and the longest of the other, until one has ENOUGH_SUPPORT occurrences.
 
     Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
     MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.
     """
-    context, num_lanes = texts.context, len(table)
+    context = texts.context
     num_own, own_length = 0, 0
     if len(own.positions) > 0:
         num_own, own_length = _find_in(context, 0, len(context) - 1, context, longest, own)
@@ -290,7 +292,7 @@ def gather(
         size, own_taken = _take_scanned(own, num_own, below, length, _OWN, own_taken, pool, size)
         size, tail_taken = _take_scanned(tail, num_tail, below, length, _IN_TAIL, tail_taken, pool, size)
         size, segments_taken = _take_segments(
-            lanes, walkers, num_lanes, num_static(table), length, segments_taken, pool, size
+            lanes, walkers, num_lanes, static_lanes, length, segments_taken, pool, size
         )
         for sample in range(first, size):
             support += pool.weights[sample]

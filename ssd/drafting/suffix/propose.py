@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int32_array, kernel
+from ssd.compiled.addresses import TokenIds, float64_array, inlined, int32_array, kernel
 from ssd.drafting.suffix.acceptance import model_at
 from ssd.drafting.suffix.extend import Out, Wish, chain, expansion_at, grow_tree
 from ssd.drafting.suffix.follow import follow, keep
@@ -15,7 +15,7 @@ from ssd.drafting.suffix.prediction import follow_prediction, place_of
 from ssd.drafting.suffix.workspace import CONTINUED_CONTEXT, Frame, frame_at, place
 from ssd.retrieval.lanes import open_lanes, search_lanes
 from ssd.retrieval.scan import pattern_length
-from ssd.retrieval.search import table_at, table_number, tail_at
+from ssd.retrieval.snapshot import SnapshotRecord, segments_at, snapshot_at
 
 _MOST_CONTINUED: Final = 4
 """Times that a draft is carried on past the end of all it was drawn from."""
@@ -25,18 +25,20 @@ _LEAST_CONTINUED: Final = 4
 
 
 @kernel
-def _search(frame: Frame, table: Int64s, texts: Texts, max_length: int, min_length: int) -> int:
+def _search(frame: Frame, snapshot: SnapshotRecord, texts: Texts, max_length: int, min_length: int) -> int:
     """Fill the pool with what stands after the context's last tokens elsewhere; how many levels."""
     longest = pattern_length(texts.context, max_length)
     if longest < min_length:
         return 0
-    open_lanes(table, texts.context, longest, frame.patterns, frame.lanes, frame.walkers)
-    search_lanes(frame.lanes, len(table))
+    segments = segments_at(snapshot.segments, snapshot.num_segments)
+    open_lanes(segments, texts.context, longest, frame.patterns, frame.lanes, frame.walkers)
+    search_lanes(frame.lanes, snapshot.num_segments)
     return gather(
         texts,
-        table,
         frame.lanes,
         frame.walkers,
+        snapshot.num_segments,
+        snapshot.num_static,
         longest,
         min_length,
         MAX_LEVELS,
@@ -64,9 +66,14 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
     parents, results, and what the next step of each request may rely on.
     """
     frame, mixer = frame_at(workspace), model_at(model)
-    table, (ring, tail_start, tail_stop) = table_at(snapshot), tail_at(snapshot)
+    searched = snapshot_at(snapshot)
+    ring, tail_start, tail_stop = (
+        int32_array(searched.ring, searched.ring_size),
+        searched.tail_start,
+        searched.tail_stop,
+    )
     found, space = candidates_at(frame.candidates), expansion_at(frame.expansion)
-    pool, levels, number = frame.pool, frame.levels, table_number(table)
+    pool, levels, number = frame.pool, frame.levels, searched.table_number
     for row in range(num_rows):
         asked = frame.rows[row]
         context, limit, is_tree = int32_array(asked[0], asked[1]), asked[2], asked[9] != 0
@@ -84,7 +91,7 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
         wish = Wish(limit, float64_array(asked[7], asked[8]), asked[4], prediction[at:], agreed, is_fresh)
         texts = Texts(context, ring, tail_start, tail_stop)
         if is_tree:
-            num_levels = _search(frame, table, texts, max_length, min_length)
+            num_levels = _search(frame, searched, texts, max_length, min_length)
             grow_tree(texts, pool, levels, num_levels, wish, mixer, found, space, lessons, out)
             out.result[3] = 1
             keep(state, number, texts, pool, levels, 0)
@@ -96,7 +103,7 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
         if out.result[0] < limit:  # there is nothing to follow, or it does not lead far enough
             begin_lessons(lessons, len(context))
             out.result[:] = 0
-            num_levels = _search(frame, table, texts, max_length, min_length)
+            num_levels = _search(frame, searched, texts, max_length, min_length)
             has_ended = chain(texts, pool, levels, num_levels, 0, wish, mixer, found, space, lessons, out)
         keep(state, number, texts, pool, levels, num_levels)
         for _ in range(_MOST_CONTINUED):
@@ -105,7 +112,7 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
             if not has_ended or drafted == 0 or drafted == limit:
                 break
             texts = Texts(_continued(frame, context, out), ring, tail_start, tail_stop)
-            num_levels = _search(frame, table, texts, max_length, max(min_length, _LEAST_CONTINUED))
+            num_levels = _search(frame, searched, texts, max_length, max(min_length, _LEAST_CONTINUED))
             if num_levels == 0:
                 break
             has_ended = chain(texts, pool, levels, num_levels, drafted, wish, mixer, found, space, lessons, out)

@@ -9,7 +9,7 @@ from ssd.drafting.step_cost_kernel import COST_FLOATS, cut_to_paying, observe_st
 from ssd.drafting.suffix.extend import MAX_DRAFT
 from ssd.drafting.suffix.propose import propose_suffix
 from ssd.drafting.suffix.workspace import Frame, frame_at
-from ssd.retrieval.search import table_at
+from ssd.retrieval.snapshot import snapshot_at
 
 # Words of a text, see `Text`.
 ADDRESS: Final = 0
@@ -207,7 +207,7 @@ def draft_rows(batch: int, snapshot: int, num_rows: int, seconds: float, is_seat
     frame = frame_at(words[WORKSPACE])
     if not is_seated and not _are_seated(rows, by_text):
         return NOT_SEATED
-    if len(table_at(snapshot)) > len(frame.lanes):
+    if snapshot_at(snapshot).num_segments > len(frame.lanes):
         return NO_ROOM
     cost = float64_array(words[COST], COST_FLOATS)
     num_asked, num_tokens = _ask(frame, rows)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, TokenIds, address, float64_array, inlined, int32_array, int64_array, kernel
+from ssd.compiled.records import dtype_of
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix.extend import EXPANSION_WORDS, MAX_DRAFT, SOURCES
 from ssd.drafting.suffix.follow import NO_TABLE, STATE_INT64S
@@ -28,9 +29,9 @@ from ssd.drafting.suffix.learn import LESSONS_INT64S, forget_lessons
 from ssd.drafting.suffix.prediction import PREDICTION_INT64S, begin_prediction
 from ssd.drafting.suffix.wishes import Wishes, contiguous
 from ssd.errors import ConfigError
-from ssd.retrieval.lanes import LANE_COLUMNS, WALKER_COLUMNS
+from ssd.retrieval.lanes import Lane, Lanes, Walker, Walkers, lanes_at, walkers_at
 from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES
-from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, make_snapshot
+from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 
 ROW_COLUMNS: Final = 10
 """Of a row: address of the context, its length, the draft's limit, the request's state, the prompt's length; address
@@ -68,14 +69,14 @@ _LESSONS: Final = 19
 _PREDICTING: Final = 20
 _FRAME_WORDS: Final = 21
 
-NO_SNAPSHOT = make_snapshot(0, (), np.zeros((0, TABLE_COLUMNS), np.int64), np.zeros(1, np.int32), 0, 0)
+NO_SNAPSHOT = make_snapshot(0, (), segment_table(()), np.zeros(1, np.int32), 0, 0)
 
 
 class Frame(NamedTuple):
     """What the kernels find in a workspace."""
 
-    lanes: Int64s
-    walkers: Int64s
+    lanes: Lanes
+    walkers: Walkers
     patterns: int
     own: Hits
     tail: Hits
@@ -100,8 +101,8 @@ def frame_at(address: int) -> Frame:
     words = int64_array(address, _FRAME_WORDS)
     lanes, rows, states = words[_NUM_LANES], words[_NUM_ROWS], words[_NUM_STATES]
     return Frame(
-        int64_array(words[_LANES], lanes * LANE_COLUMNS).reshape((lanes, LANE_COLUMNS)),
-        int64_array(words[_WALKERS], 2 * lanes * WALKER_COLUMNS).reshape((2 * lanes, WALKER_COLUMNS)),
+        lanes_at(words[_LANES], lanes),
+        walkers_at(words[_WALKERS], 2 * lanes),
         words[_PATTERNS],
         hits_at(words[_OWN]),
         hits_at(words[_TAIL]),
@@ -171,8 +172,8 @@ class Workspace:
 
     def _make_lanes(self, count: int) -> None:
         self._num_lanes = self._words[_NUM_LANES] = count
-        self._put(_LANES, np.empty((count, LANE_COLUMNS), np.int64))
-        self._put(_WALKERS, np.empty((2 * count, WALKER_COLUMNS), np.int64))
+        self._put(_LANES, np.empty(count, dtype_of(Lane)))
+        self._put(_WALKERS, np.empty(2 * count, dtype_of(Walker)))
         self._put(_PATTERNS, np.zeros(PATTERNS_BYTES, np.uint8))
 
     def _make_states(self, count: int) -> None:
