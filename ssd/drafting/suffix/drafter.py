@@ -10,8 +10,7 @@ from ssd.drafting.by_snapshot import propose_by_snapshot
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenIds
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
-from ssd.drafting.suffix.wishes import Wishes, contiguous
-from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import Snapshot
 
@@ -28,7 +27,7 @@ class SuffixDrafter:
 
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
     Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
-    ``evidence.gather``.
+    `gather.gather`.
     """
 
     def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, price: float = 0.1) -> None:
@@ -37,7 +36,7 @@ class SuffixDrafter:
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
-        self._usual = Wishes(np.array([price]))
+        self._price = price
         self._workspace = Workspace()
         self._own_model = self._model = AcceptanceModel()
         self._companion: Companion | None = None  # whose model was asked for the last time
@@ -62,11 +61,8 @@ class SuffixDrafter:
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
-        model, context, wishes = (
-            self.model_of(request.snapshot),
-            contiguous(request.context),
-            self._usual.of(request, workspace.spare[0]),
-        )
+        model, context = self.model_of(request.snapshot), contiguous(request.context)
+        held = workspace.ask(0, request, self._price)
         state, is_new = workspace.state_of(request.request_id)
         if is_new:
             self._models[request.request_id] = model
@@ -79,16 +75,16 @@ class SuffixDrafter:
             state,
             is_new,
             request.prompt_length,
-            wishes.address,
             self._longest,
             self._shortest,
         )
+        del held
         return workspace.draft(0, with_probabilities=True)
 
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
-        held = workspace.fill(requests, self._usual)
+        held = workspace.fill(requests, self._price)
         model = self.model_of(requests[0].snapshot)
         self._models.update((request.request_id, model) for request in requests)
         propose_suffix(workspace.address, snapshot.address, model.address, count, self._longest, self._shortest)
