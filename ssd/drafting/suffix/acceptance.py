@@ -282,7 +282,7 @@ def prior_model() -> npt.NDArray[np.float64]:
 
 
 def _expected(length: Floats, support: Floats | float, share: Floats) -> Floats:
-    """Log odds by rule of thumb: longer, more often, more of one voice."""
+    """Log odds by rule of thumb: longer, more often, more of one mind."""
     votes = np.maximum(share * support, 0.05)
     return (
         -1.3
