@@ -8,6 +8,7 @@ told when a row holds another text than before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from ssd.compiled.addresses import address
 from ssd.compiled.records import Records
 from ssd.drafting.step_cost import StepCost
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.ask import MAX_DRAFT
 from ssd.drafting.suffix.rows import NO_ROOM, NOT_SEATED, Batch, TextRecord, draft_rows, goes_on, take_over
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
@@ -111,14 +113,18 @@ class RowDrafter:
         end_of_text_ids: Iterable[int] = (),
         max_match_length: int = 32,
         min_match_length: int = 1,
+        lookup_threads: int = 2,
     ) -> None:
         """``limit`` : most tokens of a draft. ``max_length`` : of a text; drafts leave room for the target's own token.
 
         ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of ``end_of_text_ids``.
+        ``lookup_threads`` : that look up the rows of a large batch, the caller's among them; drafts are the same.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         longest, shortest = checked_lengths(max_match_length, min_match_length)
-        self._workspace, self._cost = Workspace(), StepCost()
+        self._workspace, self._cost = Workspace(lookup_threads - 1), StepCost()
+        self._helpers = Helpers(self._workspace)
+        self._longest, self._shortest = longest, shortest
         self._own_model = AcceptanceModel()
         self._companion: Companion | None = None
         self._memory = Records(Batch)
@@ -169,10 +175,10 @@ class RowDrafter:
             counts[row] = len(sampled[row])
         if snapshot.companion is not self._companion:
             self._learn_in(snapshot)
-        size = draft_rows(self._memory.address, snapshot.address, num_rows, seconds, is_seated, by_text)
+        size = self._draft(num_rows, snapshot, seconds, is_seated, by_text)
         if size == NO_ROOM:
             self._workspace.room_for(0, snapshot)
-            size = draft_rows(self._memory.address, snapshot.address, num_rows, seconds, is_seated, by_text)
+            size = self._draft(num_rows, snapshot, seconds, is_seated, by_text)
         if size == NOT_SEATED:
             return None
         written: list[int] = self._out[:size].tolist()
@@ -183,6 +189,13 @@ class RowDrafter:
         if num_rows < len(sampled):
             drafts += [[] for _ in sampled[num_rows:]]
         return drafts
+
+    def _draft(self, num_rows: int, snapshot: Snapshot, seconds: float, is_seated: bool, by_text: bool) -> int:
+        helping = self._helpers.start(num_rows, snapshot, self._longest, self._shortest)
+        try:
+            return draft_rows(self._memory.address, snapshot.address, num_rows, seconds, is_seated, by_text)
+        finally:
+            wait(helping)
 
     def seat(self, texts: Sequence[Text | None], lengths: Sequence[int]) -> bool:
         """Say whose text, of ``lengths[i]`` tokens now, is in row i. Returns whether it is as it was. O(rows)."""
@@ -212,6 +225,7 @@ class RowDrafter:
         self.seat([text], [2])
         self.draft([[0]], lengths, rows, NO_SNAPSHOT, 0.0, is_seated=True)
         self.forget([text])
+        self._helpers.warm_up()
         self._batch.num_proposals = 0
 
     def _learn_in(self, snapshot: Snapshot) -> None:
