@@ -83,7 +83,7 @@ def in_order_of_snapshots(requests: list[DraftRequest]) -> list[int]:
     return sorted(range(len(requests)), key=lambda row: (first[id(requests[row].snapshot)], row))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([1, 2, 4]))
 def test_drafts_are_those_of_one_row_at_a_time(seed: int, count: int, threads: int) -> None:
     random = np.random.default_rng(seed)

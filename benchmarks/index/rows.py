@@ -94,6 +94,7 @@ def _requests(contexts: Iterator[Tokens], snapshot: Snapshot) -> list[DraftReque
 def _check(drafters: dict[int, SuffixDrafter], contexts: list[Tokens], snapshot: Snapshot) -> None:
     requests = _requests(iter(contexts), snapshot)
     alone = SuffixDrafter()
+    alone.warm_up()  # which teaches, as it did the others
     expected = [alone.propose([request])[0] for request in requests]
     for count, drafter in drafters.items():
         found = drafter.propose(requests)

@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ssd.compiled.addresses import TokenIds, inlined, kernel, load_uint32, load_uint64, prefetch
+import numpy as np
+
+from ssd.compiled.addresses import TokenIds, choose, inlined, kernel, load_uint32, load_uint64, prefetch
 from ssd.compiled.records import Address, Int64, Record, Uint64, views_of
 from ssd.retrieval.packed import WIDTHS
-from ssd.retrieval.pattern import PATTERN_BYTES, agrees, num_agreeing, pack_context
+from ssd.retrieval.pattern import PATTERN_BYTES, num_agreeing, pack_context
 from ssd.retrieval.snapshot import FENCE_STEP, SegmentRecord
 
 _NARROWEST: Final = WIDTHS[0]
@@ -64,7 +66,8 @@ class Walker(Record):
 
     ``taken`` : ranks taken on this side. ``had`` : how many were before the last ``widen``. ``step`` : doubles while
     every probe agrees. ``ceiling`` : no more than this can be taken. ``probe`` : the rank compared next, outwards;
-    ``target`` : where its position lies, then its code. ``active`` : scratch, by place in the list of active walkers.
+    ``target`` : where its position lies, then the text compared, ``offset`` before its end. ``active`` : scratch, by
+    place in the list of active walkers.
     """
 
     taken: Int64
@@ -74,6 +77,7 @@ class Walker(Record):
     is_stepping: Int64
     probe: Int64
     target: Address
+    offset: Int64
     active: Int64
 
 
@@ -157,7 +161,7 @@ def _search_fences(lanes: Lanes, num_lanes: int) -> None:
             half = lane.high >> 1
             middle = lane.low + half
             is_less = load_uint64(lane.fence + 8 * (middle - (half > 0))) < lane.word
-            low, left = lane.low + (half if is_less else 0), lane.high - half
+            low, left = choose(is_less, middle, lane.low), lane.high - half
             lane.low, lane.high = low, left
             prefetch(lane.fence + 8 * (low + (left >> 1)) - 8)
     for number in range(num_lanes):
@@ -212,11 +216,11 @@ def search_lanes(lanes: Lanes, num_lanes: int) -> None:
             is_same = (word == wanted) & (passed < lane.pattern_bytes)
             is_less = (word < wanted) & (not is_same)
             is_not_less = (not is_less) & (not is_same)
-            low, high = middle + 1 if is_less else low, middle if is_not_less else high
-            low_offset = offset if is_less else lane.low_offset
-            high_offset = offset if is_not_less else lane.high_offset
+            low, high = choose(is_less, middle + 1, low), choose(is_not_less, middle, high)
+            low_offset = choose(is_less, offset, lane.low_offset)
+            high_offset = choose(is_not_less, offset, lane.high_offset)
             lane.low, lane.high, lane.low_offset, lane.high_offset = low, high, low_offset, high_offset
-            lane.offset = passed if is_same else min(low_offset, high_offset)
+            lane.offset = choose(is_same, passed, min(low_offset, high_offset))
             _aim(lane)
             lanes[kept].active = number
             kept += low < high
@@ -277,9 +281,9 @@ def new_rank(lanes: Lanes, walkers: Walkers, lane: int, i: int) -> int:
 def _aim_walker(lane: Lane, walker: Walker, side: int) -> None:
     """Choose the next rank to be compared, and have its position brought near."""
     taken, ceiling = walker.taken, walker.ceiling
-    probe = min(taken + walker.step, ceiling) - 1 if walker.is_stepping else (taken + ceiling) >> 1
+    probe = choose(walker.is_stepping != 0, min(taken + walker.step, ceiling) - 1, (taken + ceiling) >> 1)
     walker.probe = probe
-    walker.target = rank_address(lane, lane.low - 1 - probe if side else lane.low + probe)
+    walker.target = rank_address(lane, choose(side != 0, lane.low - 1 - probe, lane.low + probe))
     prefetch(walker.target)
 
 
@@ -301,7 +305,7 @@ def widen(lanes: Lanes, walkers: Walkers, num_lanes: int, exact: int) -> None:
             if lane.length == 0 or (taken == 0 and (lane.below if side else lane.above) < lane.length):
                 continue
             walker.taken = max(1, taken)
-            walker.step = 1
+            walker.step, walker.offset = 1, 0
             walker.ceiling = lane.low if side else lane.num_tokens - lane.low
             walker.is_stepping = 1
             if walker.taken < walker.ceiling:
@@ -312,22 +316,23 @@ def widen(lanes: Lanes, walkers: Walkers, num_lanes: int, exact: int) -> None:
         for i in range(active):
             number = walkers[i].active
             lane, walker = lanes[number >> 1], walkers[number]
-            walker.target = code_address(lane, min(load_uint32(walker.target), lane.num_tokens))
-            prefetch(walker.target - 8)
+            walker.target = code_address(lane, min(load_uint32(walker.target), lane.num_tokens)) - 8 - walker.offset
+            prefetch(walker.target)
         kept = 0
         for i in range(active):
             number = walkers[i].active
             lane, walker = lanes[number >> 1], walkers[number]
-            if agrees(walker.target, lane.pattern, lane.length * lane.width):
-                walker.taken = walker.probe + 1
-                walker.step *= 2
-            else:
-                walker.ceiling = walker.probe
-                walker.is_stepping = 0
-                if walker.taken - walker.had >= exact:
-                    continue
-            if walker.taken < walker.ceiling:
-                _aim_walker(lane, walker, number & 1)
-                walkers[kept].active = number
-                kept += 1
+            offset, probe, taken, ceiling = walker.offset, walker.probe, walker.taken, walker.ceiling
+            left = lane.length * lane.width - offset - 8
+            different = load_uint64(walker.target) ^ load_uint64(lane.pattern - 8 - offset)
+            is_same = different >> np.uint64(8 * max(0, -left)) == np.uint64(0)
+            is_agreed = is_same & (left <= 0)
+            taken, ceiling = choose(is_agreed, probe + 1, taken), choose(is_same, ceiling, probe)
+            walker.taken, walker.ceiling = taken, ceiling
+            walker.step = choose(is_agreed, 2 * walker.step, walker.step)
+            walker.is_stepping = choose(is_same, walker.is_stepping, 0)
+            walker.offset = choose(is_same & (left > 0), offset + 8, 0)
+            _aim_walker(lane, walker, number & 1)
+            walkers[kept].active = number
+            kept += (taken < ceiling) & (is_same | (taken - walker.had < exact))
         active = kept

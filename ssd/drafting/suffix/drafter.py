@@ -104,7 +104,7 @@ class SuffixDrafter:
         finally:
             wait(helping)
         del held
-        return [workspace.draft(row, with_probabilities=True) for row in range(count)]
+        return workspace.drafts(count)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""

@@ -272,6 +272,29 @@ class Workspace:
         parents = self._parents[row][:size].copy() if written.is_tree else None
         return Draft(self._tokens[row][:size].copy(), written.match_length, SOURCES[written.source], estimates, parents)
 
+    def drafts(self, count: int) -> list[Draft]:
+        """Those that a kernel wrote in the first ``count`` rows, with probabilities; copied once for all of them."""
+        written = self._drafts.array[:count]
+        sizes, lengths, sources, trees = (
+            written[name].tolist() for name in ("size", "match_length", "source", "is_tree")
+        )
+        width = max(sizes, default=0)
+        tokens, estimates, parents = (
+            list(written[name][:, :width].copy()) for name in ("tokens", "probabilities", "parents")
+        )
+        return [
+            Draft(
+                tokens[row][:size],
+                lengths[row],
+                SOURCES[sources[row]],
+                estimates[row][:size],
+                parents[row][:size] if trees[row] else None,
+            )
+            if size
+            else EMPTY_DRAFT
+            for row, size in enumerate(sizes)
+        ]
+
 
 def contiguous(context: TokenIds) -> TokenIds:
     """``context`` as the kernels take it: itself, or a copy. Ids that int32 cannot hold become -1, which is no token.
