@@ -27,7 +27,7 @@ from ssd.errors import ModelError
 from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.draft.model import DraftModelDrafter
 from ssd.model.draft.slots import READ_WIDTH
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
