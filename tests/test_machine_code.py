@@ -15,7 +15,7 @@ import pytest
 from numba.core import caching
 
 from ssd.compiled.addresses import kernel
-from ssd.retrieval import machine_code
+from ssd.compiled import machine_code
 
 ROOT = Path(__file__).resolve().parents[1]
 
