@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import ssd
-
-ROOT = Path(ssd.__file__).parent.parent
+from tests.imports import ROOT, imports_of
 
 # Lowest first. A package may import from those before it and from itself.
 LAYERS = [
@@ -57,17 +55,6 @@ MAY_USE = {
 def room_of(module: str) -> str | None:
     """The layer or application a module belongs to."""
     return next((room for room in LAYERS + APPLICATIONS if module == room or module.startswith(room + ".")), None)
-
-
-def imports_of(path: Path) -> set[str]:
-    """Absolute names of everything a file imports."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
 
 
 def source_files() -> list[Path]:

@@ -111,6 +111,7 @@ def run(engine: Engine, random: np.random.Generator) -> dict[str, Asked]:
                 cancel_at.setdefault(step + asked.cancel_after, []).append(asked.request.request_id)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("runs_beside_host", [False, True])
 def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
