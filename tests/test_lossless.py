@@ -16,6 +16,7 @@ MAX_TOKENS = 20
 SETTINGS = covering_settings(["ssd", "frequency", "prompt-lookup", "random", "oracle"], [1, 4, 16], [1, 4, 8])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
