@@ -132,7 +132,7 @@ class SlowModel:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request's situation: ``mean_error`` is that of its earlier drafts' estimates, ``prediction`` what is thought to come."""
+    """One request's situation: ``mean_error`` of its earlier drafts' estimates, ``prediction`` of what is to come."""
 
     context: Sequence[int]
     prompt_length: int = 0
