@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import TokenIds, address, data_of, inlined, kernel
 from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
+from ssd.compiled.registry import CHECKED, name_memory
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
 from ssd.drafting.suffix.chain import ChainScratch
@@ -214,10 +215,12 @@ def contiguous(context: TokenIds) -> TokenIds:
 
     A copy also of what is read-only: the kernels are compiled for one kind of array.
     """
-    if context.dtype is _INT32 and context.flags.carray:
-        return context
-    context = as_context(context)
-    return context if context.flags.writeable else context.copy()
+    if context.dtype is not _INT32 or not context.flags.carray:
+        context = as_context(context)
+        context = context if context.flags.writeable else context.copy()
+    if CHECKED:
+        name_memory(context)
+    return context
 
 
 def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
