@@ -22,6 +22,7 @@ LAYERS = [
     "ssd.compiled",
     "ssd.retrieval",
     "ssd.sharing",
+    "ssd.pricing",
     "ssd.drafting",
     "ssd.model",
     "ssd.engine",
@@ -30,6 +31,7 @@ LAYERS = [
 ]
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
+    "ssd.pricing": {"ssd.errors", "ssd.config", "ssd.compiled"},
     "cache_builder": {
         "ssd.errors",
         "ssd.config",
@@ -37,6 +39,7 @@ MAY_USE = {
         "ssd.compiled",
         "ssd.retrieval",
         "ssd.sharing",
+        "ssd.pricing",
         "ssd.drafting",
     },
     "ssd.bundled": {"ssd.errors", "ssd.config", "ssd.text"},
@@ -48,6 +51,7 @@ MAY_USE = {
         "ssd.compiled",
         "ssd.retrieval",
         "ssd.sharing",
+        "ssd.pricing",
         "ssd.drafting",
         "ssd.model",
     },

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import address
-from ssd.drafting.step_cost import StepCost
 from ssd.drafting.suffix import rows as words_of
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.extend import MAX_DRAFT
 from ssd.drafting.suffix.rows import BATCH_WORDS, NO_ROOM, NOT_SEATED, TEXT_WORDS, draft_rows, goes_on, take_over
 from ssd.drafting.suffix.wishes import contiguous
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.pricing.price_list import PriceList
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import Snapshot
 
@@ -109,7 +109,7 @@ class RowDrafter:
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         longest, shortest = checked_lengths(max_match_length, min_match_length)
-        self._workspace, self._cost = Workspace(), StepCost()
+        self._workspace, self._price_list = Workspace(), PriceList()
         self._own_model = AcceptanceModel()
         self._companion: Companion | None = None
         self._words = np.zeros(BATCH_WORDS, np.int64)
@@ -120,7 +120,7 @@ class RowDrafter:
         ends = np.array(sorted(end_of_text_ids), np.int32)
         self._hold(words_of.ENDS, ends)
         self._hold(words_of.PRICE, np.zeros(1))
-        self._words[words_of.COST], self._words[words_of.NUM_ENDS] = self._cost.address, len(ends)
+        self._words[words_of.COST], self._words[words_of.NUM_ENDS] = self._price_list.address, len(ends)
         self._words[words_of.LIMIT], self._words[words_of.MAX_LENGTH] = min(limit, MAX_DRAFT), max_length
         self._words[words_of.VOCAB_SIZE] = vocab_size
         self._words[words_of.WORKSPACE], self._words[words_of.MODEL] = self._workspace.address, self._own_model.address

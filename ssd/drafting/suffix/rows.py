@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
-from ssd.drafting.step_cost_kernel import COST_FLOATS, cut_to_paying, observe_step, token_price
 from ssd.drafting.suffix.extend import MAX_DRAFT
 from ssd.drafting.suffix.propose import propose_suffix
 from ssd.drafting.suffix.workspace import Frame, frame_at
+from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
 from ssd.retrieval.search import table_at
 
 # Words of a text, see `Text`.
@@ -209,17 +209,16 @@ def draft_rows(batch: int, snapshot: int, num_rows: int, seconds: float, is_seat
         return NOT_SEATED
     if len(table_at(snapshot)) > len(frame.lanes):
         return NO_ROOM
-    cost = float64_array(words[COST], COST_FLOATS)
     num_asked, num_tokens = _ask(frame, rows)
     if seconds > 0.0 and num_asked == num_rows and words[LAST_ASKED] == num_rows:
-        observe_step(cost, words[LAST_POSITIONS], num_tokens, seconds)
-    price = token_price(cost, num_asked)
+        observe_pass(words[COST], words[LAST_POSITIONS], False, num_tokens, seconds)
+    price = token_price(words[COST], num_asked)
     float64_array(words[PRICE], 1)[0] = price if price > 0.0 else _PRICE_UNKNOWN
     propose_suffix(words[WORKSPACE], snapshot, words[MODEL], num_asked, words[LONGEST_MATCH], words[SHORTEST_MATCH])
     sizes, probabilities = int64_array(words[SIZES], num_asked), frame.probabilities[:num_asked]
     for number in range(num_asked):
         sizes[number] = _usable(frame.tokens[number], frame.results[number, 0], words)
-    cut_to_paying(cost, probabilities, sizes, float64_array(words[SCRATCH], num_rows * MAX_DRAFT))
+    cut_rows(words[COST], probabilities, sizes, float64_array(words[SCRATCH], num_rows * MAX_DRAFT))
     size = _write(frame, rows, num_asked, sizes)
     words[NUM_PROPOSALS] += num_asked
     words[LAST_ASKED], words[LAST_POSITIONS] = num_asked, size
