@@ -17,7 +17,7 @@ from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.sequence import Sequence as EngineSequence
 from ssd.engine.sequence import Taken
 from ssd.errors import EngineBroken
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling import target_tokens as choosing
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet

@@ -35,7 +35,7 @@ def test_no_other_line_without_negative_parts_is_closer(
     passes: list[tuple[tuple[int, int], float]], keep: float
 ) -> None:
     features, seconds = features_of([size for size, _ in passes]), np.array([took for _, took in passes])
-    weights = keep ** np.arange(len(passes))[::-1]
+    weights = slow.fading(len(passes), keep)
     got = fitted(features, seconds, keep)
     want = slow.fit_nonnegative(features, seconds, weights)
     assert min(got) >= 0.0

@@ -11,7 +11,7 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest, make_drafter
 from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, Request
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from tests.models import tiny_model
 
 MODEL = tiny_model()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ssd.drafting.protocol import Draft
 from ssd.pricing.rate import Rate, StepRate
+from tests.reference.pricing import fading
 
 passes = st.lists(st.tuples(st.integers(1, 20), st.floats(1e-3, 1.0)), max_size=30)
 
@@ -17,12 +18,12 @@ passes = st.lists(st.tuples(st.integers(1, 20), st.floats(1e-3, 1.0)), max_size=
 def test_the_best_way_gives_most_together_with_a_recent_pass(
     seen: list[tuple[int, float]], ways: list[tuple[float, float]]
 ) -> None:
-    rate, weights = Rate(), 0.99 ** np.arange(len(seen))[::-1]
+    rate, weights = Rate(), fading(len(seen), 0.99)
     for num_tokens, seconds in seen:
         rate.observe(num_tokens, seconds)
     tokens, time = np.average(seen, axis=0, weights=weights) if seen else (0.0, 0.0)
     rates = [(way_tokens + tokens) / (way_time + time) for way_tokens, way_time in ways]
-    chosen = rate.best(*np.array(ways).T.copy())
+    chosen = rate.best(np.array([each[0] for each in ways]), np.array([each[1] for each in ways]))
     assert rates[chosen] == pytest.approx(max(rates))
 
 
@@ -35,7 +36,7 @@ def test_the_price_leaves_out_nothing_that_would_be_kept(
         rate.observe(num_tokens, seconds)
     gains = np.cumprod(probabilities)
     expected = 1 + np.append(0.0, np.cumsum(gains))
-    kept = rate.best(expected, plain + more * np.arange(len(expected)))
+    kept = rate.best(expected, plain + more * np.arange(len(expected), dtype=np.float64))
     assert np.all(gains[:kept] >= rate.price(1, plain, more) * (1 - 1e-9))
 
 

@@ -14,7 +14,7 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from ssd.pricing.throttle import Throttle
 from tests.models import VOCAB, tiny_model
 

@@ -27,6 +27,12 @@ def fit_nonnegative(features: Floats, seconds: Floats, weights: Floats) -> Float
     return best
 
 
+def fading(count: int, forgetting: float) -> Floats:
+    """What each of ``count`` observations counts after the last one: float64[count]."""
+    weights: Floats = forgetting ** np.arange(count, dtype=np.float64)[::-1]
+    return weights
+
+
 def squared_error(coefficients: Sequence[float] | Floats, features: Floats, seconds: Floats, weights: Floats) -> float:
     """Of a linear function, weighted."""
     return float((weights * (features @ np.asarray(coefficients) - seconds) ** 2).sum())
@@ -66,7 +72,7 @@ class SlowRowPrices:
         if self.is_known and seconds > 5 * (self.fixed + self.per_position * num_positions):
             return
         self.seen.append((num_positions, num_tokens, seconds))
-        weights = 0.98 ** np.arange(len(self.seen))[::-1]
+        weights = fading(len(self.seen), 0.98)
         positions = np.array([each[0] for each in self.seen], np.float64)
         took = np.array([each[2] for each in self.seen])
         if weights.sum() < 8:
@@ -84,7 +90,7 @@ class SlowRowPrices:
         """Tokens and seconds of an average step of late."""
         if not self.seen:
             return 0.0, 0.0
-        weights = 0.99 ** np.arange(len(self.seen))[::-1]
+        weights = fading(len(self.seen), 0.99)
         return (
             float(np.average([each[1] for each in self.seen], weights=weights)),
             float(np.average([each[2] for each in self.seen], weights=weights)),
