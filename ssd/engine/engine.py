@@ -194,11 +194,11 @@ class Engine:
         """
         committed = self._commit(self._verify())  # nothing is under way here but beside the host
         cancelled = self._admit_and_cancel()
-        batch = self._fill()
-        drafts = self._propose(batch)
+        batch = self._prefill_prompts()
+        drafts = self._proposals.propose(batch)
         self._forward(batch, drafts)
         if not self.target.runs_beside_host:
-            committed = self._commit(self._verify())
+            committed += self._commit(self._verify())
         outputs = [output for sequence, taken in committed if (output := self._spell(sequence, taken)) is not None]
         outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
@@ -263,14 +263,10 @@ class Engine:
             self._proposals.forget(sequence)
         return ended
 
-    def _fill(self) -> list[Sequence]:
+    def _prefill_prompts(self) -> list[Sequence]:
         """Compute prompts: the sequences that are ready for the pass, or one suspect alone."""
         ready = self._prefill.run(self._scheduler.running)
         return next(([sequence] for sequence in ready if sequence.is_suspect), ready)
-
-    def _propose(self, batch: list[Sequence]) -> list[Draft]:
-        """One draft for each sequence."""
-        return self._proposals.propose(batch) if batch else []
 
     def _forward(self, batch: list[Sequence], drafts: list[Draft]) -> None:
         """Begin the pass over every sequence's last token and draft."""

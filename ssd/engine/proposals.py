@@ -70,7 +70,11 @@ class Proposals:
     def propose(self, batch: Rows[Sequence]) -> list[Draft]:
         """One draft per sequence; those that are not asked for get none, and all where this fails."""
         nothing = [EMPTY_DRAFT] * len(batch)
-        return nothing if self._limit == 0 else self._best_effort(lambda: self._paying_drafts(batch)) or nothing
+        return (
+            nothing
+            if not batch or self._limit == 0
+            else self._best_effort(lambda: self._paying_drafts(batch)) or nothing
+        )
 
     def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
         due = self._throttle.due(batch)

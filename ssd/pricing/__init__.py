@@ -1,34 +1,33 @@
 """Prices: what a pass takes, what a drafted token costs, where drafts are cut, and who is asked for one.
 
-A draft is judged by expected accepted tokens, and everything that it costs is put in the same unit, output tokens:
+A draft is judged by its expected accepted tokens, and all that it costs is put in the same unit, output tokens:
 seconds become tokens at the rate at which tokens come. Who estimates what, from what, and who reads it:
 
-=========================  ==========================  ===================================  ===========================
-estimate                   of                          learned from                         read by
-=========================  ==========================  ===================================  ===========================
-``pass_costs`` (kernels),  seconds of a pass, from its  passes as they come, and those of    `Rate`'s formulas; the
-``price_list``             positions                   the warm-up: ``least_squares``       arbiter (a draft model's)
-``rate`` (`Rate`)          tokens a second lately      the same passes, and what they gave  price and cut, below
-price of a token           output tokens               both of these                        every drafter: it ends a
-                                                                                            draft that cannot pay
-cut                        draft tokens                both, and the drafts' estimates      engine, vLLM's row drafter
-``rate`` (`StepRate`)      tokens a second of whole    steps, drafting included             arbiter: what a draft
-                           steps                                                            model's seconds cost
-``gain``                   accepted tokens less prices  a draft's estimates, or a rate       arbiter: whose draft
-``acceptance_rates``       chance of a token, by       its own drafts, and all requests'    arbiter and draft model,
-                           request                                                          before anything is drafted
-``platt_scaling``          chance of a token           what came of the draft model's       draft model: its estimates
-                                                       probabilities
-``calibration``            share of promised tokens    what came of whole drafts            engine: price and cut
-                           that came, by temperature
-``throttle``               steps between two askings   time to ask, time of a pass          engine: whom to ask
-=========================  ==========================  ===================================  ===========================
+- ``pass_costs``, ``price_list``: the **seconds of a pass** from its positions, by ``least_squares`` over recent
+  passes and those timed at start-up. Read by the price and the cut; of a draft model's passes, by the arbiter.
+- ``rate.Rate``: the **tokens and seconds of a pass of late**. Read by the price and the cut: a token is worth the
+  time that it would take in this pass and one like the recent ones, (G + T) / (C + K).
+- ``PriceList.price``: the **price of a drafted token**, from both. Told to every drafter, which ends a draft, or does
+  not begin one, where no token can pay any more.
+- ``PriceList.paying_width`` (rows padded to the widest) and ``cut_rows`` (no padding): the **cut**, from both and all
+  drafts of a pass together. Read by the engine, and by the row drafter that vLLM is given.
+- ``rate.StepRate``: the **tokens a second of whole steps**, drafting included. The arbiter turns seconds of a draft
+  model into tokens by it.
+- ``acceptance_rates``: the **chance of a token before it is drafted**, by drafter and request. Read by the arbiter
+  and by the draft model, to decide whether to draft it.
+- ``gain``: the **accepted tokens less prices** of a draft or of the promise of one. The arbiter takes the draft of
+  most.
+- ``platt_scaling``: the **chance of a token that a draft model drew**, from the model's own probability and what came
+  of those before. It is the draft model's estimate.
+- ``calibration``: the **share of promised tokens that came**, by temperature. The engine divides prices by it and
+  multiplies what drafts promise.
+- ``throttle``: the **steps between two askings** of a request that gets nothing, from the time of a lookup and of a
+  pass. Read by the engine.
 
-**Which corrects which.** A drafter's estimate of a token is corrected where it is made: the suffix drafter's by its
-acceptance model (views are mixed, the mix is read off a fitted curve, and one view is how this request's drafts fared
-lately: ``ssd/drafting/suffix``), a draft model's by Platt scaling. What is wrong with the estimates of all requests
-sampled alike is corrected once, behind all drafters, by the share of their promises that was kept: the price told to a
-drafter is divided by it, and gains are multiplied by it where drafts are cut. Times are corrected by later times alone:
-they are forgotten exponentially, and a pass that was interrupted does not count. Nothing here is corrected twice, and
-nothing here ever changes a token: a wrong price makes drafts too long or too short.
+**Which corrects which.** A drafter's estimates are corrected where they are made: the suffix drafter's by its
+acceptance model (``ssd/drafting/suffix/acceptance.py``: a mixer weighs views, one of which is the mood of the
+request, how its drafts fared lately; a fitted curve corrects the mix), a draft model's by Platt scaling. What is
+still wrong with them for all requests sampled alike is corrected once, behind all drafters, by calibration. Times are
+corrected by later times alone: older ones are forgotten exponentially, and a pass that was interrupted does not
+count. Nothing here changes a token: a wrong price makes drafts too long or too short.
 """

@@ -23,7 +23,7 @@ class AcceptanceRates:
         self._own: dict[str, tuple[float, float]] = {}
 
     def rate(self, request_id: str) -> float:
-        """Within (0, 1)."""
+        """The rate of a request, within (0, 1)."""
         accepted, tested = self._own.get(request_id, (0.0, 0.0))
         overall = (self._accepted + 0.5) / (self._tested + 1.0)
         return (accepted + _LEANING * overall) / (tested + _LEANING)

@@ -20,7 +20,7 @@ class KeptShares:
         self._sums: dict[float, tuple[float, float]] = {}  # promised and accepted tokens, the older the less
 
     def share(self, temperature: float) -> float:
-        """0 to 1."""
+        """The share for a temperature, 0 to 1."""
         promised, accepted = self._sums.get(_kind(temperature), (0.0, 0.0))
         return min(1.0, (accepted + _PRIOR_TOKENS) / (promised + _PRIOR_TOKENS))
 

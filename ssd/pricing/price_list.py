@@ -36,14 +36,14 @@ class EstimatedDraft(Protocol):
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """int32[k]."""
+        """Tokens, int32[k]."""
 
     @property
     def probabilities(self) -> Floats | None:
-        """float64[k], the chance of each token once those before it are accepted; None without estimates."""
+        """Chance of each token once those before it are accepted, float64[k]; None without estimates."""
 
     def chances(self) -> Floats:
-        """float64[k], the chance that each token and all before it are accepted; with estimates only."""
+        """Chance that each token and all before it are accepted, float64[k]; with estimates only."""
 
 
 class PriceList:
@@ -54,7 +54,7 @@ class PriceList:
     and a vector become products of matrices; where a GPU is flat, both come out near 0 and nothing is cut. Least
     squares over the recent passes, which are forgotten exponentially, and with little weight those of the warm-up,
     which are kept for the sizes not seen lately: a change of load or context length is followed within some fifty
-    passes. What is given most is `Rate`'s. Only speed depends on it, never a token.
+    passes. What gives most is said by `Rate`. Only speed depends on it, never a token.
     """
 
     def __init__(self) -> None:

@@ -97,7 +97,7 @@ class Rate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over recent passes; 0 before the first."""
+        """Tokens per second of recent passes; 0 before the first."""
         record = self._record
         return record.tokens / record.seconds if record.seconds > 0.0 else 0.0
 
@@ -129,7 +129,7 @@ class StepRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over recent steps; 0 before the first."""
+        """Tokens per second of recent steps; 0 before the first."""
         return self._rate.tokens_per_s
 
     def begin(self) -> None:
