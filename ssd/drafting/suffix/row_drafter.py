@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import address
 from ssd.compiled.records import Records
-from ssd.drafting.step_cost import StepCost
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.ask import MAX_DRAFT
 from ssd.drafting.suffix.rows import NO_ROOM, NOT_SEATED, Batch, TextRecord, draft_rows, goes_on, take_over
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
+from ssd.pricing.price_list import PriceList
 from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import Snapshot
 
@@ -118,7 +118,7 @@ class RowDrafter:
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         longest, shortest = checked_lengths(max_match_length, min_match_length)
-        self._workspace, self._cost = Workspace(), StepCost()
+        self._workspace, self._price_list = Workspace(), PriceList()
         self._own_model = AcceptanceModel()
         self._companion: Companion | None = None
         self._memory = Records(Batch)
@@ -128,7 +128,11 @@ class RowDrafter:
         self._ends = np.array(sorted(end_of_text_ids), np.int32)
         batch = self._batch
         batch.ends, batch.num_ends = address(self._ends), len(self._ends)
-        batch.cost, batch.workspace, batch.model = self._cost.address, self._workspace.address, self._own_model.address
+        batch.cost, batch.workspace, batch.model = (
+            self._price_list.address,
+            self._workspace.address,
+            self._own_model.address,
+        )
         batch.vocab_size, batch.limit, batch.max_length = vocab_size, min(limit, MAX_DRAFT), max_length
         batch.longest_match, batch.shortest_match = longest, shortest
         self._make_rows(16)
