@@ -307,14 +307,14 @@ def test_a_namespace_that_cannot_be_opened_costs_others_no_draft(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
-        get = caches.get
+        open_cache = caches._open
 
-        def failing(name: str = "default") -> SuffixCache:
+        def failing(name: str) -> SuffixCache:
             if name == "bad":
                 raise kind("injected")
-            return get(name)
+            return open_cache(name)
 
-        monkeypatch.setattr(caches, "get", failing)
+        monkeypatch.setattr(caches, "_open", failing)
         poisoned = Poisoned(kind("injected"))
         engine = engine_of(caches, overlap=False, shape="chain", drafter=poisoned)
         for request in requests_of():
@@ -331,6 +331,7 @@ def test_a_namespace_that_cannot_be_opened_costs_others_no_draft(
         found = {name: said(outputs) for name, outputs in finish_all(engine).items()}
         assert found == {f"of {name}": each for name, each in undisturbed().items()}
         assert poisoned.num_drafts > 0
+        assert caches.num_failed_openings == engine.metrics.drafter_failures - engine._proposals.num_failures > 0
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
-from functools import partial
 
 from ssd.config import DraftConfig
 from ssd.drafting.one_by_one import OneByOne
@@ -18,10 +16,6 @@ from ssd.engine.trust import Trust, is_sure
 from ssd.engine.verify import Verdict, branches, possible_shape, usable
 from ssd.engine.verify_cost import VerifyCost, calibrate
 from ssd.model.target import Target
-from ssd.retrieval.snapshot import Snapshot
-
-SnapshotOf = Callable[[str | None], Snapshot | None]
-"""A namespace's index; None where there is none."""
 
 
 class Proposals:
@@ -30,14 +24,11 @@ class Proposals:
     A drafter that fails proposes nothing, see `Guard`.
     """
 
-    def __init__(
-        self, target: Target, drafter: Drafter, draft: DraftConfig, guard: Guard, snapshot_of: SnapshotOf
-    ) -> None:
+    def __init__(self, target: Target, drafter: Drafter, draft: DraftConfig, guard: Guard) -> None:
         self._target = target
         self._drafter = drafter
         self._asked = OneByOne(drafter)
         self._guard = guard
-        self._snapshot_of = snapshot_of
         self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._shape = possible_shape(draft.draft_shape, target)
         self._cost = VerifyCost()
@@ -53,6 +44,10 @@ class Proposals:
     def warm_up(self) -> None:
         """Compile the drafter's kernels."""
         self._guard(lambda: getattr(self._drafter, "warm_up", lambda: None)())
+
+    def publish(self) -> None:
+        """Have the drafter publish what it learned about namespaces, to be kept with their text."""
+        self._guard(lambda: getattr(self._drafter, "publish", lambda: None)())
 
     def calibrate(self) -> None:
         """Time passes of several sizes, on free slots."""
@@ -107,20 +102,23 @@ class Proposals:
     def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
         """A draft for each sequence and its share, in a pass of ``num_rows``."""
         prices = self._cost.prices(num_rows)
-        requests = [
-            DraftRequest(
-                request_id=sequence.request.request_id,
-                context=sequence.context,
-                prompt_length=sequence.num_prompt_tokens,
-                snapshot=self._guard(partial(self._snapshot_of, sequence.request.namespace)),
-                limit=sequence.most_drafted(self._limit),
-                prices=None if prices is None else prices / share,
-                tree=self._may_branch(sequence, num_rows),
-                prediction=sequence.prediction,
-                sampling=sequence.sampling,
+        requests = []
+        for sequence, share in asked:
+            cache = None if sequence.namespace is None else sequence.namespace.cache
+            requests.append(
+                DraftRequest(
+                    request_id=sequence.request.request_id,
+                    context=sequence.context,
+                    prompt_length=sequence.num_prompt_tokens,
+                    snapshot=None if cache is None else cache.snapshot(),
+                    learned=None if cache is None else cache.learned,
+                    limit=sequence.most_drafted(self._limit),
+                    prices=None if prices is None else prices / share,
+                    tree=self._may_branch(sequence, num_rows),
+                    prediction=sequence.prediction,
+                    sampling=sequence.sampling,
+                )
             )
-            for sequence, share in asked
-        ]
         drafts = self._guard(lambda: self._asked.propose(requests))
         if drafts is None or len(drafts) != len(asked):
             return [EMPTY_DRAFT] * len(asked)

@@ -3,7 +3,7 @@
 ::
 
     manifest.json        the segments of one generation; replaced atomically, after the files it names exist
-    learned.bin          what drafting learned beside the text (``Companion``); replaced atomically, may be removed
+    learned.bin          what drafting learned beside the text (``LearnedState``); replaced atomically, may be removed
     <segment id>.seg     segment files, never changed
     writer.lock          held by the writing process (flock), freed by the kernel however the process ends
 

@@ -14,7 +14,6 @@ import xxhash
 
 from ssd.compiled.addresses import address
 from ssd.errors import SegmentCorrupt
-from ssd.retrieval.companion import Companion
 from ssd.retrieval.packed import GUARD_BYTES, unpack
 
 SEPARATOR = -1
@@ -92,7 +91,6 @@ class Snapshot:
         [tail_start, tail_stop) are the tail: stored, whole sequences, in no segment yet.
     ``words`` : int64[6], what a kernel needs to find all this: address of ``segment_table``, number of segments,
         address of ``ring``, its length, ``tail_start``, ``tail_stop``. ``address`` : where these words lie.
-    ``companion`` : what is learned beside the text of the namespace; None where nothing keeps it.
     """
 
     generation: int
@@ -103,7 +101,6 @@ class Snapshot:
     tail_stop: int
     words: npt.NDArray[np.int64]
     address: int
-    companion: Companion | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -118,11 +115,10 @@ def make_snapshot(
     ring: npt.NDArray[np.int32],
     tail_start: int,
     tail_stop: int,
-    companion: Companion | None = None,
 ) -> Snapshot:
     """A snapshot of these; ``table`` is ``segment_table(segments)``."""
     words = np.array([address(table), len(segments), address(ring), len(ring), tail_start, tail_stop], np.int64)
-    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, words, address(words), companion)
+    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, words, address(words))
 
 
 def concatenate(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:

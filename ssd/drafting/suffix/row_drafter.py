@@ -16,12 +16,12 @@ import numpy.typing as npt
 from ssd.compiled.addresses import address
 from ssd.drafting.step_cost import StepCost
 from ssd.drafting.suffix import rows as words_of
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.extend import MAX_DRAFT
+from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.rows import BATCH_WORDS, NO_ROOM, NOT_SEATED, TEXT_WORDS, draft_rows, goes_on, take_over
 from ssd.drafting.suffix.wishes import contiguous
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths
-from ssd.retrieval.companion import Companion
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 Tokens = npt.NDArray[np.int32]
@@ -102,16 +102,17 @@ class RowDrafter:
         end_of_text_ids: Iterable[int] = (),
         max_match_length: int = 32,
         min_match_length: int = 1,
+        learned: LearnedState | None = None,
     ) -> None:
         """``limit`` : most tokens of a draft. ``max_length`` : of a text; drafts leave room for the target's own token.
 
         ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of ``end_of_text_ids``.
+        ``learned`` : where what is learned about the namespace is published; None keeps it to itself.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         longest, shortest = checked_lengths(max_match_length, min_match_length)
         self._workspace, self._cost = Workspace(), StepCost()
-        self._own_model = AcceptanceModel()
-        self._companion: Companion | None = None
+        self._models, self._learned = NamespaceModels(), learned
         self._words = np.zeros(BATCH_WORDS, np.int64)
         self._address = address(self._words)
         self._held: dict[int, npt.NDArray[Any]] = {}
@@ -123,7 +124,10 @@ class RowDrafter:
         self._words[words_of.COST], self._words[words_of.NUM_ENDS] = self._cost.address, len(ends)
         self._words[words_of.LIMIT], self._words[words_of.MAX_LENGTH] = min(limit, MAX_DRAFT), max_length
         self._words[words_of.VOCAB_SIZE] = vocab_size
-        self._words[words_of.WORKSPACE], self._words[words_of.MODEL] = self._workspace.address, self._own_model.address
+        self._words[words_of.WORKSPACE], self._words[words_of.MODEL] = (
+            self._workspace.address,
+            self._models.of(learned).address,
+        )
         self._words[words_of.LONGEST_MATCH], self._words[words_of.SHORTEST_MATCH] = longest, shortest
         self._make_rows(16)
 
@@ -162,8 +166,6 @@ class RowDrafter:
             return None
         for row in range(num_rows):
             counts[row] = len(sampled[row])
-        if snapshot.companion is not self._companion:
-            self._learn_in(snapshot)
         size = draft_rows(self._address, snapshot.address, num_rows, seconds, is_seated, by_text)
         if size == NO_ROOM:
             self._workspace.room_for(0, snapshot)
@@ -198,9 +200,15 @@ class RowDrafter:
         self._texts = []
         for text in texts:
             self._workspace.forget(text.name)
+        self._models.ended(self._learned)
+
+    def publish(self) -> None:
+        """Leave what was learned in ``learned``, for other threads and the next process."""
+        self._models.publish()
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""
+        self._words[words_of.MODEL] = self._models.of(None).address  # the namespace learns nothing from it
         text, rows, lengths = Text("", 1, 2), np.zeros((1, 2), np.int32), np.full(1, 2, np.int32)
         text.take_over(rows[0], 1)
         text.goes_on(rows[0], 1)
@@ -208,14 +216,7 @@ class RowDrafter:
         self.draft([[0]], lengths, rows, NO_SNAPSHOT, 0.0, is_seated=True)
         self.forget([text])
         self._words[words_of.NUM_PROPOSALS] = 0
-
-    def _learn_in(self, snapshot: Snapshot) -> None:
-        """Use what was learned in the snapshot's namespace."""
-        self._companion = snapshot.companion
-        model = self._own_model
-        if snapshot.companion is not None:
-            model = AcceptanceModel.of(snapshot.companion)
-        self._words[words_of.MODEL] = model.address
+        self._words[words_of.MODEL] = self._models.of(self._learned).address
 
     def _hold(self, word: int, array: npt.NDArray[Any]) -> None:
         self._held[word] = array
