@@ -20,7 +20,8 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.model.sampling.noise import gumbel_noise, position_keys
 from ssd.model.sampling.target_tokens import truncated_scores
-from ssd.model.target import SlotTarget, Target
+from ssd.model.target import Target
+from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 
 TIE_MARGIN = 1e-4

@@ -35,7 +35,7 @@ from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 

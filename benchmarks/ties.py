@@ -28,7 +28,7 @@ import torch
 from benchmarks.environment import head
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.model.load_target import DTYPES, load_model, open_target
+from ssd.model.loading.load_target import DTYPES, load_model, open_target
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 

@@ -15,7 +15,7 @@ from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
 from ssd.engine.asking import Asking
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
 
 MODEL = tiny_model()

@@ -27,7 +27,7 @@ from ssd.errors import ModelError
 from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.draft.model import DraftModelDrafter
 from ssd.model.draft.slots import READ_WIDTH
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
@@ -70,7 +70,7 @@ def random_tiny(vocab_size: int) -> PreTrainedModel:
 @cache
 def draft_target(name: str) -> Target:
     """A model to draft with; each is driven by one drafter at a time."""
-    models = {
+    models: dict[str, Callable[[], PreTrainedModel]] = {
         "itself": bundled,
         "noisy": lambda: noisy(bundled(), 0.1),
         "random": lambda: random_tiny(codec().vocab_size),
@@ -234,8 +234,8 @@ def test_the_engine_puts_out_the_targets_law(params: SamplingParams, acceptance:
     @torch.inference_mode()
     def law_after(output: tuple[int, ...]) -> slow.Law:
         logits = model(input_ids=torch.tensor([[*TINY_PROMPT, *output]]), use_cache=False).logits[0, -1:].clone()
-        arrays = [np.array(ids, np.int32) for ids in (TINY_PROMPT, output, ())]
-        apply_prefix_rules(logits, SamplingRow(params, 0, 0, (), *arrays))
+        prompt, said, draft = (np.array(ids, np.int32) for ids in (TINY_PROMPT, output, ()))
+        apply_prefix_rules(logits, SamplingRow(params, 0, 0, (), prompt, said, draft))
         probs = torch.softmax(truncated_scores(logits, [params])[0].double(), -1)
         return {token: float(chance) for token, chance in enumerate(probs) if chance > 0}
 
@@ -263,7 +263,7 @@ def test_under_rejection_length_and_estimates_do_not_depend_on_the_draw() -> Non
         drafts += drafter.propose([DraftRequest(str(seed), context, len(context), None, 6, sampling=sampling)])
         drafter.finish(str(seed))
     assert len({tuple(draft.token_ids.tolist()) for draft in drafts}) > 1
-    assert len({tuple(draft.probabilities.tolist()) for draft in drafts}) == 1
+    assert len({tuple(np.asarray(draft.probabilities).tolist()) for draft in drafts}) == 1
 
 
 # -- slots -------------------------------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
 from ssd.engine import verify
-from ssd.model.load_target import open_target
+from ssd.model.kv.tree import node_parents
+from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.noise import Noise, keys_of, noisy_scores, position_keys
 from ssd.model.sampling.noisy_argmax import argmax_with_noise, device_argmax
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.sampler import Sampler, sampler_of, samples_rightly
 from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
-from ssd.model.target import SlotTarget
-from ssd.model.tree import node_parents
+from ssd.model.ways.slot_target import SlotTarget
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets
 

@@ -19,9 +19,8 @@ STOP = (3, 5)
 def ruled(logits: torch.Tensor, params: SamplingParams, prompt: list[int], text: list[int]) -> torch.Tensor:
     """Our logits after ``text``, which is partly output and partly draft."""
     at = len(text) // 2
-    row = SamplingRow(
-        params, 0, 0, STOP, *(np.array(ids, np.int32) for ids in (prompt, text[:at], text[at:]))
-    )  # fmt: skip
+    said, output, draft = (np.array(ids, np.int32) for ids in (prompt, text[:at], text[at:]))
+    row = SamplingRow(params, 0, 0, STOP, said, output, draft)
     repeated = logits.expand(len(text) - at + 1, -1).clone()
     apply_prefix_rules(repeated, row)
     return repeated[-1]

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
-from ssd.model.kv_cache import SlotKVCache
-from ssd.model.load_target import open_target
+from ssd.model.kv.kv_cache import SlotKVCache
+from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
 from ssd.model.steps.buffers import StepShape, powers_of_two
 from ssd.model.steps.graphs import Recorder, Step, eagerly
-from ssd.model.steps.self_check import Candidate, attach_first, attach_steps, make_steps, steps_error
 from ssd.model.steps.static_moves import StaticMoves
 from ssd.model.steps.static_steps import StaticSteps
-from ssd.model.target import SlotTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.steps_probe import Candidate, attach_first, attach_steps, make_steps, steps_error
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets
@@ -132,7 +132,7 @@ def shape_of(
     steps: StaticSteps, num_rows: int, width: int, longest: int, is_tree: bool = False
 ) -> tuple[int, int, int, bool] | None:
     shape = steps.shape_of(num_rows, width, longest, is_tree=is_tree)
-    return None if shape is None else tuple(shape)
+    return None if shape is None else (*shape,)
 
 
 def test_shapes_are_few_and_large_passes_have_none() -> None:

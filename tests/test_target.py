@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from ssd.errors import ModelError
-from ssd.model.load_target import load_model, open_target
-from ssd.model.target import RowTarget, SlotTarget, Target
+from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.target import Target
+from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES
 from tests.models import VOCAB, tiny_model
 

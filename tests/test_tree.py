@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft
 from ssd.engine.verify import usable
-from ssd.model.load_target import open_target
+from ssd.model.kv.tree import TreeShape, depths, is_tree, leading_chain, node_parents, path_to
+from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
-from ssd.model.target import RowTarget, SlotTarget
-from ssd.model.tree import TreeShape, accepted_path, depths, is_tree, leading_chain, node_parents, path_to
-from ssd.model.tree_probe import verifies_trees
+from ssd.model.verification import accepted_path
+from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.tree_probe import verifies_trees
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.reference import target as slow_target
@@ -137,8 +139,8 @@ def test_a_pass_over_trees_gives_the_logits_of_every_path_and_keeps_one(architec
                 plain.rollback(1, 0)
             paths.append(np.array([0, *(t + 1 for t in slow.path_of(chain, int(random.integers(-1, len(row) - 1))))]))
         target.keep_paths(list(texts), counts, paths)
-        for (slot, row), path in zip(rows.items(), paths, strict=True):
-            texts[slot] += [row[node] for node in path]
+        for (slot, row), kept in zip(rows.items(), paths, strict=True):
+            texts[slot] += [row[node] for node in kept]
             assert_holds(target, slot, texts[slot], plain)
 
 

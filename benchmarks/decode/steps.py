@@ -17,8 +17,9 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
-from ssd.model.attention import ATTENTION_NAME
-from ssd.model.target import SlotTarget, Target
+from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.target import Target
+from ssd.model.ways.slot_target import SlotTarget
 
 Tokens = npt.NDArray[np.int32]
 

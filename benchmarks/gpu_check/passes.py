@@ -13,16 +13,16 @@ import torch
 
 from benchmarks.decode.steps import passes_of, synchronize
 from ssd.config import SamplingParams
-from ssd.model.kv_cache import AttentionKernel
-from ssd.model.load_target import load_model, open_target
+from ssd.model.kv.kv_cache import AttentionKernel
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.sampler import sampler_of
 from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
 from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
-from ssd.model.steps.self_check import make_steps, steps_error, triton_kernel
 from ssd.model.steps.static_steps import StaticSteps
-from ssd.model.target import SlotTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.steps_probe import make_steps, steps_error, triton_kernel
 
 _CONTEXT = 256
 _NUM_TOKENS = 32

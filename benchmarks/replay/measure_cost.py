@@ -26,7 +26,7 @@ from benchmarks.exactness import TIE_MARGIN
 from benchmarks.replay.cost import MEASURED_PATH
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 

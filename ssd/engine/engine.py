@@ -25,7 +25,7 @@ from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
 from ssd.errors import EngineStopped, QueueFull
 from ssd.model.draft.load_draft import load_draft_model
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec

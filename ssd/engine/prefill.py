@@ -7,8 +7,7 @@ from collections.abc import Callable
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.sequence import Sequence
 from ssd.errors import is_fault
-from ssd.model.target import Target
-from ssd.model.verification import pad_rows
+from ssd.model.target import Target, pad_rows
 
 _RESERVED_PART = 4
 """The sequence whose turn came first is sure of the budget's fourth part."""

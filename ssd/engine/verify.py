@@ -15,12 +15,12 @@ from ssd.config import DraftShape
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.engine.sequence import Sequence
 from ssd.errors import is_fault
+from ssd.model.kv.tree import is_tree, leading_chain, node_parents
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.target_tokens import target_tokens
-from ssd.model.target import Target
-from ssd.model.tree import accepted_path, is_tree, leading_chain, node_parents
-from ssd.model.verification import accepted_length, pad_rows
+from ssd.model.target import Target, pad_rows
+from ssd.model.verification import accepted_length, accepted_path
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ssd.errors import CacheError, FormatVersion, SegmentCorrupt
-from ssd.retrieval.atomic_file import is_temporary, make_directory, sync_directory, write_file
+from ssd.retrieval.atomic_file import is_temporary, make_directory, open_file, sync_directory, write_file
 from ssd.retrieval.directory_lock import DirectoryLock
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.manifest import Manifest, read_manifest, write_manifest
@@ -68,8 +68,9 @@ class DirectoryReader:
     def read_learned(self) -> bytes | None:
         """What ``write_learned`` kept; None when nothing was. Raises OSError."""
         try:
-            path = self.path / LEARNED_NAME
-            return path.read_bytes() if path.stat().st_size <= _MOST_LEARNED_BYTES else None
+            with open_file(self.path / LEARNED_NAME) as file:
+                learned = file.read(_MOST_LEARNED_BYTES + 1)
+            return learned if len(learned) <= _MOST_LEARNED_BYTES else None
         except FileNotFoundError:
             return None
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ssd.drafting.by_snapshot import propose_by_snapshot
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenIds
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
 from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
 from ssd.drafting.suffix.wishes import Wishes, contiguous

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.model.target import Target
-from ssd.model.verification import pad_rows
+from ssd.model.target import Target, pad_rows
 
 READ_WIDTH = 8
 """Most positions of a pass that reads several rows at once; longer text is read row by row."""

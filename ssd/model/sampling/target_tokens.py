@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
+from ssd.model.kv.tree import Parents, depths, path_to
 from ssd.model.sampling.constraints import Constraints, rule_out
 from ssd.model.sampling.noise import ACCEPT, CHOICE, LOWEST_TEMPERATURE, RECOVER, Noise, UInt64, position_keys
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.rejection import rejection_tokens
-from ssd.model.tree import Parents, depths, path_to
 from ssd.text.grammar import GrammarState
 from ssd.token_rules import BadWords
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import Sampler
-from ssd.model.tree import TreeShape
 
 Ints = npt.NDArray[np.int64]
 

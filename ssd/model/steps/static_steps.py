@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 
 from ssd.errors import first_line
-from ssd.model.kv_cache import AttentionKernel, SlotKVCache, SlotRows
+from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
+from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import Sampler, check_tokens, random_noise
 from ssd.model.steps.buffers import Ints, StepBuffers, StepShape, powers_of_two
 from ssd.model.steps.graphs import Recorder, Step
 from ssd.model.steps.static_moves import StaticMoves
-from ssd.model.tree import TreeShape
 
 log = logging.getLogger(__name__)
 

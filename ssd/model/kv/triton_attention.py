@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.model.kv_cache import SlotRows
+from ssd.model.kv.kv_cache import SlotRows
 
 _MOST_SPLITS = 32
 _BLOCKS_PER_PROCESSOR = 2

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ssd.errors import ModelError
-from ssd.model.kv_budget import free_bytes
+from ssd.model.loading.kv_budget import free_bytes
 
 ADVICE = (
     "choose a smaller dtype, a quantised checkpoint or a smaller model; one model over several GPUs is vLLM's work, "

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 
 from ssd.errors import first_line
-from ssd.model.kv_cache import AttentionKernel
+from ssd.model.kv.kv_cache import AttentionKernel
 from ssd.model.sampling.sampler import Sampler, sampler_of
 from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
 from ssd.model.steps.static_steps import StaticSteps
-from ssd.model.target import SlotTarget
+from ssd.model.ways.slot_target import SlotTarget
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ def _candidates(device: torch.device, enforce_eager: bool) -> Iterator[Candidate
 def triton_kernel() -> AttentionKernel | None:
     """Our attention kernel where Triton is installed."""
     try:
-        from ssd.model.steps.triton_attention import triton_attention
+        from ssd.model.kv.triton_attention import triton_attention
     except ImportError:  # it comes with CUDA builds of torch; without it, torch attends
         return None
     return triton_attention

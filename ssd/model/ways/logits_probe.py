@@ -11,24 +11,16 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DummyLayer
 
-from ssd.model.target import SlotTarget, Target
+from ssd.model.layers.probe_logits import probe_texts
+from ssd.model.target import Target, pad_rows
+from ssd.model.ways.slot_target import SlotTarget
 
-PROBE_LENGTH = 14
 PROBE_SLOTS = 3
 PROBE_WIDTH = 4
 """Most positions of a scored pass of the probe."""
 
 _STARTS = (9, 4)
 """Where scoring begins in either row; what comes before is prefilled in two parts."""
-
-
-@torch.inference_mode()
-def plain_logits(model: PreTrainedModel) -> list[torch.Tensor]:
-    """The model's own logits for the probe, computed without any cache, one row at a time: float32[T, V] each."""
-    return [
-        model(input_ids=torch.from_numpy(row[None]).to(model.device), use_cache=False).logits[0].float()
-        for row in _tokens(model)
-    ]
 
 
 def relative_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
@@ -38,7 +30,7 @@ def relative_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
     ``PROBE_WIDTH`` positions. Where the target promises to take tokens back, each pass comes after one over a wrong
     draft, which is taken back. ``target`` is left empty.
     """
-    texts = _tokens(target.model)
+    texts = probe_texts(target.model)
     slots = (PROBE_SLOTS - 1, 0)
     for slot, text, start in zip(slots, texts, _STARTS, strict=True):
         for part in (text[: start // 2], text[start // 2 : start]):
@@ -88,16 +80,7 @@ def declared_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def _forward(target: Target, slots: Sequence[int], rows: Sequence[npt.NDArray[np.int64]]) -> torch.Tensor:
-    padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
-    for b, row in enumerate(rows):
-        padded[b, : len(row)] = row
-    return target.forward(slots, padded, [len(row) for row in rows])
-
-
-def _tokens(model: PreTrainedModel) -> npt.NDArray[np.int64]:
-    vocab_size = model.config.get_text_config().vocab_size
-    random: Any = np.random.default_rng(0)
-    return np.asarray(random.integers(3, max(vocab_size, 5), (2, PROBE_LENGTH - 1)).clip(max=vocab_size - 1), np.int64)
+    return target.forward(slots, pad_rows(rows), [len(row) for row in rows])
 
 
 def _wrong(model: PreTrainedModel, part: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from ssd.model.target import RowTarget, accepts
+from ssd.model.target import accepts
+from ssd.model.ways.row_target import RowTarget
 
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
 """What models call the argument that takes their state, and the field of the output that returns it."""

@@ -10,13 +10,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.errors import ModelError, first_line
-from ssd.model.kv_budget import fit_slots, usable_bytes
-from ssd.model.rope import settle_rope
-from ssd.model.steps.self_check import attach_steps
-from ssd.model.target import RowTarget, SlotTarget, Target
-from ssd.model.tree_probe import verifies_trees
-from ssd.model.ways import find_way, row_bytes_per_token
-from ssd.model.weights import ADVICE, check_weights_fit
+from ssd.model.loading.kv_budget import fit_slots, usable_bytes
+from ssd.model.loading.rope import settle_rope
+from ssd.model.loading.weights import ADVICE, check_weights_fit
+from ssd.model.target import Target
+from ssd.model.ways.find_way import find_way, row_bytes_per_token
+from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.steps_probe import attach_steps
+from ssd.model.ways.tree_probe import verifies_trees
 
 log = logging.getLogger(__name__)
 

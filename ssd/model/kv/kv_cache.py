@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.model.tree import TreeShape
+from ssd.model.kv.tree import TreeShape
 
 
 class SlotKVCache:

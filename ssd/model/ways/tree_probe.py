@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import torch
 
-from ssd.model.target import SlotTarget
+from ssd.model.ways.slot_target import SlotTarget
 
 log = logging.getLogger(__name__)
 

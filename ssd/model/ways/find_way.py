@@ -12,24 +12,18 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ssd.errors import first_line
-from ssd.model.attention import ATTENTION_NAME
+from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.fused_linear import fuse_linears
 from ssd.model.layers.fused_norm import fuse_norms
 from ssd.model.layers.fused_rotary import fuse_rotary
 from ssd.model.layers.packed_linear import pack_linears
+from ssd.model.layers.probe_logits import PROBE_LENGTH, plain_logits
 from ssd.model.layers.replace import replace_layers
-from ssd.model.recurrent import RecurrentTarget, ReplayTarget
-from ssd.model.target import RowTarget, SlotTarget
-from ssd.model.way_probe import (
-    PROBE_LENGTH,
-    PROBE_SLOTS,
-    PROBE_WIDTH,
-    check_windows,
-    declared_layers,
-    plain_logits,
-    relative_error,
-)
-from ssd.model.whole import WholeTarget
+from ssd.model.ways.logits_probe import PROBE_SLOTS, PROBE_WIDTH, check_windows, declared_layers, relative_error
+from ssd.model.ways.recurrent_target import RecurrentTarget, ReplayTarget
+from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.whole_target import WholeTarget
 
 log = logging.getLogger(__name__)
 

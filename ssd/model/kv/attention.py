@@ -12,8 +12,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ssd.model.kv_cache import SlotRows
-from ssd.model.llama4 import chunk_size, needs_temperature, temperature_ratio
+from ssd.model.kv.kv_cache import SlotRows
+from ssd.model.kv.llama4 import chunk_size, needs_temperature, temperature_ratio
 
 ATTENTION_NAME = "ssd_slots"
 

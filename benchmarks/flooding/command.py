@@ -164,7 +164,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.write_text(line + "\n")
     print(line)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

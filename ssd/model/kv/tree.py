@@ -47,25 +47,6 @@ def path_to(parents: Parents, node: int) -> list[int]:
     return path[::-1]
 
 
-def accepted_path(token_ids: npt.NDArray[np.int32], parents: Parents, chosen: Ints) -> Ints:
-    """The nodes whose tokens the target would have produced itself, the root first: int64[accepted + 1].
-
-    token_ids, parents : int32[k], as ``Draft`` has them. chosen : int64[>= k + 1], the target's token at each node,
-    given the path to it.
-
-    From the root on, the child that holds the target's own token is followed, the first of equal ones. The output is
-    ``chosen[path]``: the accepted tokens and one more, each chosen after the very prefix that it follows in the output,
-    as in a chain. A child stands behind its parent, so one scan finds the path: O(k).
-    """
-    path = [0]
-    wanted = int(chosen[0])
-    for node, (token, parent) in enumerate(zip(token_ids.tolist(), parents.tolist(), strict=True), start=1):
-        if parent + 1 == path[-1] and token == wanted:
-            path.append(node)
-            wanted = int(chosen[node])
-    return np.array(path)
-
-
 def node_parents(rows: Sequence[Parents | None], width: int) -> Ints:
     """Of each node of a pass its parent's node, int64[B, width]; -1 of the root.
 
