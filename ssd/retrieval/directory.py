@@ -14,6 +14,7 @@ header has this tokenizer and namespace.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from ssd.retrieval.names import is_segment_id
 from ssd.retrieval.recovery import LEFT_OUT, header_of_ours, recover
 from ssd.retrieval.segment_file import keep_text_only, open_segment, write_segment
 from ssd.retrieval.snapshot import Segment
+
+log = logging.getLogger(__name__)
 
 LEARNED_NAME = "learned.bin"
 _MOST_LEARNED_BYTES = 1 << 26
@@ -51,7 +54,9 @@ class DirectoryReader:
         manifest = read_manifest(path, fingerprint=fingerprint, namespace=namespace)
         if manifest is None:
             recovered = recover(path, fingerprint=fingerprint, namespace=namespace)
-            manifest = None if recovered is None else recovered.manifest
+            if recovered is not None:
+                log.warning("%s has no manifest: it is made up from the files: %s", path, recovered)
+                manifest = recovered.manifest
         self.manifest = manifest or Manifest(fingerprint=fingerprint, namespace=namespace)
 
     def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
@@ -217,6 +222,7 @@ class SegmentDirectory(DirectoryReader):
                 with contextlib.suppress(OSError):  # not ours to read
                     sync_directory(parent)
         else:
+            log.warning("%s has no manifest: it is made anew: %s", self.path, recovered)
             self.manifest = recovered.manifest
             for path in recovered.left_out:
                 path.replace(path.with_name(path.name + LEFT_OUT))
