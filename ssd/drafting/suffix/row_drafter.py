@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import address
 from ssd.compiled.records import Records
-from ssd.drafting.step_cost import StepCost
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.ask import MAX_DRAFT
+from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.rows import NO_ROOM, NOT_SEATED, Batch, TextRecord, draft_rows, goes_on, take_over
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
-from ssd.retrieval.companion import Companion
+from ssd.pricing.price_list import PriceList
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 Tokens = npt.NDArray[np.int32]
@@ -111,16 +111,17 @@ class RowDrafter:
         end_of_text_ids: Iterable[int] = (),
         max_match_length: int = 32,
         min_match_length: int = 1,
+        learned: LearnedState | None = None,
     ) -> None:
         """``limit`` : most tokens of a draft. ``max_length`` : of a text; drafts leave room for the target's own token.
 
         ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of ``end_of_text_ids``.
+        ``learned`` : where what is learned about the namespace is published; None keeps it to itself.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         longest, shortest = checked_lengths(max_match_length, min_match_length)
-        self._workspace, self._cost = Workspace(), StepCost()
-        self._own_model = AcceptanceModel()
-        self._companion: Companion | None = None
+        self._workspace, self._price_list = Workspace(), PriceList()
+        self._models, self._learned = NamespaceModels(), learned
         self._memory = Records(Batch)
         self._batch = self._memory[0]
         self._given: tuple[object, object] = None, None
@@ -128,7 +129,8 @@ class RowDrafter:
         self._ends = np.array(sorted(end_of_text_ids), np.int32)
         batch = self._batch
         batch.ends, batch.num_ends = address(self._ends), len(self._ends)
-        batch.cost, batch.workspace, batch.model = self._cost.address, self._workspace.address, self._own_model.address
+        batch.cost, batch.workspace = self._price_list.address, self._workspace.address
+        batch.model = self._models.of(learned).address
         batch.vocab_size, batch.limit, batch.max_length = vocab_size, min(limit, MAX_DRAFT), max_length
         batch.longest_match, batch.shortest_match = longest, shortest
         self._make_rows(16)
@@ -167,8 +169,6 @@ class RowDrafter:
             return None
         for row in range(num_rows):
             counts[row] = len(sampled[row])
-        if snapshot.companion is not self._companion:
-            self._learn_in(snapshot)
         size = draft_rows(self._memory.address, snapshot.address, num_rows, seconds, is_seated, by_text)
         if size == NO_ROOM:
             self._workspace.room_for(0, snapshot)
@@ -203,9 +203,15 @@ class RowDrafter:
         self._texts = []
         for text in texts:
             self._workspace.forget(text.name)
+        self._models.ended(self._learned)
+
+    def publish(self) -> None:
+        """Leave what was learned in ``learned``, for other threads and the next process."""
+        self._models.publish()
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""
+        self._batch.model = self._models.of(None).address  # the namespace learns nothing from it
         text, rows, lengths = Text("", 1, 2), np.zeros((1, 2), np.int32), np.full(1, 2, np.int32)
         text.take_over(rows[0], 1)
         text.goes_on(rows[0], 1)
@@ -213,14 +219,7 @@ class RowDrafter:
         self.draft([[0]], lengths, rows, NO_SNAPSHOT, 0.0, is_seated=True)
         self.forget([text])
         self._batch.num_proposals = 0
-
-    def _learn_in(self, snapshot: Snapshot) -> None:
-        """Use what was learned in the snapshot's namespace."""
-        self._companion = snapshot.companion
-        model = self._own_model
-        if snapshot.companion is not None:
-            model = AcceptanceModel.of(snapshot.companion)
-        self._batch.model = model.address
+        self._batch.model = self._models.of(self._learned).address
 
     def _make_rows(self, count: int) -> None:
         self._rows = rows = _RowArrays(count)
