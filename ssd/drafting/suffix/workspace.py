@@ -74,7 +74,7 @@ states_at = views_of(RequestState)
 
 @inlined
 def begin_state(state: RequestState, prompt_length: int) -> None:
-    """Nothing is kept of a request yet."""
+    """Forget what was kept of another request."""
     state.followed.table = NO_TABLE
     forget_draft(state.judged)
     begin_prediction(state.prediction, prompt_length)
@@ -82,7 +82,7 @@ def begin_state(state: RequestState, prompt_length: int) -> None:
 
 @kernel
 def begin_request(workspace: int, state: int, prompt_length: int) -> None:
-    """Keep nothing of a request yet, in a state of the workspace at an address."""
+    """Begin a state of the workspace at an address, for a request of which nothing is kept yet."""
     frame = frame_at(workspace)
     begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
 
@@ -224,7 +224,10 @@ def contiguous(context: TokenIds) -> TokenIds:
 
 
 def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
-    """These, the second at least 1. Raises ConfigError where the kernels have no room for the first."""
+    """Lengths of matches that the kernels take; the second is at least 1.
+
+    Raises ConfigError where they have no room for the first.
+    """
     if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
         raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
     return max_match_length, max(1, min_match_length)
