@@ -144,7 +144,7 @@ def calibrate(cost: VerifyCost, target: Target, max_width: int) -> None:
             tokens = np.ones((num_rows, width), np.int64)
             for attempt in range(_CALIBRATION_PASSES + 1):
                 started = time.perf_counter()
-                target.forward(slots, tokens, [width] * num_rows).argmax(-1).cpu()
+                target.forward(slots, tokens, [width] * num_rows).logits.argmax(-1).cpu()
                 if attempt:  # the first one allocates
                     cost.calibrate(num_rows, width, time.perf_counter() - started)
                 for slot in slots:
