@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -13,7 +18,7 @@ from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.gather import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.companion import Companion
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import SEPARATOR, Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference
@@ -22,7 +27,9 @@ from tests.test_search import contexts, sequences, snapshots
 PRICES = [0.02, 0.1, 0.5]
 
 
-def levels_of(snapshot: Snapshot, context: list[int], limit: int, min_length: int = 1):
+def levels_of(
+    snapshot: Snapshot, context: list[int], limit: int, min_length: int = 1
+) -> list[tuple[int, reference.Evidence]]:
     """Evidence of every occurrence; skips what the fast one samples."""
     levels = reference.suffix_levels(
         snapshot, context, 32, min_length, limit, most=MAX_LEVELS, enough=int(ENOUGH_SUPPORT)
@@ -31,7 +38,7 @@ def levels_of(snapshot: Snapshot, context: list[int], limit: int, min_length: in
     return levels
 
 
-def asked_of(snapshot: Snapshot, context: list[int], **more) -> slow.Asked:
+def asked_of(snapshot: Snapshot, context: list[int], **more: Any) -> slow.Asked:
     num_static = sum(segment.start is None for segment in snapshot.segments)
     return slow.Asked(context, num_static=num_static, num_texts=len(snapshot.segments) + 1, **more)
 
@@ -39,8 +46,8 @@ def asked_of(snapshot: Snapshot, context: list[int], **more) -> slow.Asked:
 @given(snapshots, contexts, st.integers(1, 12), st.integers(1, 3), st.sampled_from(PRICES), st.integers(0, 9))
 @settings(max_examples=150)
 def test_a_chain_takes_the_most_probable_token_while_it_is_worth_its_price(
-    snapshot, context, limit, min_length, price, prompt_length
-):
+    snapshot: Snapshot, context: list[int], limit: int, min_length: int, price: float, prompt_length: int
+) -> None:
     levels = levels_of(snapshot, context, limit + 1, min_length)
     drafter = SuffixDrafter(min_match_length=min_length)
     request = DraftRequest("a", np.array(context, np.int32), prompt_length, snapshot, limit, prices=np.array([price]))
@@ -66,7 +73,9 @@ def test_a_chain_takes_the_most_probable_token_while_it_is_worth_its_price(
 
 @given(snapshots, contexts, st.integers(1, 9), st.sampled_from(PRICES))
 @settings(max_examples=100)
-def test_a_tree_holds_the_most_probable_nodes_there_are(snapshot, context, limit, price):
+def test_a_tree_holds_the_most_probable_nodes_there_are(
+    snapshot: Snapshot, context: list[int], limit: int, price: float
+) -> None:
     assume(context)
     levels = levels_of(snapshot, context, limit + 1)
     request = DraftRequest("a", np.array(context, np.int32), 0, snapshot, limit, prices=np.array([price]), tree=True)
@@ -81,7 +90,7 @@ def test_a_tree_holds_the_most_probable_nodes_there_are(snapshot, context, limit
                 products.append(product * chance)
                 open_paths.append((product * chance, [*path, token]))
     expected = sorted(products, reverse=True)[:limit]
-    chances = []
+    chances: list[float] = []
     for i in range(len(draft.token_ids)):
         assert draft.parents is not None and draft.probabilities is not None
         parent = int(draft.parents[i])
@@ -94,11 +103,12 @@ def test_a_tree_holds_the_most_probable_nodes_there_are(snapshot, context, limit
 
 @given(st.lists(sequences, max_size=3), sequences, st.integers(0, 2**32 - 1))
 @settings(max_examples=60)
-def test_learning_step_by_step_equals_the_slow_twin(parts, tail, seed):
+def test_learning_step_by_step_equals_the_slow_twin(parts: list[list[int]], tail: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     snapshot = reference.make_snapshot(parts, tail)
     text = random.integers(0, 3, 40).tolist()
-    fast, model, mean_error, judged = SuffixDrafter(), slow.SlowModel(), 0.0, []
+    fast, model, mean_error = SuffixDrafter(), slow.SlowModel(), 0.0
+    judged: list[tuple[int, slow.Views, slow.View]] = []
     length, start = 3, 0
     while length < len(text):
         context = text[:length]
@@ -146,7 +156,7 @@ def learned_model(steps: int = 300) -> tuple[SuffixDrafter, AcceptanceModel]:
     return drafter, drafter.model_of(None)
 
 
-def test_what_was_learned_survives_as_bytes():
+def test_what_was_learned_survives_as_bytes() -> None:
     _, model = learned_model()
     assert model.num_learned > 100
     restored = AcceptanceModel.from_bytes(model.to_bytes())
@@ -156,7 +166,7 @@ def test_what_was_learned_survives_as_bytes():
 
 @given(st.binary(max_size=64), st.integers(0, 2**31), st.integers(0, 255))
 @settings(max_examples=100)
-def test_damaged_bytes_are_refused_or_the_same(start, at, value):
+def test_damaged_bytes_are_refused_or_the_same(start: bytes, at: int, value: int) -> None:
     stored = bytearray(AcceptanceModel().to_bytes())
     stored[at % len(stored)] = value
     for damaged in (start, bytes(stored), bytes(stored[: at % len(stored)])):
@@ -167,16 +177,30 @@ def test_damaged_bytes_are_refused_or_the_same(start, at, value):
         assert model.to_bytes() == damaged
 
 
-def test_a_companion_begins_anew_when_what_it_kept_cannot_be_used(caplog):
-    companion = Companion(b"not a model")
-    model = companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
-    assert model.num_learned == 0
+def test_a_model_begins_anew_when_what_was_kept_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
+    assert AcceptanceModel.of(LearnedState(b"not a model")).num_learned == 0
     assert "begins anew" in caplog.text
-    assert companion.get(AcceptanceModel, AcceptanceModel.from_bytes) is model
-    assert companion.to_bytes() == model.to_bytes()
 
 
-def test_estimates_follow_what_is_accepted():
+def test_a_published_copy_does_not_change_and_another_drafter_goes_on_from_it() -> None:
+    learned, text = LearnedState(), np.tile(np.arange(7, dtype=np.int32), 9)
+    first = SuffixDrafter()
+    for length in range(7, 47, 4):
+        first.propose([DraftRequest("a", text[:length], 7, None, 8, learned=learned)])
+    assert [learned.newest] == [None]
+    first.finish("a")
+    assert learned.newest is not None
+    published = learned.newest.to_bytes()
+    assert published == first.model_of(learned).to_bytes()
+    for length in range(7, 47, 4):
+        first.propose([DraftRequest("b", text[:length], 7, None, 8, learned=learned)])
+    assert learned.newest.to_bytes() == published != first.model_of(learned).to_bytes()
+    first.publish()
+    assert learned.newest.to_bytes() == first.model_of(learned).to_bytes()
+    assert SuffixDrafter().model_of(learned).to_bytes() == first.model_of(learned).to_bytes()
+
+
+def test_estimates_follow_what_is_accepted() -> None:
     """The same evidence, always wrong: less and less is drafted."""
     snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
     drafter = SuffixDrafter(price=0.3)
@@ -191,7 +215,7 @@ def test_estimates_follow_what_is_accepted():
     assert lengths[-1] == 0
 
 
-def test_estimates_come_true_though_the_best_looking_token_is_drafted():
+def test_estimates_come_true_though_the_best_looking_token_is_drafted() -> None:
     """Texts that go on three ways at random: whichever looks best, it comes a third of the time."""
     random = np.random.default_rng(5)
     drafter, late = SuffixDrafter(price=0.05), []
@@ -208,14 +232,14 @@ def test_estimates_come_true_though_the_best_looking_token_is_drafted():
     assert abs(estimated.mean() - came.mean()) < 0.03
 
 
-def test_the_last_step_teaches_too():
+def test_the_last_step_teaches_too() -> None:
     snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
     drafter = SuffixDrafter(price=0.3)
     request = DraftRequest("a", np.arange(4, dtype=np.int32), 4, snapshot, 16)
     draft = drafter.propose([request])[0]
     drafter.observe("a", draft, 2)
     drafter.finish("a")
-    assert drafter.model_of(snapshot).num_learned == 3  # two that came and the one that did not
+    assert drafter.model_of(None).num_learned == 3  # two that came and the one that did not
 
 
 def predicting(request_id: str, context: list[int], prediction: list[int], limit: int = 4) -> DraftRequest:
@@ -239,7 +263,7 @@ EXPECTED = [*range(100, 160)]
     ],
     ids=["start", "as predicted", "replaced", "inserted", "left out", "lost", "all said"],
 )
-def test_a_prediction_is_followed_and_found_again_behind_an_edit(output, goes_on):
+def test_a_prediction_is_followed_and_found_again_behind_an_edit(output: list[int], goes_on: int | None) -> None:
     drafter = SuffixDrafter()
     for length in range(len(output) + 1):
         draft = drafter.propose([predicting("a", [1, 2, *output[:length]], EXPECTED)])[0]
@@ -250,14 +274,14 @@ def test_a_prediction_is_followed_and_found_again_behind_an_edit(output, goes_on
         assert draft.source == "prediction"
 
 
-def test_a_prediction_belongs_to_its_request_alone():
+def test_a_prediction_belongs_to_its_request_alone() -> None:
     drafter = SuffixDrafter()
     drafter.propose([predicting("a", [1, 2], EXPECTED)])
     drafter.finish("a")
     assert len(drafter.propose([predicting("b", [1, 2], [])])[0].token_ids) == 0
 
 
-def test_a_prediction_in_which_all_tokens_are_the_same_is_bounded_work():
+def test_a_prediction_in_which_all_tokens_are_the_same_is_bounded_work() -> None:
     drafter = SuffixDrafter()
     same = [5] * 20_000
     for length in (0, 1, 2, 40):
@@ -268,7 +292,9 @@ def test_a_prediction_in_which_all_tokens_are_the_same_is_bounded_work():
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5))
 @settings(max_examples=100)
-def test_a_fresh_prediction_is_judged_as_the_slow_twin_judges_it(prompt, prediction, limit):
+def test_a_fresh_prediction_is_judged_as_the_slow_twin_judges_it(
+    prompt: list[int], prediction: list[int], limit: int
+) -> None:
     context = [1, *prompt]
     levels = levels_of(reference.make_snapshot([]), context, limit + 1)
     request = DraftRequest(
@@ -286,26 +312,58 @@ def test_a_fresh_prediction_is_judged_as_the_slow_twin_judges_it(prompt, predict
         follows = follows and depth < len(prediction) and prediction[depth] == token
 
 
-def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path, caplog):
+def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = CacheConfig(directory=tmp_path)
     text = np.tile(np.arange(7, dtype=np.int32), 9)
     for expected in (0, 20):  # at least
         with CacheSet(config, "0" * 32, inline=True) as caches:
-            drafter, other = SuffixDrafter(), caches.get("other").snapshot()
-            snapshot = caches.get().snapshot()
-            assert drafter.model_of(snapshot).num_learned >= expected
+            drafter, other = SuffixDrafter(), caches.get("other").learned
+            snapshot, learned = caches.get().snapshot(), caches.get().learned
+            assert drafter.model_of(learned).num_learned >= expected
             assert drafter.model_of(other).num_learned == 0
             for length in range(7, 47, 4):
-                drafter.propose([DraftRequest("a", text[:length], 7, snapshot, 8)])
-    learned = tmp_path / "default" / "learned.bin"
-    assert AcceptanceModel.from_bytes(learned.read_bytes()).num_learned >= 40
-    learned.write_bytes(learned.read_bytes()[:-1])
+                drafter.propose([DraftRequest("a", text[:length], 7, snapshot, 8, learned=learned)])
+            drafter.publish()
+    kept = tmp_path / "default" / "learned.bin"
+    assert AcceptanceModel.from_bytes(kept.read_bytes()).num_learned >= 40
+    kept.write_bytes(kept.read_bytes()[:-1])
     with CacheSet(config, "0" * 32, inline=True) as caches:
-        assert SuffixDrafter().model_of(caches.get().snapshot()).num_learned == 0
+        assert SuffixDrafter().model_of(caches.get().learned).num_learned == 0
     assert "begins anew" in caplog.text
 
 
-def test_a_draft_is_carried_on_past_the_end_of_all_it_was_drawn_from():
+def test_what_is_saved_while_a_drafter_learns_was_true_at_one_moment(tmp_path: Path) -> None:
+    """Another thread saves all the time; each file is what the model was between two calls of its owner."""
+    with CacheSet(CacheConfig(directory=tmp_path), "0" * 32, inline=True) as caches:
+        cache, drafter, random = caches.get(), SuffixDrafter(), np.random.default_rng(3)
+        stop = threading.Event()
+        saved: list[bytes] = []
+        known = [AcceptanceModel().to_bytes()]
+
+        def save() -> None:
+            while not stop.is_set():
+                cache._keep_learned()
+                with suppress(FileNotFoundError):
+                    saved.append((tmp_path / "default" / "learned.bin").read_bytes())
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        try:
+            for number in range(30):
+                text = np.tile(random.integers(0, 50, 7), 9).astype(np.int32)
+                for length in range(7, 47, 8):
+                    drafter.propose([DraftRequest(str(number), text[:length], 7, None, 8, learned=cache.learned)])
+                    known.append(drafter.model_of(cache.learned).to_bytes())
+                drafter.finish(str(number))
+                drafter.publish()
+        finally:
+            stop.set()
+            thread.join()
+        assert len(set(saved)) > 1
+        assert set(saved) <= set(known)
+
+
+def test_a_draft_is_carried_on_past_the_end_of_all_it_was_drawn_from() -> None:
     """A long text is stored in pieces that overlap, as the shared log cuts it."""
     first, second = [*range(60)], [*range(40, 100)]
     snapshot = reference.make_snapshot([[*first, SEPARATOR], [*second, SEPARATOR]])

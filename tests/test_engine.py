@@ -17,7 +17,7 @@ from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet
 from tests.models import VOCAB, tiny_model
 from tests.reference.target import greedy_decode
@@ -30,7 +30,7 @@ FINGERPRINT = "0" * 32
 
 
 def make_engine(drafter: Drafter | None = None, *, slots: int = 3, caches: CacheSet | None = None, k: int = 4,
-                **config: int) -> Engine:  # fmt: skip
+                **config: Any) -> Engine:  # fmt: skip
     target = open_target(MODEL, num_slots=slots, max_length=96, max_draft_tokens=k)
     draft = DraftConfig(num_speculative_tokens=k)
     return Engine(

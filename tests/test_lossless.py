@@ -8,7 +8,7 @@ from benchmarks.exactness import Report, compare, covering_settings, reference_g
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
 NUM_PROMPTS = 200
@@ -16,6 +16,7 @@ MAX_TOKENS = 20
 SETTINGS = covering_settings(["ssd", "frequency", "prompt-lookup", "random", "oracle"], [1, 4, 16], [1, 4, 8])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[str]) -> None:

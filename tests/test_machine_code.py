@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +15,8 @@ import numba
 import pytest
 from numba.core import caching
 
+from ssd.compiled import machine_code
 from ssd.compiled.addresses import kernel
-from ssd.retrieval import machine_code
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,7 +99,7 @@ def test_the_stamp_follows_what_the_files_hold_that_a_kernel_is_made_of(tmp_path
 def test_the_stamp_of_a_kernel_holds_the_layout_of_what_it_reads() -> None:
     package = machine_code._PACKAGE
     found = machine_code._imports_of(package / "retrieval" / "lanes.py", package)
-    assert package / "retrieval" / "snapshot.py" in found and package / "retrieval" / "memory.py" in found
+    assert package / "retrieval" / "snapshot.py" in found and package / "compiled" / "addresses.py" in found
     assert package / "retrieval" / "directory.py" not in found
 
 
@@ -108,7 +109,14 @@ def test_a_torn_file_is_compiled_over(compiled: Callable[[], Any], tmp_path: Pat
     assert num_compiled(compiled()) == 1
     for path in (tmp_path / "kept").rglob(f"*{suffix}"):
         path.write_bytes(path.read_bytes()[:left])
+    assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
+
+
+def test_code_for_a_type_that_is_gone_is_compiled_over(compiled: Callable[[], Any], tmp_path: Path) -> None:
     assert num_compiled(compiled()) == 1
+    for path in (tmp_path / "kept").rglob("*.nbi"):
+        path.write_bytes(pickle.dumps(numba.__version__) + b"cssd\nTypeThatIsGone\n.")
+    assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
 
 
 class _OtherStamp(caching.FunctionCache):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.prefix_reuse import scope_of, shared_length
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
 from tests.reference import scheduling as slow
 
@@ -190,7 +191,7 @@ def test_engines_may_take_turns_on_one_target() -> None:
     ],
 )
 def test_only_one_namespace_one_salt_and_one_tenant_share(
-    first: dict[str, str], second: dict[str, str], shares: bool
+    first: dict[str, Any], second: dict[str, Any], shares: bool
 ) -> None:
     engine = make_engine()
     prompt = text(1, 30)

@@ -198,9 +198,10 @@ def test_no_length_is_no_match(max_length: int) -> None:
 def ranks_by_length(snapshot: Snapshot, context: Text, lengths: list[int], exact: int) -> list[list[list[int]]]:
     """The new ranks of each segment at each of ``lengths``, which fall."""
     count = len(snapshot.segments)
-    segments = snapshot.segment_table.records.array
+    segments: Any = snapshot.segment_table.records.array
     ids, patterns = as_context(np.array(context, np.int64)), np.zeros(PATTERNS_BYTES, np.uint8)
-    lanes, walkers = np.empty(count, dtype_of(Lane)), np.empty(2 * count, dtype_of(Walker))
+    lanes: Any = np.empty(count, dtype_of(Lane))
+    walkers: Any = np.empty(2 * count, dtype_of(Walker))
     for scratch in (lanes, walkers):
         scratch.view(np.int64)[:] = -7
     open_lanes(segments, ids, min(len(ids), MAX_MATCH_LENGTH), address(patterns), lanes, walkers)
@@ -293,14 +294,15 @@ def test_a_context_may_be_any_array_of_integers_and_compiles_nothing_more() -> N
     context = [9, *periodic(23, 5)]
     expected = longest_agreement(snapshot, context, 256)
     longest_match(snapshot, np.array(context, np.int32), 256)
-    compiled = list(_longest_match.signatures)
+    dispatcher: Any = _longest_match
+    compiled = list(dispatcher.signatures)
     assert len(compiled) == 1
     for form in forms(context):
         before = form.copy()
         match = longest_match(snapshot, form, 256)
         assert (match.length, match.support) == expected
         assert (form == before).all()
-    assert _longest_match.signatures == compiled
+    assert dispatcher.signatures == compiled
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])

@@ -14,7 +14,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,10 +38,10 @@ from benchmarks.traces import (
 )
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Draft, Drafter, DraftRequest, make_drafter
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.row_drafter import RowDrafter, Text
 from ssd.retrieval.cache import CacheSet, SuffixCache
-from ssd.retrieval.companion import Companion
+from ssd.retrieval.learned_state import LearnedState
 
 _LIMIT = 16
 _AT_ONCE = 6
@@ -92,11 +91,12 @@ class _Digesting:
 def _alone(rows: Sequence[Row], name: str, *, tree: bool) -> _Digest:
     """One request at a time."""
     digest, setting = _Digest(), Setting(name, "default", _LIMIT)
-    drafter = _Digesting(make_drafter(name, DraftConfig(num_speculative_tokens=_LIMIT)), digest)
-    with OurDrafters([setting], draft=DraftConfig(), index=_INDEX, tree=tree, drafters=[drafter]) as contender:
+    drafter = make_drafter(name, DraftConfig(num_speculative_tokens=_LIMIT))
+    digesting = _Digesting(drafter, digest)
+    with OurDrafters([setting], draft=DraftConfig(), index=_INDEX, tree=tree, drafters=[digesting]) as contender:
         replay_stream(stream([list(rows)]), contender)
-        for companion in contender._companions:
-            digest.add_bytes(companion.to_bytes() or b"")
+    if isinstance(drafter, SuffixDrafter):
+        digest.add_bytes(drafter.model_of(None).to_bytes())
     return digest
 
 
@@ -120,11 +120,11 @@ def _batches(rows: Sequence[Row], cache: SuffixCache) -> Iterator[tuple[list[Tok
 
 def _together(rows: Sequence[Row]) -> _Digest:
     """Several requests in one call, some with prices, some with a prediction."""
-    digest, companion = _Digest(), Companion()
-    drafter = _Digesting(make_drafter("ssd", DraftConfig(num_speculative_tokens=_LIMIT)), digest)
+    digest, ours = _Digest(), SuffixDrafter()
+    drafter = _Digesting(ours, digest)
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
         for number, (texts, prompts) in enumerate(_batches(rows, caches.get())):
-            snapshot = replace(caches.get().snapshot(), companion=companion)
+            snapshot = caches.get().snapshot()
             at = [max(1, prompt) for prompt in prompts]
             while True:
                 going = [i for i, text in enumerate(texts) if at[i] < len(text)]
@@ -144,19 +144,19 @@ def _together(rows: Sequence[Row]) -> _Digest:
                     at[i] += accepted + 1
             for i in range(len(texts)):
                 drafter.finish(f"{number}-{i}")
-        digest.add_bytes(companion.to_bytes() or b"")
+    digest.add_bytes(ours.model_of(None).to_bytes())
     return digest
 
 
 def _rows(rows: Sequence[Row]) -> _Digest:
     """Rows of a matrix, each of which has a text till the batch ends."""
-    digest, companion = _Digest(), Companion()
+    digest, learned = _Digest(), LearnedState()
     width = max((len(row.context) + len(row.output) for row in rows), default=1) + 1
-    drafter = RowDrafter(limit=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,))
+    drafter = RowDrafter(limit=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
     matrix, lengths = np.zeros((_AT_ONCE, width), np.int32), np.zeros(_AT_ONCE, np.int32)
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
         for number, (texts, prompts) in enumerate(_batches(rows, caches.get())):
-            snapshot = replace(caches.get().snapshot(), companion=companion)
+            snapshot = caches.get().snapshot()
             names = [Text(f"{number}-{i}", prompts[i], len(text)) for i, text in enumerate(texts)]
             at = [max(1, prompt) for prompt in prompts]
             for i, text in enumerate(texts):
@@ -175,7 +175,8 @@ def _rows(rows: Sequence[Row]) -> _Digest:
                     lengths[i] = at[i]
                 seconds, is_seated = 0.02 + 0.0004 * (len(texts) + sum(map(len, drafts))), False
             drafter.forget(names)
-        digest.add_bytes(AcceptanceModel.of(companion).to_bytes())
+    drafter.publish()
+    digest.add_bytes(learned.newest.to_bytes() if learned.newest is not None else b"")
     return digest
 
 

@@ -15,7 +15,6 @@ import xxhash
 from ssd.compiled.addresses import address
 from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
 from ssd.errors import SegmentCorrupt
-from ssd.retrieval.companion import Companion
 from ssd.retrieval.packed import GUARD_BYTES, unpack
 
 SEPARATOR = -1
@@ -139,7 +138,6 @@ class Snapshot:
     ``ring`` : int32[power of two]. Absolute position p lies at ``ring[p & (len(ring) - 1)]``. Positions
         [tail_start, tail_stop) are the tail: stored, whole sequences, in no segment yet.
     ``record`` : what a kernel needs to find all this; it lies at ``address``.
-    ``companion`` : what is learned beside the text of the namespace; None where nothing keeps it.
     """
 
     generation: int
@@ -150,7 +148,6 @@ class Snapshot:
     tail_stop: int
     record: Records[SnapshotRecord]
     address: int
-    companion: Companion | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -165,7 +162,6 @@ def make_snapshot(
     ring: npt.NDArray[np.int32],
     tail_start: int,
     tail_stop: int,
-    companion: Companion | None = None,
 ) -> Snapshot:
     """A snapshot of these; ``table`` is ``segment_table(segments)``."""
     record = Records(SnapshotRecord)
@@ -173,7 +169,7 @@ def make_snapshot(
     at.segments, at.num_segments, at.num_static = table.records.address, len(table), table.num_static
     at.table_number = table.number
     at.ring, at.ring_size, at.tail_start, at.tail_stop = address(ring), len(ring), tail_start, tail_stop
-    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, record, record.address, companion)
+    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, record, record.address)
 
 
 def concatenate(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:

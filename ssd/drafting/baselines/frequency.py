@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ssd.drafting.baselines.frequency_kernel import make_continuations, propose_frequency
-from ssd.drafting.by_snapshot import propose_by_snapshot
 from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
 from ssd.drafting.suffix.workspace import Workspace, checked_lengths
 from ssd.retrieval.snapshot import Snapshot
 

@@ -7,13 +7,14 @@ from concurrent.futures import wait
 
 import numpy as np
 
-from ssd.drafting.by_snapshot import propose_by_snapshot
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenIds
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.ahead import Helpers
+from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
+from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
-from ssd.retrieval.companion import Companion
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 
@@ -49,19 +50,13 @@ class SuffixDrafter:
         self._price = price
         self._workspace = Workspace(lookup_threads - 1)
         self._helpers = Helpers(self._workspace)
-        self._own_model = self._model = AcceptanceModel()
-        self._companion: Companion | None = None  # whose model was asked for the last time
+        self._models = NamespaceModels()
         self._verified: dict[str, tuple[int, TokenIds]] = {}
-        self._models: dict[str, AcceptanceModel] = {}
+        self._learned: dict[str, LearnedState | None] = {}
 
-    def model_of(self, snapshot: Snapshot | None) -> AcceptanceModel:
-        """What was learned about acceptance in a snapshot's namespace; without one, of all requests that have none."""
-        companion = None if snapshot is None else snapshot.companion
-        if companion is None:
-            return self._own_model
-        if companion is not self._companion:
-            self._companion, self._model = companion, AcceptanceModel.of(companion)
-        return self._model
+    def model_of(self, learned: LearnedState | None) -> AcceptanceModel:
+        """What was learned about acceptance in a namespace; with None, of all requests that have none."""
+        return self._models.of(learned)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
@@ -72,11 +67,11 @@ class SuffixDrafter:
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
-        model, context = self.model_of(request.snapshot), contiguous(request.context)
+        model, context = self._models.of(request.learned), contiguous(request.context)
         held = workspace.ask(0, request, self._price)
         state, is_new = workspace.state_of(request.request_id)
         if is_new:
-            self._models[request.request_id] = model
+            self._learned[request.request_id] = request.learned
         propose_suffix_one(
             workspace.address,
             snapshot.address,
@@ -96,8 +91,9 @@ class SuffixDrafter:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
         held = workspace.fill(requests, self._price)
-        model = self.model_of(requests[0].snapshot)
-        self._models.update((request.request_id, model) for request in requests)
+        learned = requests[0].learned
+        model = self._models.of(learned)
+        self._learned.update((request.request_id, learned) for request in requests)
         helping = self._helpers.start(count, snapshot, self._longest, self._shortest)
         try:
             propose_suffix(workspace.address, snapshot.address, model.address, count, self._longest, self._shortest)
@@ -121,10 +117,15 @@ class SuffixDrafter:
     def finish(self, request_id: str) -> None:
         """Learn from the last step and forget the request: it has ended."""
         state, verified = self._workspace.known_state(request_id), self._verified.pop(request_id, None)
-        model = self._models.pop(request_id, None)
-        if state is not None and verified is not None and model is not None:
-            end_request(self._workspace.address, state, *verified, model.address)
+        learned = self._learned.pop(request_id, None)
+        if state is not None and verified is not None:
+            end_request(self._workspace.address, state, *verified, self._models.of(learned).address)
         self._workspace.forget(request_id)
+        self._models.ended(learned)
+
+    def publish(self) -> None:
+        """Leave what was learned for other threads and the next process, in every request's ``learned``."""
+        self._models.publish()
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""

@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import address
 from ssd.compiled.records import Records
-from ssd.drafting.step_cost import StepCost
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.ask import MAX_DRAFT
+from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.rows import NO_ROOM, NOT_SEATED, Batch, TextRecord, draft_rows, goes_on, take_over
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
-from ssd.retrieval.companion import Companion
+from ssd.pricing.price_list import PriceList
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 Tokens = npt.NDArray[np.int32]
@@ -114,19 +114,20 @@ class RowDrafter:
         max_match_length: int = 32,
         min_match_length: int = 1,
         lookup_threads: int = 2,
+        learned: LearnedState | None = None,
     ) -> None:
         """``limit`` : most tokens of a draft. ``max_length`` : of a text; drafts leave room for the target's own token.
 
         ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of ``end_of_text_ids``.
+        ``learned`` : where what is learned about the namespace is published; None keeps it to itself.
         ``lookup_threads`` : that look up the rows of a large batch, the caller's among them; drafts are the same.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         longest, shortest = checked_lengths(max_match_length, min_match_length)
-        self._workspace, self._cost = Workspace(lookup_threads - 1), StepCost()
+        self._workspace, self._price_list = Workspace(lookup_threads - 1), PriceList()
         self._helpers = Helpers(self._workspace)
         self._longest, self._shortest = longest, shortest
-        self._own_model = AcceptanceModel()
-        self._companion: Companion | None = None
+        self._models, self._learned = NamespaceModels(), learned
         self._memory = Records(Batch)
         self._batch = self._memory[0]
         self._given: tuple[object, object] = None, None
@@ -134,7 +135,8 @@ class RowDrafter:
         self._ends = np.array(sorted(end_of_text_ids), np.int32)
         batch = self._batch
         batch.ends, batch.num_ends = address(self._ends), len(self._ends)
-        batch.cost, batch.workspace, batch.model = self._cost.address, self._workspace.address, self._own_model.address
+        batch.cost, batch.workspace = self._price_list.address, self._workspace.address
+        batch.model = self._models.of(learned).address
         batch.vocab_size, batch.limit, batch.max_length = vocab_size, min(limit, MAX_DRAFT), max_length
         batch.longest_match, batch.shortest_match = longest, shortest
         self._make_rows(16)
@@ -173,8 +175,6 @@ class RowDrafter:
             return None
         for row in range(num_rows):
             counts[row] = len(sampled[row])
-        if snapshot.companion is not self._companion:
-            self._learn_in(snapshot)
         size = self._draft(num_rows, snapshot, seconds, is_seated, by_text)
         if size == NO_ROOM:
             self._workspace.room_for(0, snapshot)
@@ -216,9 +216,15 @@ class RowDrafter:
         self._texts = []
         for text in texts:
             self._workspace.forget(text.name)
+        self._models.ended(self._learned)
+
+    def publish(self) -> None:
+        """Leave what was learned in ``learned``, for other threads and the next process."""
+        self._models.publish()
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""
+        self._batch.model = self._models.of(None).address  # the namespace learns nothing from it
         text, rows, lengths = Text("", 1, 2), np.zeros((1, 2), np.int32), np.full(1, 2, np.int32)
         text.take_over(rows[0], 1)
         text.goes_on(rows[0], 1)
@@ -227,14 +233,7 @@ class RowDrafter:
         self.forget([text])
         self._helpers.warm_up()
         self._batch.num_proposals = 0
-
-    def _learn_in(self, snapshot: Snapshot) -> None:
-        """Use what was learned in the snapshot's namespace."""
-        self._companion = snapshot.companion
-        model = self._own_model
-        if snapshot.companion is not None:
-            model = AcceptanceModel.of(snapshot.companion)
-        self._batch.model = model.address
+        self._batch.model = self._models.of(self._learned).address
 
     def _make_rows(self, count: int) -> None:
         self._rows = rows = _RowArrays(count)

@@ -6,12 +6,12 @@ from typing import Final, NamedTuple
 
 from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
 from ssd.compiled.records import Address, Int64, Record, view_of
-from ssd.drafting.step_cost_kernel import COST_FLOATS, cut_to_paying, observe_step, token_price
 from ssd.drafting.suffix.ahead import NO_ROWS, open_rows
 from ssd.drafting.suffix.ask import MAX_DRAFT, asks_at, drafts_at
 from ssd.drafting.suffix.gather import scratch_at
 from ssd.drafting.suffix.propose import propose_suffix
 from ssd.drafting.suffix.workspace import Frame, frame_at
+from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
 from ssd.retrieval.snapshot import snapshot_at
 
 NOT_SEATED: Final = -1
@@ -46,7 +46,7 @@ class Batch(Record):
     row that is still prefilling. ``texts`` : int64, address of its TextRecord, 0 for none. ``asked``, ``sizes``,
     ``probabilities``, ``best_first`` : scratch, of the drafts asked for. ``out`` : int32, see ``draft_rows``.
 
-    ``cost`` : see ``StepCost``. ``ends`` : int32[num_ends], the ids of ends of text. ``last_asked``,
+    ``cost`` : see `PassCosts`. ``ends`` : int32[num_ends], the ids of ends of text. ``last_asked``,
     ``last_positions`` : rows and words of the last call.
     """
 
@@ -223,11 +223,10 @@ def draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float,
     if snapshot_at(snapshot).num_segments > scratch_at(frame.lookups).num_lanes:
         open_rows(frame, NO_ROWS)
         return NO_ROOM
-    cost = float64_array(batch.cost, COST_FLOATS)
     num_asked, num_tokens = _ask(frame, rows)
     if seconds > 0.0 and num_asked == num_rows and batch.last_asked == num_rows:
-        observe_step(cost, batch.last_positions, num_tokens, seconds)
-    price = token_price(cost, num_asked)
+        observe_pass(batch.cost, batch.last_positions, False, num_tokens, seconds)
+    price = token_price(batch.cost, num_asked)
     asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
     for number in range(num_asked):
         asks[number].price = price if price > 0.0 else _PRICE_UNKNOWN
@@ -238,7 +237,7 @@ def draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float,
         draft = drafts[number]
         size = _usable(draft.tokens, draft.size, batch)
         sizes[number], probabilities[number, :size] = size, draft.probabilities[:size]
-    cut_to_paying(cost, probabilities, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
+    cut_rows(batch.cost, probabilities, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
     size = _write(frame, rows, num_asked, sizes)
     batch.num_proposals += num_asked
     batch.last_asked, batch.last_positions = num_asked, size
