@@ -126,6 +126,11 @@ class Arbiter:
         for source in self._sources:
             getattr(source.drafter, "warm_up", lambda: None)()
 
+    def publish(self) -> None:
+        """Have every drafter that learns about namespaces publish what it learned."""
+        for source in self._sources:
+            getattr(source.drafter, "publish", lambda: None)()
+
     def _promising(
         self, source: _Source, requests: Sequence[DraftRequest], gains: Sequence[float]
     ) -> dict[int, DraftRequest]:

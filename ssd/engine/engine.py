@@ -28,7 +28,6 @@ from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.snapshot import Snapshot
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
 
@@ -40,7 +39,8 @@ class Engine:
     """Continuous batching over the slots of one target model, drafting from a retrieval cache.
 
     ``submit``, ``cancel`` and ``wait_for_work`` may be called from any thread; ``step`` by one thread at a time. What a
-    request raises inside a step ends that request; the others go on with the output that they have without it.
+    request raises inside a step ends that request; the others go on with the output that they have without it. None of
+    them reads a file: a namespace's cache is opened beside them, and its requests draft from it once it is open.
     ``caches`` and ``codec`` may be None: then nothing is learned, or only token ids are handled.
     ``draw_seed`` gives the seed of a request that brings none.
     """
@@ -73,7 +73,7 @@ class Engine:
             GrammarCompiler(codec, vocab_size=target.vocab_size, eos_token_ids=self._eos_token_ids) if codec else None
         )
         self._best_effort = BestEffort()
-        self._proposals = Proposals(target, drafter, draft, self._best_effort, self._snapshot)
+        self._proposals = Proposals(target, drafter, draft, self._best_effort)
         self._under_way: Pass | None = None
         self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
@@ -140,6 +140,7 @@ class Engine:
             request,
             codec=self.codec,
             grammars=self.grammars,
+            caches=self.caches,
             vocab_size=self.target.vocab_size,
             max_length=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
@@ -176,11 +177,15 @@ class Engine:
         return self.has_work()
 
     def close(self) -> None:
-        """Take no more requests and close the caches, which keeps what they learned. Requests in flight are dropped."""
+        """Take no more requests and close the caches, which keeps what they learned. Requests in flight are dropped.
+
+        To be called by the thread that steps, or after it.
+        """
         with self._lock:
             self._stopped = True
         self._work.set()
         if self.caches is not None:
+            self._proposals.publish()
             self.caches.close()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -352,21 +357,15 @@ class Engine:
         return output
 
     def _learn(self, sequence: Sequence) -> None:
-        if self.caches is None or sequence.request.namespace is None:
-            return
-        caches, namespace = self.caches, sequence.request.namespace
-        self._best_effort(
-            lambda: caches.get(namespace).append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
-        )
-
-    def _snapshot(self, namespace: str | None) -> Snapshot | None:
-        if self.caches is None or namespace is None:
-            return None
-        return self.caches.get(namespace).snapshot()
+        if (namespace := sequence.namespace) is not None:
+            self._best_effort(
+                lambda: namespace.append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
+            )
 
     def _observe_load(self) -> None:
         scheduler = self._scheduler
-        self.metrics.drafter_failures = self._proposals.num_failures
+        num_unopened = 0 if self.caches is None else self.caches.num_failed_openings
+        self.metrics.drafter_failures = self._proposals.num_failures + num_unopened
         self.metrics.num_failed_passes = self._isolation.num_failed_passes
         self.metrics.num_running = len(scheduler.running)
         self.metrics.num_waiting = len(scheduler.waiting)

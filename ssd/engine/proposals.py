@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -21,10 +19,6 @@ from ssd.model.target import Target
 from ssd.pricing.calibration import KeptShares
 from ssd.pricing.price_list import PriceList
 from ssd.pricing.throttle import Throttle
-from ssd.retrieval.snapshot import Snapshot
-
-SnapshotOf = Callable[[str | None], Snapshot | None]
-"""A namespace's index; None where there is none."""
 
 _SURE = 0.9
 """Chance of its first token that a draft must have in the pass that a client waits for."""
@@ -36,14 +30,11 @@ class Proposals:
     A drafter that fails proposes nothing, see `BestEffort`.
     """
 
-    def __init__(
-        self, target: Target, drafter: Drafter, draft: DraftConfig, best_effort: BestEffort, snapshot_of: SnapshotOf
-    ) -> None:
+    def __init__(self, target: Target, drafter: Drafter, draft: DraftConfig, best_effort: BestEffort) -> None:
         self._target = target
         self._drafter = drafter
         self._asked = OneByOne(drafter)
         self._best_effort = best_effort
-        self._snapshot_of = snapshot_of
         self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._shape = possible_shape(draft.draft_shape, target)
         self._price_list = PriceList()
@@ -59,6 +50,10 @@ class Proposals:
     def warm_up(self) -> None:
         """Compile the drafter's kernels."""
         self._best_effort(lambda: getattr(self._drafter, "warm_up", lambda: None)())
+
+    def publish(self) -> None:
+        """Have the drafter publish what it learned about namespaces, to be kept with their text."""
+        self._best_effort(lambda: getattr(self._drafter, "publish", lambda: None)())
 
     def calibrate(self) -> None:
         """Time passes of several sizes, on free slots."""
@@ -120,20 +115,23 @@ class Proposals:
         """A draft for each sequence and its share, in a pass of ``num_rows``."""
         is_priced = self._price_list.pass_time is not None
         price = self._price_list.price(num_rows)
-        requests = [
-            DraftRequest(
-                request_id=sequence.request.request_id,
-                context=sequence.context,
-                prompt_length=sequence.num_prompt_tokens,
-                snapshot=self._best_effort(partial(self._snapshot_of, sequence.request.namespace)),
-                limit=sequence.most_drafted(self._limit),
-                prices=np.array([price / share]) if is_priced else None,
-                tree=self._may_branch(sequence, num_rows),
-                prediction=sequence.prediction,
-                sampling=sequence.sampling,
+        requests = []
+        for sequence, share in asked:
+            cache = None if sequence.namespace is None else sequence.namespace.cache
+            requests.append(
+                DraftRequest(
+                    request_id=sequence.request.request_id,
+                    context=sequence.context,
+                    prompt_length=sequence.num_prompt_tokens,
+                    snapshot=None if cache is None else cache.snapshot(),
+                    learned=None if cache is None else cache.learned,
+                    limit=sequence.most_drafted(self._limit),
+                    prices=np.array([price / share]) if is_priced else None,
+                    tree=self._may_branch(sequence, num_rows),
+                    prediction=sequence.prediction,
+                    sampling=sequence.sampling,
+                )
             )
-            for sequence, share in asked
-        ]
         drafts = self._best_effort(lambda: self._asked.propose(requests))
         if drafts is None or len(drafts) != len(asked):
             return [EMPTY_DRAFT] * len(asked)

@@ -122,6 +122,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
     def close(self) -> None:
         """The sequence has ended."""
         self._drafter.finish(self._request_id)
+        getattr(self._drafter, "publish", lambda: None)()
 
     def _propose(self, context: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Draft:
         room = self._limit if self.max_length is None else self.max_length - len(context) - 1
@@ -131,6 +132,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             context=context,
             prompt_length=self._prompt_length,
             snapshot=None if self._cache is None else self._cache.snapshot(),
+            learned=None if self._cache is None else self._cache.learned,
             limit=max(0, min(self._limit, room)),
             prices=np.array([price]) if price else None,
         )
