@@ -15,13 +15,14 @@ from typing import Any, Final, Self
 
 from ssd.config import CacheConfig
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, is_fault
+from ssd.retrieval.cache_state import CacheStats
 from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import check_fingerprint, check_namespace
 from ssd.retrieval.namespace import HeldNamespace, Namespace
 from ssd.retrieval.scratch import make_scratch
-from ssd.retrieval.suffix_cache import CacheStats, SuffixCache
+from ssd.retrieval.suffix_cache import SuffixCache
 
 __all__ = ["DEFAULT_NAMESPACE", "CacheSet", "CacheStats", "SuffixCache"]
 
