@@ -107,24 +107,24 @@ def test_learning_step_by_step_equals_the_slow_twin(parts: list[list[int]], tail
     random = np.random.default_rng(seed)
     snapshot = reference.make_snapshot(parts, tail)
     text = random.integers(0, 3, 40).tolist()
-    fast, model, mood = SuffixDrafter(), slow.SlowModel(), 0.0
-    lessons: list[tuple[int, slow.Views, slow.View]] = []
+    fast, model, mean_error = SuffixDrafter(), slow.SlowModel(), 0.0
+    judged: list[tuple[int, slow.Views, slow.View]] = []
     length, start = 3, 0
     while length < len(text):
         context = text[:length]
-        for depth, (token, views, chosen) in enumerate(lessons):
+        for depth, (token, views, chosen) in enumerate(judged):
             if start + depth >= length:
                 break
             came = text[start + depth] == token
             error = model.learn(views, chosen, came)
-            mood += int(0.1 * (error * (1 << 20) - mood))
+            mean_error += int(0.1 * (error * (1 << 20) - mean_error))
             if not came:
                 break
         levels = levels_of(snapshot, context, 5)
         request = DraftRequest("a", np.array(context, np.int32), 3, snapshot, 4)
         draft = fast.propose([request])[0]
-        asked = asked_of(snapshot, context, prompt_length=3, mood=mood / (1 << 20))
-        lessons, start = [], length
+        asked = asked_of(snapshot, context, prompt_length=3, mean_error=mean_error / (1 << 20))
+        judged, start = [], length
         for depth in range(len(draft.token_ids) + 1):
             found = slow.candidates(levels, asked, draft.token_ids[:depth].tolist(), model)
             if not found:
@@ -132,7 +132,7 @@ def test_learning_step_by_step_equals_the_slow_twin(parts: list[list[int]], tail
             chances = sorted(chance for chance, _, _ in found.values())
             assume(len(chances) < 2 or chances[-1] > chances[-2] + 1e-9)
             token = max(found, key=lambda token: found[token][0])
-            lessons.append((token, *found[token][1:]))
+            judged.append((token, *found[token][1:]))
             if depth < len(draft.token_ids):
                 assert draft.token_ids[depth] == token
                 assert draft.probabilities is not None

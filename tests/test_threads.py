@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.model import threads
+from ssd.model.loading import threads
 from ssd.model.loading.load_target import open_target
 from ssd.model.loading.threads import fastest, settle_threads
 from ssd.model.target import Target

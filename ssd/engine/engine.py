@@ -1,4 +1,4 @@
-"""The serving loop: propose, one forward pass, verify, roll back, commit."""
+"""The serving loop: prefill, propose, forward, verify, commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter
-from ssd.engine.faults import Guard
+from ssd.engine.faults import BestEffort
 from ssd.engine.integrity import settle, violations
 from ssd.engine.isolation import Isolation
 from ssd.engine.metrics import EngineMetrics
@@ -30,6 +30,9 @@ from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
+
+Verified = tuple[Pass, list[Verdict | BaseException]]
+"""A pass that has ended, and of each row what the target says or what it raised."""
 
 
 class Engine:
@@ -69,8 +72,8 @@ class Engine:
         self.grammars = (
             GrammarCompiler(codec, vocab_size=target.vocab_size, eos_token_ids=self._eos_token_ids) if codec else None
         )
-        self._guard = Guard()
-        self._proposals = Proposals(target, drafter, draft, self._guard)
+        self._best_effort = BestEffort()
+        self._proposals = Proposals(target, drafter, draft, self._best_effort)
         self._under_way: Pass | None = None
         self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
@@ -190,17 +193,19 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every running sequence by one forward pass of the target.
 
-        On a device that computes beside the host, the next pass is launched as soon as the last one's tokens are known,
-        and their text is made, sent and learned from while it runs: the outputs are those of the pass before it.
+        A device that computes beside the host changes the order: the pass that the step before began is verified and
+        committed first, and the text of its tokens is made, sent and learned from while the next pass runs.
         Raises EngineBroken where nothing can be computed any more.
         """
-        taken = self._land()
-        ended = self._admit_and_cancel()
-        self._launch()
+        committed = self._commit(self._verify())  # nothing is under way here but beside the host
+        cancelled = self._admit_and_cancel()
+        batch = self._prefill_prompts()
+        drafts = self._proposals.propose(batch)
+        self._forward(batch, drafts)
         if not self.target.runs_beside_host:
-            taken += self._land()
-        outputs = [output for sequence, each in taken if (output := self._report(sequence, each)) is not None]
-        outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in ended]
+            committed += self._commit(self._verify())
+        outputs = [output for sequence, taken in committed if (output := self._spell(sequence, taken)) is not None]
+        outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
         self._observe_load()
         return outputs
@@ -263,47 +268,55 @@ class Engine:
             self._proposals.forget(sequence)
         return ended
 
-    def _launch(self) -> None:
-        """Compute prompts, draft and begin the pass over every sequence that is ready, or over one suspect alone."""
+    def _prefill_prompts(self) -> list[Sequence]:
+        """Compute prompts: the sequences that are ready for the pass, or one suspect alone."""
         ready = self._prefill.run(self._scheduler.running)
-        batch = next(([sequence] for sequence in ready if sequence.is_suspect), ready)
+        return next(([sequence] for sequence in ready if sequence.is_suspect), ready)
+
+    def _forward(self, batch: list[Sequence], drafts: list[Draft]) -> None:
+        """Begin the pass over every sequence's last token and draft."""
         if not batch:
             return
-        drafts = self._proposals.of(batch)
         try:
             self._under_way = Pass(self.target, batch, drafts)
         except BaseException as error:
             self._isolation.lose(batch, error)
 
-    def _land(self) -> list[tuple[Sequence, Taken]]:
-        """Wait for the pass that is under way, and take what it gave."""
-        landing, self._under_way = self._under_way, None
-        if landing is None:
-            return []
+    def _verify(self) -> Verified | None:
+        """Wait for the pass that is under way: how far the target agrees with each draft; None where none is."""
+        ended, self._under_way = self._under_way, None
+        if ended is None:
+            return None
         try:
-            verdicts = landing.verdicts()
+            return ended, ended.verdicts()
         except BaseException as error:
-            self._isolation.lose(landing.batch, error)
+            self._isolation.lose(ended.batch, error)
+            return None
+
+    def _commit(self, verified: Verified | None) -> list[tuple[Sequence, Taken]]:
+        """Append to every sequence what was accepted of its draft and the target's own token."""
+        if verified is None:
             return []
-        taken = []
-        for sequence, draft, verdict in zip(landing.batch, landing.drafts, verdicts, strict=True):
+        ended, verdicts = verified
+        committed = []
+        for sequence, draft, verdict in zip(ended.batch, ended.drafts, verdicts, strict=True):
             if sequence.finish_reason is not None:  # its text failed while the pass ran
                 self._isolation.drop(sequence)
             elif not isinstance(verdict, Verdict):
                 self._isolation.fail(sequence, "choosing a token", verdict)
             else:
                 try:
-                    taken.append((sequence, self._take(sequence, draft, verdict)))
+                    committed.append((sequence, self._commit_one(sequence, draft, verdict)))
                 except BaseException as error:
                     self._isolation.fail(sequence, "taking tokens", error)
-        if not taken:
+        if not committed:
             self._isolation.require_a_target()
-        num_tokens = sum(len(each.token_ids) for _, each in taken)
-        self._proposals.passed(landing.drafts, num_tokens, landing.seconds)
-        return taken
+        num_tokens = sum(len(taken.token_ids) for _, taken in committed)
+        self._proposals.observe_pass(ended.drafts, num_tokens, ended.seconds)
+        return committed
 
-    def _take(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Taken:
-        """Append what was accepted, take back the rest of the draft, give the slot back at the end."""
+    def _commit_one(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Taken:
+        """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
         taken = sequence.take(verdict.token_ids, verdict.logits)
         sequence.is_suspect = False
         num_accepted = min(len(verdict.path), len(taken.token_ids))
@@ -316,7 +329,7 @@ class Engine:
         stats.num_accepted_tokens += num_accepted
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
         self.metrics.generation_tokens += len(taken.token_ids)
-        self._proposals.verified(sequence, draft, verdict, num_accepted)
+        self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
         if taken.finish_reason is None:
             self.target.rollback(sequence.slot, sequence.num_tokens - 1)
         else:  # before the next pass is drafted for: a drafter may have as many slots as the target
@@ -324,7 +337,7 @@ class Engine:
             self._proposals.forget(sequence)
         return taken
 
-    def _report(self, sequence: Sequence, taken: Taken) -> RequestOutput | None:
+    def _spell(self, sequence: Sequence, taken: Taken) -> RequestOutput | None:
         """Make text of what was taken; learn from a sequence that has ended. None where that failed."""
         try:
             output = sequence.output(taken)
@@ -345,7 +358,9 @@ class Engine:
 
     def _learn(self, sequence: Sequence) -> None:
         if (namespace := sequence.namespace) is not None:
-            self._guard(lambda: namespace.append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens))
+            self._best_effort(
+                lambda: namespace.append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
+            )
 
     def _observe_load(self) -> None:
         scheduler = self._scheduler
@@ -357,4 +372,4 @@ class Engine:
         held = sum(sequence.num_tokens for sequence in scheduler.running)
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
         if not scheduler.running and not scheduler.waiting:
-            self._guard(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))
+            self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

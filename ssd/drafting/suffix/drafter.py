@@ -11,8 +11,7 @@ from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
 from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
-from ssd.drafting.suffix.wishes import Wishes, contiguous
-from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
 from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
@@ -29,7 +28,7 @@ class SuffixDrafter:
 
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
     Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
-    ``evidence.gather``.
+    `gather.gather`.
     """
 
     def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, price: float = 0.1) -> None:
@@ -38,7 +37,7 @@ class SuffixDrafter:
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
-        self._usual = Wishes(np.array([price]))
+        self._price = price
         self._workspace = Workspace()
         self._models = NamespaceModels()
         self._verified: dict[str, tuple[int, TokenIds]] = {}
@@ -57,11 +56,8 @@ class SuffixDrafter:
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
-        model, context, wishes = (
-            self._models.of(request.learned),
-            contiguous(request.context),
-            self._usual.of(request, workspace.spare[0]),
-        )
+        model, context = self._models.of(request.learned), contiguous(request.context)
+        held = workspace.ask(0, request, self._price)
         state, is_new = workspace.state_of(request.request_id)
         if is_new:
             self._learned[request.request_id] = request.learned
@@ -74,16 +70,16 @@ class SuffixDrafter:
             state,
             is_new,
             request.prompt_length,
-            wishes.address,
             self._longest,
             self._shortest,
         )
+        del held
         return workspace.draft(0, with_probabilities=True)
 
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
-        held = workspace.fill(requests, self._usual)
+        held = workspace.fill(requests, self._price)
         learned = requests[0].learned
         model = self._models.of(learned)
         self._learned.update((request.request_id, learned) for request in requests)
