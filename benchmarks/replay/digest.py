@@ -38,7 +38,7 @@ from benchmarks.traces import (
 )
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Draft, Drafter, DraftRequest, make_drafter
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.row_drafter import RowDrafter, Text
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.learned_state import LearnedState
@@ -87,19 +87,16 @@ class _Digesting:
     def finish(self, request_id: str) -> None:
         self._drafter.finish(request_id)
 
-    def add_learned(self) -> None:
-        """Digest what the drafter learned, where it learns."""
-        model_of = getattr(self._drafter, "model_of", None)
-        self._digest.add_bytes(b"" if model_of is None else model_of(None).to_bytes())
-
 
 def _alone(rows: Sequence[Row], name: str, *, tree: bool) -> _Digest:
     """One request at a time."""
     digest, setting = _Digest(), Setting(name, "default", _LIMIT)
-    drafter = _Digesting(make_drafter(name, DraftConfig(num_speculative_tokens=_LIMIT)), digest)
-    with OurDrafters([setting], draft=DraftConfig(), index=_INDEX, tree=tree, drafters=[drafter]) as contender:
+    drafter = make_drafter(name, DraftConfig(num_speculative_tokens=_LIMIT))
+    digesting = _Digesting(drafter, digest)
+    with OurDrafters([setting], draft=DraftConfig(), index=_INDEX, tree=tree, drafters=[digesting]) as contender:
         replay_stream(stream([list(rows)]), contender)
-        drafter.add_learned()
+    if isinstance(drafter, SuffixDrafter):
+        digest.add_bytes(drafter.model_of(None).to_bytes())
     return digest
 
 
@@ -123,8 +120,8 @@ def _batches(rows: Sequence[Row], cache: SuffixCache) -> Iterator[tuple[list[Tok
 
 def _together(rows: Sequence[Row]) -> _Digest:
     """Several requests in one call, some with prices, some with a prediction."""
-    digest = _Digest()
-    drafter = _Digesting(make_drafter("ssd", DraftConfig(num_speculative_tokens=_LIMIT)), digest)
+    digest, ours = _Digest(), SuffixDrafter()
+    drafter = _Digesting(ours, digest)
     with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
         for number, (texts, prompts) in enumerate(_batches(rows, caches.get())):
             snapshot = caches.get().snapshot()
@@ -147,7 +144,7 @@ def _together(rows: Sequence[Row]) -> _Digest:
                     at[i] += accepted + 1
             for i in range(len(texts)):
                 drafter.finish(f"{number}-{i}")
-        drafter.add_learned()
+    digest.add_bytes(ours.model_of(None).to_bytes())
     return digest
 
 
@@ -178,8 +175,8 @@ def _rows(rows: Sequence[Row]) -> _Digest:
                     lengths[i] = at[i]
                 seconds, is_seated = 0.02 + 0.0004 * (len(texts) + sum(map(len, drafts))), False
             drafter.forget(names)
-        drafter.publish()
-        digest.add_bytes(AcceptanceModel.of(learned).to_bytes())
+    drafter.publish()
+    digest.add_bytes(learned.newest.to_bytes() if learned.newest is not None else b"")
     return digest
 
 

@@ -129,11 +129,8 @@ class RowDrafter:
         self._ends = np.array(sorted(end_of_text_ids), np.int32)
         batch = self._batch
         batch.ends, batch.num_ends = address(self._ends), len(self._ends)
-        batch.cost, batch.workspace, batch.model = (
-            self._price_list.address,
-            self._workspace.address,
-            self._models.of(learned).address,
-        )
+        batch.cost, batch.workspace = self._price_list.address, self._workspace.address
+        batch.model = self._models.of(learned).address
         batch.vocab_size, batch.limit, batch.max_length = vocab_size, min(limit, MAX_DRAFT), max_length
         batch.longest_match, batch.shortest_match = longest, shortest
         self._make_rows(16)
