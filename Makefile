@@ -1,7 +1,8 @@
-# make serve | test | fuzz | bench | bench-vllm | lint: each sets up .venv in the checkout first.
+# make serve | quick | test | fuzz | bench | bench-vllm | lint: each sets up .venv in the checkout first.
 
 PYTHON ?= python3
 PORT ?= 8000
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -15,7 +16,7 @@ TRACES := agent_react agent_tools sql code chat
 CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
 	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
 
-.PHONY: serve test fuzz bench bench-peers bench-vllm lint format clean
+.PHONY: serve quick test fuzz bench bench-peers bench-vllm lint format clean
 
 # Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 $(READY): pyproject.toml constraints.txt
@@ -27,11 +28,16 @@ $(READY): pyproject.toml constraints.txt
 serve: $(READY)
 	exec $(BIN)/ssd-serve --port $(PORT) $(ARGS)
 
-test: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest
+# One thread for each of JOBS processes.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# While editing: what needs no model, server or Redis; a minute, and another where kernels must be compiled.
+quick: $(READY)
+	$(PYTEST) --quick
+
+# All but the tests marked slow; these too with ALL=1, which takes twice as long.
+test: lint
+	$(PYTEST) $(if $(ALL),--slow)
 
 # 5,000 requests made from our own description of the service, for a nightly run: a few minutes.
 fuzz: $(READY)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.processes import find_redis_server
+from benchmarks.faults.processes import find_redis_server, free_port
 
 
 class RedisServer:
@@ -19,9 +19,7 @@ class RedisServer:
     def __init__(self, directory: Path, *options: str) -> None:
         executable = find_redis_server()
         assert executable is not None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
         settings = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]

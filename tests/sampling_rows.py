@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
@@ -15,7 +16,7 @@ from ssd.model.sampling.rejection import SampledDraft
 def make_row(
     params: SamplingParams,
     *,
-    prompt: Sequence[int] = (),
+    prompt: Sequence[int] | npt.NDArray[np.int32] = (),
     output: Sequence[int] = (),
     draft: Sequence[int] = (),
     parents: Sequence[int] | None = None,

@@ -129,16 +129,16 @@ class FailingEngine:
 class RunningServer:
     """A worker, and a real server on a real port in front of it."""
 
-    def __init__(self, worker: Worker, port: int) -> None:
-        self.worker = worker
+    def __init__(self, engine_thread: Worker, port: int) -> None:
+        self.engine_thread = engine_thread
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
 
     def wait_until(self, state: WorkerState, timeout_s: float = 120) -> None:
         """Wait for a state; raises what went wrong if the engine cannot be loaded instead."""
-        wait_until(lambda: self.worker.state is state or self.worker.load_error is not None, timeout_s)
-        if self.worker.state is not state and self.worker.load_error is not None:
-            raise self.worker.load_error
+        wait_until(lambda: self.engine_thread.state is state or self.engine_thread.load_error is not None, timeout_s)
+        if self.engine_thread.state is not state and self.engine_thread.load_error is not None:
+            raise self.engine_thread.load_error
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 _SIGMAS = 4.75  # a right sampler fails with probability 1e-6
 
 
-def assert_follows(counts: Counter[Hashable], law: Mapping[Hashable, float]) -> None:
+def assert_follows(counts: Counter[Any], law: Mapping[Any, float]) -> None:
     """Pearson's chi-square of ``counts`` against ``law``; outcomes expected less than 5 times count as one."""
     total = counts.total()
     impossible = {outcome for outcome in counts if law.get(outcome, 0.0) == 0.0}

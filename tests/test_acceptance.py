@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -22,7 +25,9 @@ from tests.test_search import contexts, sequences, snapshots
 PRICES = [0.02, 0.1, 0.5]
 
 
-def levels_of(snapshot: Snapshot, context: list[int], limit: int, min_length: int = 1):
+def levels_of(
+    snapshot: Snapshot, context: list[int], limit: int, min_length: int = 1
+) -> list[tuple[int, reference.Evidence]]:
     """Evidence of every occurrence; skips what the fast one samples."""
     levels = reference.suffix_levels(
         snapshot, context, 32, min_length, limit, most=MAX_LEVELS, enough=int(ENOUGH_SUPPORT)
@@ -31,7 +36,7 @@ def levels_of(snapshot: Snapshot, context: list[int], limit: int, min_length: in
     return levels
 
 
-def asked_of(snapshot: Snapshot, context: list[int], **more) -> slow.Asked:
+def asked_of(snapshot: Snapshot, context: list[int], **more: Any) -> slow.Asked:
     num_static = sum(segment.start is None for segment in snapshot.segments)
     return slow.Asked(context, num_static=num_static, num_texts=len(snapshot.segments) + 1, **more)
 
@@ -39,8 +44,8 @@ def asked_of(snapshot: Snapshot, context: list[int], **more) -> slow.Asked:
 @given(snapshots, contexts, st.integers(1, 12), st.integers(1, 3), st.sampled_from(PRICES), st.integers(0, 9))
 @settings(max_examples=150)
 def test_a_chain_takes_the_most_probable_token_while_it_is_worth_its_price(
-    snapshot, context, limit, min_length, price, prompt_length
-):
+    snapshot: Snapshot, context: list[int], limit: int, min_length: int, price: float, prompt_length: int
+) -> None:
     levels = levels_of(snapshot, context, limit + 1, min_length)
     drafter = SuffixDrafter(min_match_length=min_length)
     request = DraftRequest("a", np.array(context, np.int32), prompt_length, snapshot, limit, prices=np.array([price]))
@@ -66,7 +71,9 @@ def test_a_chain_takes_the_most_probable_token_while_it_is_worth_its_price(
 
 @given(snapshots, contexts, st.integers(1, 9), st.sampled_from(PRICES))
 @settings(max_examples=100)
-def test_a_tree_holds_the_most_probable_nodes_there_are(snapshot, context, limit, price):
+def test_a_tree_holds_the_most_probable_nodes_there_are(
+    snapshot: Snapshot, context: list[int], limit: int, price: float
+) -> None:
     assume(context)
     levels = levels_of(snapshot, context, limit + 1)
     request = DraftRequest("a", np.array(context, np.int32), 0, snapshot, limit, prices=np.array([price]), tree=True)
@@ -81,7 +88,7 @@ def test_a_tree_holds_the_most_probable_nodes_there_are(snapshot, context, limit
                 products.append(product * chance)
                 open_paths.append((product * chance, [*path, token]))
     expected = sorted(products, reverse=True)[:limit]
-    chances = []
+    chances: list[float] = []
     for i in range(len(draft.token_ids)):
         assert draft.parents is not None and draft.probabilities is not None
         parent = int(draft.parents[i])
@@ -94,11 +101,12 @@ def test_a_tree_holds_the_most_probable_nodes_there_are(snapshot, context, limit
 
 @given(st.lists(sequences, max_size=3), sequences, st.integers(0, 2**32 - 1))
 @settings(max_examples=60)
-def test_learning_step_by_step_equals_the_slow_twin(parts, tail, seed):
+def test_learning_step_by_step_equals_the_slow_twin(parts: list[list[int]], tail: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
     snapshot = reference.make_snapshot(parts, tail)
     text = random.integers(0, 3, 40).tolist()
-    fast, model, mood, lessons = SuffixDrafter(), slow.SlowModel(), 0.0, []
+    fast, model, mood = SuffixDrafter(), slow.SlowModel(), 0.0
+    lessons: list[tuple[int, slow.Views, slow.View]] = []
     length, start = 3, 0
     while length < len(text):
         context = text[:length]
@@ -146,7 +154,7 @@ def learned_model(steps: int = 300) -> tuple[SuffixDrafter, AcceptanceModel]:
     return drafter, drafter.model_of(None)
 
 
-def test_what_was_learned_survives_as_bytes():
+def test_what_was_learned_survives_as_bytes() -> None:
     _, model = learned_model()
     assert model.num_learned > 100
     restored = AcceptanceModel.from_bytes(model.to_bytes())
@@ -156,7 +164,7 @@ def test_what_was_learned_survives_as_bytes():
 
 @given(st.binary(max_size=64), st.integers(0, 2**31), st.integers(0, 255))
 @settings(max_examples=100)
-def test_damaged_bytes_are_refused_or_the_same(start, at, value):
+def test_damaged_bytes_are_refused_or_the_same(start: bytes, at: int, value: int) -> None:
     stored = bytearray(AcceptanceModel().to_bytes())
     stored[at % len(stored)] = value
     for damaged in (start, bytes(stored), bytes(stored[: at % len(stored)])):
@@ -167,7 +175,7 @@ def test_damaged_bytes_are_refused_or_the_same(start, at, value):
         assert model.to_bytes() == damaged
 
 
-def test_a_companion_begins_anew_when_what_it_kept_cannot_be_used(caplog):
+def test_a_companion_begins_anew_when_what_it_kept_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
     companion = Companion(b"not a model")
     model = companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
     assert model.num_learned == 0
@@ -176,7 +184,7 @@ def test_a_companion_begins_anew_when_what_it_kept_cannot_be_used(caplog):
     assert companion.to_bytes() == model.to_bytes()
 
 
-def test_estimates_follow_what_is_accepted():
+def test_estimates_follow_what_is_accepted() -> None:
     """The same evidence, always wrong: less and less is drafted."""
     snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
     drafter = SuffixDrafter(price=0.3)
@@ -191,7 +199,7 @@ def test_estimates_follow_what_is_accepted():
     assert lengths[-1] == 0
 
 
-def test_estimates_come_true_though_the_best_looking_token_is_drafted():
+def test_estimates_come_true_though_the_best_looking_token_is_drafted() -> None:
     """Texts that go on three ways at random: whichever looks best, it comes a third of the time."""
     random = np.random.default_rng(5)
     drafter, late = SuffixDrafter(price=0.05), []
@@ -208,7 +216,7 @@ def test_estimates_come_true_though_the_best_looking_token_is_drafted():
     assert abs(estimated.mean() - came.mean()) < 0.03
 
 
-def test_the_last_step_teaches_too():
+def test_the_last_step_teaches_too() -> None:
     snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
     drafter = SuffixDrafter(price=0.3)
     request = DraftRequest("a", np.arange(4, dtype=np.int32), 4, snapshot, 16)
@@ -239,7 +247,7 @@ EXPECTED = [*range(100, 160)]
     ],
     ids=["start", "as predicted", "replaced", "inserted", "left out", "lost", "all said"],
 )
-def test_a_prediction_is_followed_and_found_again_behind_an_edit(output, goes_on):
+def test_a_prediction_is_followed_and_found_again_behind_an_edit(output: list[int], goes_on: int | None) -> None:
     drafter = SuffixDrafter()
     for length in range(len(output) + 1):
         draft = drafter.propose([predicting("a", [1, 2, *output[:length]], EXPECTED)])[0]
@@ -250,14 +258,14 @@ def test_a_prediction_is_followed_and_found_again_behind_an_edit(output, goes_on
         assert draft.source == "prediction"
 
 
-def test_a_prediction_belongs_to_its_request_alone():
+def test_a_prediction_belongs_to_its_request_alone() -> None:
     drafter = SuffixDrafter()
     drafter.propose([predicting("a", [1, 2], EXPECTED)])
     drafter.finish("a")
     assert len(drafter.propose([predicting("b", [1, 2], [])])[0].token_ids) == 0
 
 
-def test_a_prediction_in_which_all_tokens_are_the_same_is_bounded_work():
+def test_a_prediction_in_which_all_tokens_are_the_same_is_bounded_work() -> None:
     drafter = SuffixDrafter()
     same = [5] * 20_000
     for length in (0, 1, 2, 40):
@@ -268,7 +276,9 @@ def test_a_prediction_in_which_all_tokens_are_the_same_is_bounded_work():
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5))
 @settings(max_examples=100)
-def test_a_fresh_prediction_is_judged_as_the_slow_twin_judges_it(prompt, prediction, limit):
+def test_a_fresh_prediction_is_judged_as_the_slow_twin_judges_it(
+    prompt: list[int], prediction: list[int], limit: int
+) -> None:
     context = [1, *prompt]
     levels = levels_of(reference.make_snapshot([]), context, limit + 1)
     request = DraftRequest(
@@ -286,7 +296,7 @@ def test_a_fresh_prediction_is_judged_as_the_slow_twin_judges_it(prompt, predict
         follows = follows and depth < len(prediction) and prediction[depth] == token
 
 
-def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path, caplog):
+def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = CacheConfig(directory=tmp_path)
     text = np.tile(np.arange(7, dtype=np.int32), 9)
     for expected in (0, 20):  # at least
@@ -305,7 +315,7 @@ def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path, caplog):
     assert "begins anew" in caplog.text
 
 
-def test_a_draft_is_carried_on_past_the_end_of_all_it_was_drawn_from():
+def test_a_draft_is_carried_on_past_the_end_of_all_it_was_drawn_from() -> None:
     """A long text is stored in pieces that overlap, as the shared log cuts it."""
     first, second = [*range(60)], [*range(40, 100)]
     snapshot = reference.make_snapshot([[*first, SEPARATOR], [*second, SEPARATOR]])

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.faults.history import History
+from benchmarks.faults.processes import find_redis_server
 from benchmarks.faults.questions import Question
 from benchmarks.faults.rounds import PROBLEMS
 from benchmarks.faults.store import note, number_of
-from tests.redis_server import find_redis_server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -94,6 +94,7 @@ def test_a_near_tie_excuses_a_difference_where_it_is_and_nowhere_else() -> None:
     assert question.judge(question.text[:-1] + "x", "length") == "changed"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_redis_server() is None, reason="no redis-server")
 def test_faults_are_injected_and_nothing_is_wrong_afterwards(tmp_path: Path) -> None:

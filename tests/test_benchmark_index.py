@@ -98,6 +98,7 @@ def test_worst_cases_are_sorted(name: str) -> None:
     assert figures["tokens"] == 3000 and figures["seconds"] >= 0.0
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark_runs_and_ends_with_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tokens", "60000", "--static", "40000", "--seconds", "1"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.overhead import TRAFFIC, bootstrap, main
 
 
+@pytest.mark.slow
 def test_both_kinds_of_traffic_are_compared_and_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--batch", "2", "--pairs", "2", "--max-tokens", "4"]) == 0
     result = json.loads(capsys.readouterr().out.strip().split("\n")[-1])

@@ -22,7 +22,7 @@ from ssd.retrieval.static import load_static_directory
 from ssd.sharing.redis_log import RedisLog
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
-from tests.test_sharing import eventually, stored
+from tests.sharing_replica import eventually, stored
 from tests.tokenizers_for_tests import write_model_directory
 
 __all__ = ["redis_server"]  # the fixture

@@ -72,7 +72,7 @@ def random_tiny(vocab_size: int) -> PreTrainedModel:
 @cache
 def draft_target(name: str) -> Target:
     """A model to draft with; each is driven by one drafter at a time."""
-    models = {
+    models: dict[str, Callable[[], PreTrainedModel]] = {
         "itself": bundled,
         "noisy": lambda: noisy(bundled(), 0.1),
         "random": lambda: random_tiny(codec().vocab_size),
@@ -264,7 +264,7 @@ def test_under_rejection_length_and_estimates_do_not_depend_on_the_draw() -> Non
         drafts += drafter.propose([DraftRequest(str(seed), context, len(context), None, 6, sampling=sampling)])
         drafter.finish(str(seed))
     assert len({tuple(draft.token_ids.tolist()) for draft in drafts}) > 1
-    assert len({tuple(draft.probabilities.tolist()) for draft in drafts}) == 1
+    assert len({tuple(np.asarray(draft.probabilities).tolist()) for draft in drafts}) == 1
 
 
 # -- slots -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.gather import MAX_SAMPLES
 from ssd.errors import ConfigError
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.snapshot import SEPARATOR, Snapshot
 from tests.reference import drafting as reference
 from tests.test_search import contexts, sequences, snapshots
 
@@ -30,14 +32,14 @@ def ask(context: list[int], snapshot: object = None, limit: int = 8, request_id:
 
 @given(snapshots, contexts, limits)
 @settings(max_examples=200)
-def test_frequency_equals_counting_every_continuation(snapshot, context, limit):
+def test_frequency_equals_counting_every_continuation(snapshot: Snapshot, context: list[int], limit: int) -> None:
     draft = FREQUENCY.propose([ask(context, snapshot, limit)])[0]
     assert tuple(draft.token_ids.tolist()) == reference.most_frequent(snapshot, context, 10, limit)
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), limits)
 @settings(max_examples=200)
-def test_prompt_lookup_equals_a_full_scan(context, limit):
+def test_prompt_lookup_equals_a_full_scan(context: list[int], limit: int) -> None:
     draft = LOOKUP.propose([ask(context, None, limit)])[0]
     assert tuple(draft.token_ids.tolist()) == reference.prompt_lookup(context, 10, limit)
 
@@ -45,7 +47,7 @@ def test_prompt_lookup_equals_a_full_scan(context, limit):
 @given(st.lists(st.tuples(snapshots, contexts, limits), max_size=5))
 @settings(max_examples=60)
 @pytest.mark.parametrize("name", DRAFTER_NAMES)
-def test_a_batch_drafts_what_its_rows_draft_alone(name, rows):
+def test_a_batch_drafts_what_its_rows_draft_alone(name: str, rows: list[tuple[Snapshot, list[int], int]]) -> None:
     requests = [ask(context, snapshot, limit, str(i)) for i, (snapshot, context, limit) in enumerate(rows)]
     together = make_drafter(name, DraftConfig()).propose(requests)
     alone = [make_drafter(name, DraftConfig()).propose([request])[0] for request in requests]
@@ -59,7 +61,7 @@ def test_a_batch_drafts_what_its_rows_draft_alone(name, rows):
 
 @pytest.mark.parametrize("name", DRAFTER_NAMES)
 @pytest.mark.parametrize("context", [[], [3], [-5, -1], [2**31 - 1] * 3, [1] * 3000, [1, SEPARATOR]])
-def test_odd_contexts_never_raise(name, context):
+def test_odd_contexts_never_raise(name: str, context: list[int]) -> None:
     drafter = make_drafter(name, DraftConfig())
     for snapshot in (None, reference.make_snapshot([]), reference.make_snapshot([[1, 2, SEPARATOR]], [1, SEPARATOR])):
         for limit in (0, 1, 16, 1000):
@@ -69,31 +71,31 @@ def test_odd_contexts_never_raise(name, context):
 
 
 @pytest.mark.parametrize("name", DRAFTER_NAMES)
-def test_limit_zero_drafts_nothing(name):
+def test_limit_zero_drafts_nothing(name: str) -> None:
     snapshot = reference.make_snapshot([[1, 2, 3, SEPARATOR]])
     assert len(make_drafter(name, DraftConfig()).propose([ask([1, 2, 1], snapshot, 0)])[0].token_ids) == 0
 
 
-def test_suffix_copies_the_index_and_says_so():
+def test_suffix_copies_the_index_and_says_so() -> None:
     snapshot = reference.make_snapshot([[*range(50), SEPARATOR]])
     draft = SuffixDrafter(price=1e-4).propose([ask([*range(20)], snapshot, 16)])[0]
     assert draft.token_ids.tolist() == [*range(20, 36)]
     assert (draft.source, draft.match_length) == ("index", 20)
 
 
-def test_suffix_takes_own_text_when_the_index_is_empty_and_continues_repetition():
+def test_suffix_takes_own_text_when_the_index_is_empty_and_continues_repetition() -> None:
     draft = SuffixDrafter().propose([ask([7, 8, 9] * 8, None, 16)])[0]
     assert draft.token_ids.tolist() == ([7, 8, 9] * 6)[:16]
     assert draft.source == "own"
 
 
-def test_suffix_follows_the_majority_and_drops_those_who_disagree():
+def test_suffix_follows_the_majority_and_drops_those_who_disagree() -> None:
     text = [1, 2, 3, 4, 5, SEPARATOR] * 6 + [1, 2, 3, 9, 9, SEPARATOR] * 2
     draft = SuffixDrafter(price=0.01).propose([ask([1, 2, 3], reference.make_snapshot([text]), 2)])[0]
     assert draft.token_ids.tolist() == [4, 5]
 
 
-def test_work_is_bounded_when_everything_matches_in_many_segments():
+def test_work_is_bounded_when_everything_matches_in_many_segments() -> None:
     segments = [[0] * 50 + [SEPARATOR]] * (2 * MAX_SAMPLES)
     snapshot = reference.make_snapshot(segments, [0] * 60 + [SEPARATOR])
     for name in ("ssd", "frequency"):
@@ -103,7 +105,9 @@ def test_work_is_bounded_when_everything_matches_in_many_segments():
 
 @given(st.lists(sequences, max_size=3), st.one_of(st.just([]), sequences), st.integers(0, 2**32 - 1))
 @settings(max_examples=150)
-def test_following_from_step_to_step_drafts_what_stands_somewhere(parts, tail, seed):
+def test_following_from_step_to_step_drafts_what_stands_somewhere(
+    parts: list[list[int]], tail: list[int], seed: int
+) -> None:
     random = np.random.default_rng(seed)
     story = random.integers(0, 3, 60).tolist()
     snapshot = reference.make_snapshot([*parts, [*story, SEPARATOR]], tail)
@@ -121,7 +125,7 @@ def test_following_from_step_to_step_drafts_what_stands_somewhere(parts, tail, s
         length += accepted + 1
 
 
-def test_following_ends_when_the_segments_change_or_the_request_does():
+def test_following_ends_when_the_segments_change_or_the_request_does() -> None:
     first = reference.make_snapshot([[*range(100), SEPARATOR]])
     second = reference.make_snapshot([[*range(50), *range(200, 250), SEPARATOR]])
     drafter = SuffixDrafter(price=1e-6, max_match_length=8)
@@ -132,7 +136,7 @@ def test_following_ends_when_the_segments_change_or_the_request_does():
     assert drafter.propose([ask([*range(60)], first, 4)])[0].token_ids.tolist() == [60, 61, 62, 63]
 
 
-def test_more_requests_than_are_remembered_draft_as_well():
+def test_more_requests_than_are_remembered_draft_as_well() -> None:
     snapshot = reference.make_snapshot([[*range(100), SEPARATOR]])
     drafter = SuffixDrafter(price=1e-6)
     for number in range(10_000):
@@ -140,19 +144,19 @@ def test_more_requests_than_are_remembered_draft_as_well():
         assert draft.token_ids.tolist() == [20, 21]
 
 
-def test_unknown_drafter_is_refused_with_the_known_names():
+def test_unknown_drafter_is_refused_with_the_known_names() -> None:
     with pytest.raises(ConfigError, match="prompt-lookup"):
         make_drafter("oracle", DraftConfig())
 
 
-def test_warm_up_leaves_nothing_to_compile():
+def test_warm_up_leaves_nothing_to_compile() -> None:
     from ssd.drafting.suffix.propose import propose_suffix, propose_suffix_one
 
-    kernels = propose_suffix, propose_suffix_one
+    kernels: tuple[Any, ...] = propose_suffix, propose_suffix_one
     drafter = make_drafter("ssd", DraftConfig())
     drafter.warm_up()  # type: ignore[attr-defined]
-    compiled = [len(kernel.signatures) for kernel in kernels]  # type: ignore[attr-defined]
+    compiled = [len(kernel.signatures) for kernel in kernels]
     request = ask([1, 2, 1], reference.make_snapshot([[1, 2, SEPARATOR]], [2, SEPARATOR]))
     drafter.propose([request])
     drafter.propose([request, request])
-    assert [len(kernel.signatures) for kernel in kernels] == compiled  # type: ignore[attr-defined]
+    assert [len(kernel.signatures) for kernel in kernels] == compiled

@@ -240,6 +240,7 @@ def test_a_cache_that_dies_anywhere_has_what_it_had_maintained(capacity: int, op
             elif operation == "flush":
                 caches.flush()
             else:
+                assert isinstance(operation, list)
                 caches.get().append(operation)
                 pieces = SuffixIndex(index).append(np.array(operation, np.int32))
                 said = said + [piece.tolist() for piece in pieces]

@@ -30,7 +30,7 @@ FINGERPRINT = "0" * 32
 
 
 def make_engine(drafter: Drafter | None = None, *, slots: int = 3, caches: CacheSet | None = None, k: int = 4,
-                **config: int) -> Engine:  # fmt: skip
+                **config: Any) -> Engine:  # fmt: skip
     target = open_target(MODEL, num_slots=slots, max_length=96, max_draft_tokens=k)
     draft = DraftConfig(num_speculative_tokens=k)
     return Engine(

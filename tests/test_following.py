@@ -199,7 +199,7 @@ def test_a_read_only_or_foreign_context_compiles_nothing_and_drafts_the_same() -
     snapshot = reference.make_snapshot([[*range(50), SEPARATOR]])
     warm = drafter()
     warm.warm_up()
-    kernels = propose_suffix, propose_suffix_one
+    kernels: tuple[Any, ...] = propose_suffix, propose_suffix_one
     compiled = [list(kernel.signatures) for kernel in kernels]
     plain = np.arange(20, dtype=np.int32)
     read_only = plain.copy()

@@ -37,8 +37,8 @@ def test_fused_layers_answer_in_any_order(
     members = [FusedMember(group, member) for member in range(len(layers))]
     inputs = [torch.randn(2, 3, 11) for _ in range(2)]
     with torch.inference_mode():
-        for member, number in asked:
-            chosen = member % len(layers)
+        for asked_member, number in asked:
+            chosen = asked_member % len(layers)
             torch.testing.assert_close(members[chosen](inputs[number]), layers[chosen](inputs[number]))
     for member, layer in zip(members, layers, strict=True):
         weight, kept_bias = member.unpacked()

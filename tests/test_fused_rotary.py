@@ -96,4 +96,4 @@ def test_layers_that_turn_in_another_way_stay(monkeypatch: pytest.MonkeyPatch) -
     assert not list(fuse_rotary(Layer()))
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", lambda q: q)
     assert not list(fuse_rotary(Layer()))
-    assert not list(fuse_rotary(nn.Linear(2, 2))) and fused_rotary._with_loop(nn.Linear.forward) is None
+    assert not list(fuse_rotary(nn.Linear(2, 2))) and fused_rotary._with_loop(nn.Linear.forward) is None  # type: ignore[arg-type]

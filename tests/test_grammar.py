@@ -87,7 +87,8 @@ def test_masks_along_a_draft_are_those_of_each_prefix_alone(kind: str, seed: int
     """The slow twin: a new state for every prefix, advanced token by token. Drafts are partly refused."""
     made = compiler()
     random = np.random.default_rng(seed)
-    state, output = made.compile(OUTPUTS[kind]), []
+    state = made.compile(OUTPUTS[kind])
+    output: list[int] = []
     draft: list[int] = []
     for choice in choices:  # 0: commit the draft so far; else draft one more token, mostly an allowed one
         if choice == 0:
@@ -122,7 +123,8 @@ def test_other_tokenizers() -> None:
             continue
         made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids)
         for _ in range(5):
-            state, token_ids = made.compile(StructuredOutput("regex", "(ab|a|c)\u00e9 d\n")), []
+            state = made.compile(StructuredOutput("regex", "(ab|a|c)\u00e9 d\n"))
+            token_ids: list[int] = []
             while not set(token_ids) & set(codec.eos_token_ids):
                 (mask,) = state.masks([])
                 token_ids.append(int(random.choice(np.flatnonzero(mask))))
@@ -176,7 +178,8 @@ def output_of(
     engine = Engine(target, drafter=drafter, codec=CODEC, draft=DraftConfig(num_speculative_tokens=k))
     for name, params in (("a", sampling), ("free", replace(sampling, structured_output=None, max_tokens=9))):
         engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=params))
-    token_ids, text, reason, steps = [], "", None, 0
+    text, reason, steps = "", None, 0
+    token_ids: list[int] = []
     while engine.has_work():
         for output in engine.step():
             if output.request_id == "a":

@@ -92,7 +92,7 @@ def test_the_law_of_sampled_tokens_is_that_of_generate(cache: SuffixCache) -> No
     model = tiny_model()
     prompt = torch.tensor([[5, 6, 7, 5, 6]])
     drafter = make_drafter("ssd", DraftConfig())
-    config = {"max_new_tokens": 2, "do_sample": True, "top_k": 4, "temperature": 0.7}
+    config: dict[str, Any] = {"max_new_tokens": 2, "do_sample": True, "top_k": 4, "temperature": 0.7}
     with torch.no_grad():
         first = top_law(model, prompt)
         second = {a: top_law(model, torch.cat([prompt, torch.tensor([[a]])], 1)) for a in first}

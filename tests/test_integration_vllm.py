@@ -284,11 +284,11 @@ def test_every_request_is_learned_once_however_rows_move(data: st.DataObject) ->
         ]
         found, ended = table.by_text(rows)
         note(ended)
-        for row, request in zip(rows, found, strict=True):
-            assert (request is not None) or row.num_new == 0
-            if request is not None:
-                assert request.begins(row.tokens)
-                request.take_over(row.tokens, row.num_new)
+        for row, known in zip(rows, found, strict=True):
+            assert (known is not None) or row.num_new == 0
+            if known is not None:
+                assert known.begins(row.tokens)
+                known.take_over(row.tokens, row.num_new)
         assert len({id(request) for request in found if request is not None}) == sum(r is not None for r in found)
     truth.update(tuple(request.text) for request in batch.requests.values() if request.said)
     note(table.end_all())

@@ -92,8 +92,8 @@ def assert_same_logprobs(outputs: Sequence[RequestOutput], plain: Sequence[Reque
         found, expected = ([entry for output in run for entry in output.logprobs or ()] for run in (outputs, plain))
         assert [entry.token_id for entry in found] == tokens_of(plain)
         np.testing.assert_allclose([e.logprob for e in found], [e.logprob for e in expected], atol=1e-4)
-        tops = [[[logprob for _, logprob in entry.top] for entry in run] for run in (found, expected)]
-        np.testing.assert_allclose(*tops, atol=1e-4)
+        given, wanted = ([[logprob for _, logprob in entry.top] for entry in run] for run in (found, expected))
+        np.testing.assert_allclose(given, wanted, atol=1e-4)
     assert all(output.prompt_logprobs is None for output in outputs[1:])
     if plain[0].prompt_logprobs is not None:
         pairs = list(zip(outputs[0].prompt_logprobs or (), plain[0].prompt_logprobs, strict=True))

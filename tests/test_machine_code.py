@@ -14,8 +14,8 @@ import numba
 import pytest
 from numba.core import caching
 
+from ssd.compiled import machine_code
 from ssd.compiled.addresses import kernel
-from ssd.retrieval import machine_code
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -98,7 +98,7 @@ def test_the_stamp_follows_what_the_files_hold_that_a_kernel_is_made_of(tmp_path
 def test_the_stamp_of_a_kernel_holds_the_layout_of_what_it_reads() -> None:
     package = machine_code._PACKAGE
     found = machine_code._imports_of(package / "retrieval" / "lanes.py", package)
-    assert package / "retrieval" / "snapshot.py" in found and package / "retrieval" / "memory.py" in found
+    assert package / "retrieval" / "snapshot.py" in found and package / "compiled" / "addresses.py" in found
     assert package / "retrieval" / "directory.py" not in found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from ssd.retrieval.snapshot import Segment
 from tests.sharing_replica import FINGERPRINT, stored
 
 
-def _set(path: Path, **index: int) -> CacheSet:
+def _set(path: Path, **index: Any) -> CacheSet:
     return CacheSet(CacheConfig(directory=path, index=IndexConfig(**index)), FINGERPRINT, inline=True)
 
 

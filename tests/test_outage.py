@@ -21,6 +21,7 @@ from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.snapshot import Segment
+from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import sequences, snapshot_text
 
@@ -80,7 +81,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadOnly]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What ``outage`` takes for the time, in its first element."""
     now = [1000.0]
-    monkeypatch.setattr(outage.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("ssd.retrieval.outage.time.monotonic", lambda: now[0])
     return now
 
 
@@ -208,7 +209,7 @@ def test_closing_and_flushing_do_not_wait_for_what_is_appended_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a replica that reads a long log does: another sequence arrives during every sort."""
-    sorted_, num_sorts, numbers = suffix_cache.build_segment, 0, itertools.count()
+    sorted_, num_sorts, numbers = build_segment, 0, itertools.count()
     caches = opened(tmp_path, merge_fanout=100)
     cache = caches.get()
 
@@ -262,7 +263,7 @@ def test_appends_of_a_log_do_not_wait_for_room_in_a_cache_that_is_being_closed(
 def test_maintenance_ends_with_the_segment_it_is_at_when_the_cache_is_being_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sorted_, num_merged = suffix_cache.build_segment, 0
+    sorted_, num_merged = build_segment, 0
     cache = SuffixCache("a", IndexConfig(capacity_tokens=4096, seal_tokens=4, merge_fanout=2), fingerprint=FINGERPRINT)
     with monkeypatch.context() as patch:
         patch.setattr(cache, "_run_merges", lambda _: None)

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.peers import PEER_NAMES, Insertion, Peer, PeerError, PeerUnavailable
 from benchmarks.peers.client import environment
 from benchmarks.peers.frames import FrameError, read_frame, write_frame
-from benchmarks.peers.local import Speculation, chain
+from benchmarks.peers.local import Setting, Speculation, chain
 from benchmarks.peers.process import Server, serve
 from benchmarks.walk import Steps
 
@@ -100,9 +100,9 @@ def test_what_is_not_a_frame_is_an_error(stream: bytes) -> None:
 class Echo:
     """Learns sequences, drafts the end of the context."""
 
-    distributions = ("numpy", "no-such-package")
+    distributions: tuple[str, ...] = ("numpy", "no-such-package")
     has_store = True
-    full_draft: dict[str, float] = {"knob": 1.0}  # noqa: RUF012
+    full_draft: Setting = {"knob": 1.0}  # noqa: RUF012
 
     def __init__(self) -> None:
         self.running: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,7 +191,7 @@ def test_engines_may_take_turns_on_one_target() -> None:
     ],
 )
 def test_only_one_namespace_one_salt_and_one_tenant_share(
-    first: dict[str, str], second: dict[str, str], shares: bool
+    first: dict[str, Any], second: dict[str, Any], shares: bool
 ) -> None:
     engine = make_engine()
     prompt = text(1, 30)

@@ -32,7 +32,7 @@ def quantisation(kind: str) -> Any:
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
     from transformers import TorchAoConfig
 
-    weights = Int8WeightOnlyConfig() if kind == "int8" else IntxWeightOnlyConfig(weight_dtype=torch.int4)
+    weights = Int8WeightOnlyConfig() if kind == "int8" else IntxWeightOnlyConfig(weight_dtype=torch.int4)  # type: ignore[attr-defined]
     return TorchAoConfig(quant_type=weights)
 
 

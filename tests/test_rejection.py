@@ -134,7 +134,8 @@ def run_round(seed: int, params: SamplingParams, num_draft_tokens: int, draft_vo
     row = make_row(params, prompt=PROMPT, draft=draft, law=torch.stack(laws), seed=seed, held_back_ids=(STOP,))
     chosen = target_tokens(PassOutput(logits), [row])[0]
     accepted = next((i for i in range(num_draft_tokens) if draft[i] != chosen[i]), num_draft_tokens)
-    return chosen[: accepted + 1].tolist()
+    kept: list[int] = chosen[: accepted + 1].tolist()
+    return kept
 
 
 @pytest.mark.parametrize("draft_vocab", [VOCAB, VOCAB - 1])
@@ -155,8 +156,8 @@ def test_the_target_itself_as_a_draft_is_always_accepted() -> None:
     scores = torch.stack([scores_after((), 0, PARAMS[0])] * 3)
     for seed in range(200):
         draft = argmax_with_noise(scores[:2], position_keys(seed, 0, np.arange(2), DRAFT)).astype(np.int32)
-        keys = [position_keys(seed, 0, np.arange(2), stream) for stream in (ACCEPT, RECOVER)]
-        assert rejection_tokens(scores, draft, scores[:2], *keys, bonus=2).tolist() == [*draft, 2]
+        accept, recover = (position_keys(seed, 0, np.arange(2), stream) for stream in (ACCEPT, RECOVER))
+        assert rejection_tokens(scores, draft, scores[:2], accept, recover, bonus=2).tolist() == [*draft, 2]
 
 
 def test_streams_of_one_seed_are_independent() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.replay import main, replay
 from benchmarks.replay.contenders import OurDrafters, PeerDrafter
+from benchmarks.replay.counts import Counts
 from benchmarks.replay.replaying import replay_stream
 from benchmarks.replay.settings import settings_of
 from benchmarks.replay.stream import stream
@@ -18,6 +22,8 @@ from benchmarks.traces import Row, TraceTokenizer, all_traces, read_records, rea
 from benchmarks.walk import Steps
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
+from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
+from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.errors import ConfigError
 from ssd.retrieval.snapshot import SEPARATOR
 from tests.reference import drafting as reference
@@ -39,32 +45,33 @@ def as_rows(rows: list[tuple[list[int], list[int]]]) -> list[Row]:
     return [Row(np.array(context, np.int32), np.array(output, np.int32)) for context, output in rows]
 
 
-def test_frequency_replay_equals_the_slow_one():
-    rows, stored, steps = made_rows(), [], np.zeros(3, np.int64)
+def test_frequency_replay_equals_the_slow_one() -> None:
+    rows, steps = made_rows(), np.zeros(3, np.int64)
+    stored: list[int] = []
     for row in rows:
         snapshot = reference.make_snapshot([stored] if stored else [])
-        steps += reference.replay([row], lambda c, s=snapshot: reference.most_frequent(s, c, 10, 4))
+        steps += reference.replay([row], lambda c, s=snapshot: reference.most_frequent(s, c, 10, 4))  # type: ignore[misc]
         stored += [*row[0], *row[1], SEPARATOR]
     counts = replay(
         as_rows(rows), make_drafter("frequency", DraftConfig()), max_draft=4, index=IndexConfig(dedup_block_tokens=0)
     )
-    assert (counts.num_verify_steps, counts.num_drafted_tokens, counts.num_accepted_tokens) == tuple(steps)
+    assert (counts.num_verify_steps, counts.num_drafted_tokens, counts.num_accepted_tokens) == tuple(steps.tolist())
 
 
-def test_prompt_lookup_replay_equals_the_slow_one():
+def test_prompt_lookup_replay_equals_the_slow_one() -> None:
     rows = made_rows()
     steps = reference.replay(rows, lambda c: reference.prompt_lookup(c, 10, 4))
     counts = replay(as_rows(rows), make_drafter("prompt-lookup", DraftConfig()), max_draft=4)
     assert (counts.num_verify_steps, counts.num_drafted_tokens, counts.num_accepted_tokens) == steps
 
 
-def figures(counts) -> tuple:
+def figures(counts: Counts) -> tuple[Any, ...]:
     return counts.steps_by_drafted.tolist(), counts.num_accepted_tokens, counts.estimates.tolist(), counts.hits.tolist()
 
 
-def test_settings_side_by_side_count_what_each_counts_alone():
+def test_settings_side_by_side_count_what_each_counts_alone() -> None:
     turns = stream([as_rows(made_rows())], warm=0.0)
-    options = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(seal_tokens=64)}
+    options: dict[str, Any] = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(seal_tokens=64)}
     settings = [setting for name in DRAFTER_NAMES for setting in settings_of(name, 8, curve=True, tree=False)]
     with OurDrafters(settings, **options) as contender:
         together = [figures(counts) for counts in replay_stream(turns, contender)]
@@ -73,17 +80,17 @@ def test_settings_side_by_side_count_what_each_counts_alone():
             assert figures(replay_stream(turns, contender)[0]) == counts
 
 
-def test_a_drafter_that_drafts_too_much_is_an_error():
-    class Greedy:
-        def propose(self, requests):
-            return make_drafter("prompt-lookup", DraftConfig()).propose([replace(each, limit=9) for each in requests])
+def test_a_drafter_that_drafts_too_much_is_an_error() -> None:
+    class Greedy(PromptLookupDrafter):
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            return super().propose([replace(each, limit=9) for each in requests])
 
     rows = as_rows([([1, 2, 3, 4, 5] * 3, [1, 2, 3])])
     with pytest.raises(AssertionError, match="drafted 5"):
         replay(rows, Greedy(), max_draft=4)
 
 
-def test_learned_rows_are_drafted_from_and_not_counted():
+def test_learned_rows_are_drafted_from_and_not_counted() -> None:
     one, other = as_rows([([1], [2, 3, 4, 5, 6, 0]), ([1], [2, 3, 4, 5, 6, 0])])
     settings = settings_of("frequency", 8, curve=False, tree=False)
     with OurDrafters(settings, draft=DraftConfig(), index=IndexConfig()) as contender:
@@ -95,7 +102,7 @@ def test_learned_rows_are_drafted_from_and_not_counted():
 @pytest.mark.parametrize(
     ("drafter", "tree"), [("arctic", False), ("arctic", True), ("vllm-ngram", False), ("prompt-lookup-hf", False)]
 )
-def test_a_peer_side_by_side_counts_what_it_counts_alone_step_by_step(drafter, tree):
+def test_a_peer_side_by_side_counts_what_it_counts_alone_step_by_step(drafter: str, tree: bool) -> None:
     turns = stream([[row] for row in as_rows(made_rows())], warm=0.2)
     settings = settings_of(drafter, 8, curve=True, tree=tree)
     with PeerDrafter(settings) as contender:
@@ -107,7 +114,7 @@ def test_a_peer_side_by_side_counts_what_it_counts_alone_step_by_step(drafter, t
 class StepByStep(PeerDrafter):
     """The same through single calls: what a server would do."""
 
-    def replay(self, request_id, row):
+    def replay(self, request_id: str, row: Row) -> list[Steps]:
         (setting,) = self.settings
         text, position, steps = np.concatenate([row.context, row.output]), len(row.context), []
         self._peer.start(request_id, row.context)
@@ -120,12 +127,12 @@ class StepByStep(PeerDrafter):
             self._peer.add(request_id, text[position : position + accepted + 1])
             position += accepted + 1
         self._peer.stop(request_id, keep=True)
-        columns = np.array(steps, np.int32).T.copy()
-        return [Steps(*columns, np.empty(0, np.float32), np.empty(0, np.int32))]
+        drafted, accepted, tested, ns = np.array(steps, np.int32).T.copy()
+        return [Steps(drafted, accepted, tested, ns, np.empty(0, np.float32), np.empty(0, np.int32))]
 
 
 @pytest.fixture
-def trace(tmp_path):
+def trace(tmp_path: Path) -> Path:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -145,24 +152,25 @@ def trace(tmp_path):
     return tmp_path
 
 
-def test_rows_of_a_session_see_its_history(trace):
+def test_rows_of_a_session_see_its_history(trace: Path) -> None:
     rows = list(read_rows(read_records(trace / "tiny.jsonl.gz"), TraceTokenizer(trace / "tokenizer.json")))
     assert [row.context.tolist() for row in rows] == [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 0, 1, 2], [2, 3], [1, 2, 3]]
     assert rows[1].output.tolist() == [3, 4, 5, 6, 7, 0]
 
 
-def run_whole(trace, capsys, *more: str) -> dict:
+def run_whole(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     drafters = [argument for name in DRAFTER_NAMES for argument in ("--drafter", name)]
     assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--max-draft", "4", *drafters, *more]) == 0
-    return json.loads(capsys.readouterr().out.strip().split("\n")[-1])
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
+    return result
 
 
-def run(trace, capsys, *more: str) -> list[dict]:
+def run(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> list[dict[str, Any]]:
     results = run_whole(trace, capsys, *more)["results"]
     return [{key: value for key, value in r.items() if not key.startswith("propose_us")} for r in results]
 
 
-def test_two_runs_give_the_same_counts(trace, capsys):
+def test_two_runs_give_the_same_counts(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = run(trace, capsys)
     assert first == run(trace, capsys)
     by_name = {result["drafter"]: result for result in first}
@@ -171,16 +179,16 @@ def test_two_runs_give_the_same_counts(trace, capsys):
     assert by_name["ssd"]["verify_steps"] < by_name["none"]["verify_steps"]
 
 
-def test_the_row_that_would_exceed_the_limit_is_left_out(trace, capsys):
+def test_the_row_that_would_exceed_the_limit_is_left_out(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {result["output_tokens"] for result in run(trace, capsys, "--max-output-tokens", "12")} == {11}
 
 
-def test_a_missing_trace_is_a_clear_error(trace, capsys):
+def test_a_missing_trace_is_a_clear_error(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(trace / "absent"), "--tokenizer", str(trace)]) == 2
     assert "SSD_TRACES" in capsys.readouterr().err
 
 
-def test_a_curve_has_a_result_for_each_setting_and_is_compared(trace, capsys):
+def test_a_curve_has_a_result_for_each_setting_and_is_compared(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run_whole(trace, capsys, "--curve", "--price-by", "measured")
     named = [(each["drafter"], each["setting"]) for each in result["results"]]
     assert len(set(named)) == len(named)
@@ -195,7 +203,7 @@ def test_a_curve_has_a_result_for_each_setting_and_is_compared(trace, capsys):
         assert each["speed_up"]["flat 32"] == pytest.approx(each["mean_acceptance_length"])
 
 
-def test_every_kind_of_stream_gives_the_same_counts_twice(trace, capsys):
+def test_every_kind_of_stream_gives_the_same_counts_twice(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shift = ("--shift", str(trace / "tiny.jsonl.gz"))
     plain = run(trace, capsys)
     for more in (("--shuffle", "1"), ("--warm", "0.5"), shift, ("--adversarial",), ("--tree",)):
@@ -206,18 +214,18 @@ def test_every_kind_of_stream_gives_the_same_counts_twice(trace, capsys):
     assert {result["output_tokens"] for result in run(trace, capsys, "--warm", "0.5")} == {12}
 
 
-def test_processes_change_nothing(trace, capsys):
+def test_processes_change_nothing(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     twice = ("--tokenizer", str(trace))
     assert run(trace, capsys, *twice, "--jobs", "2") == run(trace, capsys, *twice)
 
 
-def test_curves_and_reliability_are_drawn(trace, tmp_path, capsys):
+def test_curves_and_reliability_are_drawn(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(trace, capsys, "--curve", "--plot", str(tmp_path / "replay.png"))
     for name in ("replay.png", "replay-reliability.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_name_all_traces_are_replayed(trace, monkeypatch):
+def test_without_a_name_all_traces_are_replayed(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_TRACES", str(trace))
     assert all_traces() == ["tiny"]
     monkeypatch.delenv("SSD_TRACES")
@@ -229,12 +237,16 @@ def test_without_a_name_all_traces_are_replayed(trace, monkeypatch):
     "more",
     [("--max-draft", "0"), ("--warm", "1.5"), ("--jobs", "0"), ("--plot", "no/such/place.png"), ("--shift", "absent")],
 )
-def test_a_wrong_option_is_a_clear_error(trace, capsys, more):
+def test_a_wrong_option_is_a_clear_error(
+    trace: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
     assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), *more]) == 2
     assert more[1].split("/")[0] in capsys.readouterr().err
 
 
-def test_a_peer_that_is_not_installed_is_a_clear_error(trace, tmp_path, monkeypatch, capsys):
+def test_a_peer_that_is_not_installed_is_a_clear_error(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SSD_PEERS", str(tmp_path / "nowhere"))
     assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--drafter", "arctic"]) == 2
     assert "make bench-peers" in capsys.readouterr().err

@@ -25,9 +25,10 @@ from tests.reference import walk as reference
 
 def steps_of(drafted: list[int], accepted: list[int], tested: list[int] | None = None) -> Steps:
     tested = tested or [0] * len(drafted)
-    ints = (np.array(values, np.int32) for values in (drafted, accepted, tested, [1000] * len(drafted)))
+    columns = np.array([drafted, accepted, tested, [1000] * len(drafted)], np.int32)
     total = sum(tested)
-    return Steps(*ints, np.linspace(0.1, 0.9, total).astype(np.float32), np.arange(total, dtype=np.int32) % 2)
+    estimates, hits = np.linspace(0.1, 0.9, total).astype(np.float32), np.arange(total, dtype=np.int32) % 2
+    return Steps(columns[0], columns[1], columns[2], columns[3], estimates, hits)
 
 
 # Counts

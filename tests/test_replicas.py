@@ -64,10 +64,11 @@ def test_replicas_share_and_outlive_redis(replicas: tuple[int, int], redis_serve
     # What was asked of the first is drafted by the second.
     learned = {prompt: steps_of(first, prompt) for prompt in PROMPTS}
     wait_until(lambda: counters(second)["ssd:sharing_received_total"] >= len(PROMPTS), 10)
-    for prompt, (text, steps) in learned.items():
-        again, fewer = steps_of(second, prompt)
-        assert again == text
-        assert fewer <= steps and fewer <= 8
+    again = {prompt: steps_of(second, prompt) for prompt in PROMPTS}
+    assert all(again[prompt][0] == text for prompt, (text, _) in learned.items())
+    # Together: how long a draft pays is judged by the clock, and a busy machine makes some of them shorter.
+    num_steps, num_before = (sum(steps for _, steps in each.values()) for each in (again, learned))
+    assert 2 * num_steps <= num_before
 
     # kill -9 under load: no failed request, no changed output.
     stop = threading.Event()
@@ -84,13 +85,15 @@ def test_replicas_share_and_outlive_redis(replicas: tuple[int, int], redis_serve
     threads = [threading.Thread(target=load, args=(port,)) for port in replicas]
     for thread in threads:
         thread.start()
-    time.sleep(1)
+    wait_until(lambda: len(outcomes) >= 4, 60)
     redis_server.kill()
-    time.sleep(3)
+    num_until = len(outcomes)
+    time.sleep(3)  # both notice
+    wait_until(lambda: len(outcomes) >= num_until + 8, 60)
     stop.set()
     for thread in threads:
         thread.join()
-    assert len(outcomes) >= 8 and all(outcome is True for outcome in outcomes), outcomes[:5]
+    assert all(outcome is True for outcome in outcomes), outcomes[:5]
 
     # Redis is back, empty: sharing resumes by itself.
     redis_server.start()

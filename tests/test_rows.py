@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.reference.rows import SlowRowDrafter
 
 WIDTH = 96
 VOCAB_SIZE = 12
-SETTINGS = {"limit": 8, "max_length": WIDTH, "vocab_size": VOCAB_SIZE, "end_of_text_ids": (3, 7)}
+SETTINGS: dict[str, Any] = {"limit": 8, "max_length": WIDTH, "vocab_size": VOCAB_SIZE, "end_of_text_ids": (3, 7)}
 
 
 @pytest.fixture

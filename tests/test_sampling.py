@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -121,7 +123,7 @@ def test_sampled_law_is_the_exact_one(params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.999}, {"top_p": 0.3}, {"top_k": 300}, {"top_k": 300, "top_p": 0.9}])
-def test_flat_and_peaked_rows_are_cut_where_the_whole_vocabulary_says(params: dict[str, float]) -> None:
+def test_flat_and_peaked_rows_are_cut_where_the_whole_vocabulary_says(params: dict[str, Any]) -> None:
     """Rows that the first look decides beside rows that need the whole vocabulary."""
     random = np.random.default_rng(5)
     logits = np.stack([random.normal(0, scale, 1000).astype(np.float32) for scale in (0.1, 1.0, 8.0)])
@@ -160,7 +162,7 @@ def test_choices_of_one_seed_are_independent_streams() -> None:
         ("bad_words", ((1,), ())), ("logprobs", 21), ("prompt_logprobs", -1),
     ],
 )  # fmt: skip
-def test_a_bad_value_names_its_field(field: str, value: object) -> None:
+def test_a_bad_value_names_its_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.snapshot import SEPARATOR, make_snapshot, segment_table
+from ssd.retrieval.snapshot import SEPARATOR, Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
 
@@ -26,13 +27,13 @@ snapshots = st.builds(
 contexts = st.lists(st.integers(-1, 4), max_size=50)
 
 
-def as_context(values: list[int]) -> np.ndarray:
+def as_context(values: list[int]) -> npt.NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
 @given(snapshots, contexts, st.integers(1, 40))
 @settings(max_examples=200)
-def test_longest_match_equals_a_full_scan(snapshot, context, max_length):
+def test_longest_match_equals_a_full_scan(snapshot: Snapshot, context: list[int], max_length: int) -> None:
     match = longest_match(snapshot, as_context(context), max_length)
     assert (match.length, match.support) == reference.longest_match(snapshot, context, max_length)
 
@@ -45,8 +46,10 @@ WIDE = {2: 20_000, 3: 5_000_000, 4: 700_000_000}  # id n of the small texts stan
     st.integers(1, 40),
 )  # fmt: skip
 @settings(max_examples=200)
-def test_segments_of_every_width_are_searched_together(parts, context, asked, max_length):
-    def spread(values, width):
+def test_segments_of_every_width_are_searched_together(
+    parts: list[tuple[list[int], int]], context: list[int], asked: int, max_length: int
+) -> None:
+    def spread(values: list[int], width: int) -> list[int]:
         return [value if value < 0 else value * WIDE[width] for value in values]
 
     snapshot = reference.make_snapshot([spread(text, width) for text, width in parts])
@@ -57,7 +60,7 @@ def test_segments_of_every_width_are_searched_together(parts, context, asked, ma
 
 @given(st.integers(1, 4), st.integers(60, 400), st.integers(0, 2**32 - 1))
 @settings(max_examples=60)
-def test_longer_texts_with_several_fence_posts(alphabet, size, seed):
+def test_longer_texts_with_several_fence_posts(alphabet: int, size: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     text = [*random.integers(0, alphabet, size).tolist(), SEPARATOR]
     snapshot = reference.make_snapshot([text, text[size // 2 :]])
@@ -70,11 +73,11 @@ def test_longer_texts_with_several_fence_posts(alphabet, size, seed):
 
 
 @pytest.mark.parametrize("context", [[], [0], [SEPARATOR], [5] * 1000])
-def test_empty_index_matches_nothing(context):
+def test_empty_index_matches_nothing(context: list[int]) -> None:
     assert longest_match(reference.make_snapshot([]), as_context(context), 32).length == 0
 
 
-def test_one_token_repeated_a_million_times():
+def test_one_token_repeated_a_million_times() -> None:
     text = np.zeros(1_000_001, np.int32)
     text[-1] = SEPARATOR
     snapshot = reference.make_snapshot([])
@@ -84,7 +87,7 @@ def test_one_token_repeated_a_million_times():
     assert (match.length, match.support) == (32, 1_000_000 - 31)
 
 
-def test_more_than_65535_distinct_tokens():
+def test_more_than_65535_distinct_tokens() -> None:
     text = [*range(70_000, 0, -1), SEPARATOR]
     match = longest_match(reference.make_snapshot([text]), as_context([69_000, 68_999, 68_998]), 32)
     assert (match.length, match.support) == (3, 1)

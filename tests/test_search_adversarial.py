@@ -290,14 +290,15 @@ def test_a_context_may_be_any_array_of_integers_and_compiles_nothing_more() -> N
     context = [9, *periodic(23, 5)]
     expected = longest_agreement(snapshot, context, 256)
     longest_match(snapshot, np.array(context, np.int32), 256)
-    compiled = list(_longest_match.signatures)
+    dispatcher: Any = _longest_match
+    compiled = list(dispatcher.signatures)
     assert len(compiled) == 1
     for form in forms(context):
         before = form.copy()
         match = longest_match(snapshot, form, 256)
         assert (match.length, match.support) == expected
         assert (form == before).all()
-    assert _longest_match.signatures == compiled
+    assert dispatcher.signatures == compiled
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])

@@ -43,8 +43,7 @@ def load(resources: ExitStack) -> Engine:
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     defaults = read_sampling_defaults(MODEL_PATH / "generation_config.json")
-    trusting = {"trust_request_chat_template": True}
-    with serving(load, model=str(MODEL_PATH), sampling_defaults=defaults, **trusting) as running:
+    with serving(load, model=str(MODEL_PATH), sampling_defaults=defaults, trust_request_chat_template=True) as running:
         yield running
 
 

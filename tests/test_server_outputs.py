@@ -207,7 +207,7 @@ class Size(pydantic.BaseModel):
 
 def test_the_official_client_parses_an_answer_into_a_model(client: openai.OpenAI) -> None:
     pytest.importorskip("llguidance")
-    schema = {"name": "size", "schema": Size.model_json_schema()}
+    schema: Any = {"name": "size", "schema": Size.model_json_schema()}
     for seed in range(20):  # an answer may be cut off in the middle of a number
         found = client.chat.completions.create(
             model=MODEL, messages=MESSAGES, max_tokens=60, seed=seed, temperature=0.8,
@@ -220,7 +220,8 @@ def test_the_official_client_parses_an_answer_into_a_model(client: openai.OpenAI
 
 
 def test_a_grammar_that_is_wrong_answers_400_by_its_field(server: RunningServer) -> None:
-    for fields in ({"guided_regex": "(["}, {"structured_outputs": {"json": "{"}}, {"guided_choice": []}):
+    wrong: list[dict[str, Any]] = [{"guided_regex": "(["}, {"structured_outputs": {"json": "{"}}, {"guided_choice": []}]
+    for fields in wrong:
         answer = post(server.port, "/v1/completions", {"prompt": "x", **fields})
         assert (answer.status, answer.error["param"]) == (400, next(iter(fields)))
 

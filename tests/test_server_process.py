@@ -15,16 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.processes import free_port
 from ssd.bundled import MODEL_PATH
 from tests.server_client import get, greedy_completion, post, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "256", "--cache-tokens", "65536")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def refused(*arguments: str) -> str:

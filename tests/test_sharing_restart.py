@@ -41,7 +41,7 @@ def log_of(server: RedisServer) -> list[tuple[bytes, dict[bytes, bytes]]]:
     client = connect(server.url)
     entries: Any = client.xrange(KEY)
     client.close()
-    return entries  # type: ignore[no-any-return]
+    return entries
 
 
 def write_log(server: RedisServer, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
@@ -179,7 +179,8 @@ def test_marks_that_make_no_sense_count_as_none(redis_server: RedisServer, tmp_p
         end = catch_up(redis_server.url, one)
     path = tmp_path / "one" / "default" / "manifest.json"
     outer = json.loads(path.read_text())
-    for nonsense in (None, 3, [], {}, {"position": 0, "mark": {}}, {"position": "0", "mark": {"replica": 3}}):
+    wrong: list[Any] = [None, 3, [], {}, {"position": 0, "mark": {}}, {"position": "0", "mark": {"replica": 3}}]
+    for nonsense in wrong:
         outer["manifest"]["shared"] = nonsense
         text = json.dumps(outer["manifest"], sort_keys=True).encode()
         outer["xxh3"] = xxhash.xxh3_64_hexdigest(text)

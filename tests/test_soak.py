@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def traffic(random: np.random.Generator) -> Iterator[list[Asked]]:
             top_p=0.9 if temperature else 1.0,
             seed=int(random.integers(1000)),
         )
-        fields = {
+        fields: dict[str, Any] = {
             "namespace": [None, "default", "default", "other"][int(random.integers(4))],
             "cache_salt": [None, None, "salt"][int(random.integers(3))],
             "tenant": [None, "a", "b"][int(random.integers(3))],
@@ -110,6 +111,7 @@ def run(engine: Engine, random: np.random.Generator) -> dict[str, Asked]:
                 cancel_at.setdefault(step + asked.cancel_after, []).append(asked.request.request_id)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("runs_beside_host", [False, True])
 def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
@@ -161,7 +163,7 @@ def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
         finished += 1
         key = (request.prompt_token_ids, request.sampling, request.choice_index)
         if key not in known:
-            known[key] = plain_decode(plain_model, *key, eos=EOS)  # type: ignore[arg-type]
+            known[key] = plain_decode(plain_model, *key, eos=EOS)
         if one.token_ids != known[key]:
             wrong.append(name)
     with capsys.disabled():

@@ -134,7 +134,7 @@ def shape_of(
     steps: StaticSteps, num_rows: int, width: int, longest: int, is_tree: bool = False
 ) -> tuple[int, int, int, bool] | None:
     shape = steps.shape_of(num_rows, width, longest, is_tree=is_tree)
-    return None if shape is None else tuple(shape)
+    return None if shape is None else (*shape,)
 
 
 def test_shapes_are_few_and_large_passes_have_none() -> None:

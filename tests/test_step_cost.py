@@ -28,7 +28,8 @@ def learned(fixed: float, per_position: float) -> StepCost:
 @pytest.mark.parametrize(("fixed", "per_position"), [(0.01, 0.001), (0.002, 0.004), (0.03, 0.0)])
 def test_the_cost_of_a_position_is_found(fixed: float, per_position: float) -> None:
     cost = learned(fixed, per_position)
-    assert (cost.fixed_s, cost.per_position_s) == (pytest.approx(fixed), pytest.approx(per_position, abs=1e-9))
+    assert cost.fixed_s == pytest.approx(fixed)
+    assert cost.per_position_s == pytest.approx(per_position, abs=1e-9)
 
 
 def test_an_interrupted_step_and_steps_of_one_size_teach_nothing() -> None:
@@ -87,10 +88,8 @@ def test_what_is_learned_and_what_is_cut_are_those_of_the_twin(
     for step in seen:
         cost.observe(*step)
         slow.observe(*step)
-        assert (cost.fixed_s, cost.per_position_s) == (
-            pytest.approx(slow.fixed_s, abs=1e-12),
-            pytest.approx(slow.per_position_s, abs=1e-12),
-        )
+        assert cost.fixed_s == pytest.approx(slow.fixed_s, abs=1e-12)
+        assert cost.per_position_s == pytest.approx(slow.per_position_s, abs=1e-12)
     price, expected = cost.prices(len(rows)), slow.prices(len(rows))
     assert (price is None) == (expected is None)
     if price is not None and expected is not None:

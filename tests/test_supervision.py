@@ -17,7 +17,7 @@ import pytest
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import StoreUnavailable
-from ssd.retrieval import merge_worker, put_off, suffix_cache
+from ssd.retrieval import merge_worker, suffix_cache
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeWorker
@@ -152,7 +152,8 @@ def test_a_process_that_is_told_to_end_leaves_a_living_servers_files_alone_and_r
             orphaned, process_id = server.stdout.readline().split()
             server.send_signal(number)
             server.wait(timeout=60)
-            wait_until(lambda gone=int(process_id), place=Path(orphaned): is_gone(gone) and not place.exists())
+            gone, left = int(process_id), Path(orphaned)
+            wait_until(lambda gone=gone, left=left: is_gone(gone) and not left.exists())  # type: ignore[misc]
 
 
 # Merging goes on
@@ -203,7 +204,7 @@ class Unsortable:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What put-off merges take for the time, in its first element."""
     now = [1000.0]
-    monkeypatch.setattr(put_off.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("ssd.retrieval.put_off.time.monotonic", lambda: now[0])
     return now
 
 

@@ -109,7 +109,11 @@ def test_ids_are_those_of_transformers(codec: TextCodec, directory: Path) -> Non
     assert codec.encode_prompt(text)[0] == codec.bos_token_id
     assert codec.encode_completion(text) == tokenizer.encode(text, add_special_tokens=False)
     messages = [{"role": "system", "content": "be brief"}, USER, {"role": "assistant", "content": "he"}]
-    for options in ({"add_generation_prompt": True}, {"continue_final_message": True, "add_generation_prompt": False}):
+    asked: list[dict[str, Any]] = [
+        {"add_generation_prompt": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ]
+    for options in asked:
         expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
         assert codec.encode_chat(messages, **options) == expected
     assert codec.decode(codec.encode_completion(text)) == text
@@ -165,8 +169,8 @@ def test_other_reasons_to_refuse_a_conversation(codec: TextCodec, sentencepiece:
 
 
 def test_tool_call_arguments_reach_the_template_as_objects(codec: TextCodec) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    call: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages: list[dict[str, Any]] = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
     template = "{{ messages[1].tool_calls[0].function.arguments.x + 1 }}{{ messages[1].content }}"
     assert codec.decode(codec.encode_chat(messages, chat_template=template)) == "2"
     assert call["function"]["arguments"] == '{"x": 1}'  # the caller's is untouched
@@ -242,7 +246,7 @@ def theirs(codec: TextCodec, ids: list[int], skip: bool) -> str:
 def test_a_tokenizer_with_a_decoder_of_its_own_keeps_it(codec: TextCodec) -> None:
     class Shouting(type(codec._tokenizer)):  # type: ignore[misc]
         def _decode(self, *args: Any, **kwargs: Any) -> str:
-            return super()._decode(*args, **kwargs).upper()  # type: ignore[no-any-return]
+            return super()._decode(*args, **kwargs).upper()
 
     tokenizer = Shouting(tokenizer_object=codec._tokenizer.backend_tokenizer)
     ids = codec.encode_completion("word")

@@ -152,8 +152,8 @@ def test_a_pass_over_trees_gives_the_logits_of_every_path_and_keeps_one(architec
                 plain.rollback(1, 0)
             paths.append(np.array([0, *(t + 1 for t in slow.path_of(chain, int(random.integers(-1, len(row) - 1))))]))
         target.keep_paths(list(texts), counts, paths)
-        for (slot, row), path in zip(rows.items(), paths, strict=True):
-            texts[slot] += [row[node] for node in path]
+        for (slot, row), kept in zip(rows.items(), paths, strict=True):
+            texts[slot] += [row[node] for node in kept]
             assert_holds(target, slot, texts[slot], plain)
 
 

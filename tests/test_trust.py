@@ -20,9 +20,9 @@ def test_the_share_is_what_was_accepted_of_what_was_promised(rows: list[tuple[fl
         trust.observe(0.0, promised, accepted)
     kept = [0.97 if promised else 0.999 for promised, _ in rows]
     weights = [prod(kept[i + 1 :]) for i in range(len(rows))]
-    promised = 1 + sum(w * p for w, (p, _) in zip(weights, rows, strict=True))
-    accepted = 1 + sum(w * a for w, (_, a) in zip(weights, rows, strict=True))
-    assert trust.share(0.0) == pytest.approx(min(1.0, accepted / promised))
+    all_promised = 1 + sum(w * p for w, (p, _) in zip(weights, rows, strict=True))
+    all_accepted = 1 + sum(w * a for w, (_, a) in zip(weights, rows, strict=True))
+    assert trust.share(0.0) == pytest.approx(min(1.0, all_accepted / all_promised))
 
 
 def test_every_temperature_has_its_own() -> None:

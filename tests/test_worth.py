@@ -38,7 +38,7 @@ def test_the_price_leaves_out_nothing_that_would_be_kept(
         worth.observe(num_tokens, seconds)
     gains = np.cumprod(chances)
     expected = 1 + np.append(0.0, np.cumsum(gains))
-    kept = worth.best(expected, plain + more * np.arange(len(expected)))
+    kept = worth.best(expected, plain + more * np.arange(len(expected), dtype=np.float64))
     assert np.all(gains[:kept] >= worth.price(1, plain, more) * (1 - 1e-9))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -167,7 +168,12 @@ def find_redis_server() -> str | None:
     return str(bundled) if bundled.exists() else None
 
 
+_port_numbers = itertools.count(97 * os.getpid())  # processes that run side by side begin far from one another
+
+
 def free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on; below those that connections are given, so that none takes it before a server."""
+    while True:
+        port = 10_000 + next(_port_numbers) % 20_000
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

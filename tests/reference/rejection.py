@@ -24,7 +24,7 @@ def residual(target: Law, draft: Law) -> Law:
 
 def plain_law(target: LawAfter, length: int) -> dict[tuple[int, ...], float]:
     """Probability of every output of ``length`` tokens, one token after the other."""
-    outputs = {(): 1.0}
+    outputs: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         outputs = {
             (*output, token): reached * chance
