@@ -13,6 +13,7 @@ from ssd.config import DraftAcceptance
 from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
 from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
+from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.grammar import GrammarState
 from ssd.text.stream import TextStream
 
@@ -41,6 +42,7 @@ class Sequence:
     ``slot`` : -1 while it waits. ``turn`` : lower goes first; the scheduler sets it.
     ``seed`` : for sampling where the request brings none. ``acceptance`` : how drawn drafts are verified; a request
     that brings a seed, and a greedy one, are promised one output and keep to "match". ``grammar`` : at its beginning.
+    ``namespace`` : what it is drafted for from and teaches; None where it does neither.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class Sequence:
         seed: int,
         acceptance: DraftAcceptance = "match",
         grammar: GrammarState | None = None,
+        namespace: HeldNamespace | None = None,
     ) -> None:
         sampling = request.sampling
         prompt = np.array(request.prompt_token_ids, np.int32)
         self.request = request
+        self.namespace = namespace
         self.prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
