@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ssd.errors import ModelError, first_line
 from ssd.model.loading.kv_budget import fit_slots, usable_bytes
 from ssd.model.loading.rope import settle_rope
-from ssd.model.loading.weights import ADVICE, check_weights_fit
+from ssd.model.loading.weights import ADVICE, check_weights_fit, weight_bytes
 from ssd.model.target import Target
 from ssd.model.ways.find_way import find_way, row_bytes_per_token
 from ssd.model.ways.row_target import RowTarget
@@ -94,6 +94,12 @@ def open_target(
     )
     if slots.shortage is not None:
         log.warning("%s", slots.shortage)
+    held, kv_bytes = weight_bytes(model), slots.num_slots * (slots.max_length + max_draft_tokens + 1) * bytes_per_token
+    log.info(
+        "%s takes %.2f GB: weights %.2f, of them packed %.2f; KV cache of %d sequences of %d tokens %.2f",
+        type(model).__name__, (held.total + kv_bytes) / 1e9, held.total / 1e9, held.packed / 1e9,
+        slots.num_slots, slots.max_length, kv_bytes / 1e9,
+    )  # fmt: skip
     if found.kind is not SlotTarget:
         log.warning("%s is driven %s: %s", type(model).__name__, found.kind.way, found.reason)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
