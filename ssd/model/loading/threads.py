@@ -6,11 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from ssd.model.loading.weights import weight_bytes
 from ssd.model.target import Target
 
 log = logging.getLogger(__name__)
@@ -21,25 +24,43 @@ _WIDTHS = (1, 8)
 _ROUNDS = 12
 _MOST_S = 1.0
 """Of trying, after which no round is begun: a start must not wait for a machine that is too busy to say."""
-_LONG_PASS_S = 0.25
-"""A pass that takes so long has work for all threads; trying them would only delay the start."""
+_MOST_BYTES = 2_000_000_000
+"""Of a small model's weights. A pass over more has work for all threads; trying fewer would only delay the start."""
+
+
+def is_small(model: PreTrainedModel) -> bool:
+    """Whether one thread makes passes over a dozen positions in about half a second or less."""
+    return model.device.type == "cpu" and weight_bytes(model).total <= _MOST_BYTES
+
+
+@contextmanager
+def one_thread_if_small(model: PreTrainedModel) -> Iterator[None]:
+    """One thread for the passes of a start that nobody has tried threads for yet.
+
+    Beside other work several wait for each other at the end of every layer, and the start takes many times longer.
+    """
+    before = torch.get_num_threads()
+    if is_small(model):
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def settle_threads(target: Target) -> int:
     """Use the number of threads that makes passes of this model shortest, on this machine as it is now; how many.
 
     torch takes one for each core. A small model's layers are too short to be shared, and a thread that another process
-    keeps from its core holds up all others at the end of every layer. Tried are all cores and halves of them, unless
-    the environment says how many (OMP_NUM_THREADS). For the calling thread, which must be the one that makes the
+    keeps from its core holds up all others at the end of every layer. Tried are all cores and halves of them, for a
+    small model and unless the environment says how many (OMP_NUM_THREADS). For the calling thread, which must be the one that makes the
     passes; ``target`` is left empty. Only the time of passes depends on it, up to rounding.
     """
     default = torch.get_num_threads()
-    if target.device.type != "cpu" or default == 1 or any(name in os.environ for name in _SAID_BY):
+    if not is_small(target.model) or default == 1 or any(name in os.environ for name in _SAID_BY):
         return default
     _read_context(target)
     try:
-        if _seconds(target, _WIDTHS[0]) > _LONG_PASS_S:
-            return default
         best = _fastest_of(target, sorted(_halves(default)))
     finally:
         target.rollback(0, 0)
