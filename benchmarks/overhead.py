@@ -125,7 +125,7 @@ def compare(
         prompts = [texts[(pair * batch + row) % len(texts)] for row in range(batch)]
         with CacheSet(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
             on.caches = caches
-            drafter.model_of(caches.get("default").snapshot())  # made once a namespace, not once a request
+            drafter.model_of(caches.get("default").learned)  # made once a namespace, not once a request
             if traffic == "adversarial":
                 _run(on, prompts, max_tokens, seed=10_000 + pair * batch)
                 caches.maintain()

@@ -24,6 +24,7 @@ LAYERS = [
     "ssd.compiled",
     "ssd.retrieval",
     "ssd.sharing",
+    "ssd.pricing",
     "ssd.drafting",
     "ssd.model",
     "ssd.engine",
@@ -32,6 +33,7 @@ LAYERS = [
 ]
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
+    "ssd.pricing": {"ssd.errors", "ssd.config", "ssd.compiled"},
     "cache_builder": {
         "ssd.errors",
         "ssd.config",
@@ -39,6 +41,7 @@ MAY_USE = {
         "ssd.compiled",
         "ssd.retrieval",
         "ssd.sharing",
+        "ssd.pricing",
         "ssd.drafting",
     },
     "ssd.bundled": {"ssd.errors", "ssd.config", "ssd.text"},
@@ -50,6 +53,7 @@ MAY_USE = {
         "ssd.compiled",
         "ssd.retrieval",
         "ssd.sharing",
+        "ssd.pricing",
         "ssd.drafting",
         "ssd.model",
     },

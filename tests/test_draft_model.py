@@ -462,3 +462,11 @@ def test_a_padded_vocabulary_and_a_shorter_context_are_fine(tmp_path: object) ->
 def test_a_recurrent_draft_model_is_refused() -> None:
     with pytest.raises(ModelError, match="recurrent"):
         DraftModelDrafter(open_target(tiny_model("Mamba"), num_slots=1, max_length=32))
+
+
+def test_an_interrupted_pass_counts_as_slow_but_not_as_that_slow() -> None:
+    drafter = DraftModelDrafter(draft_target("random"))
+    for num_rows in [1, 2] * 25:
+        drafter._observe_pass(num_rows, 0.01)
+    drafter._observe_pass(1, 9.0)
+    assert 0.0101 < drafter.seconds_per_token(1) < 0.013

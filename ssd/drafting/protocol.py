@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import DraftAcceptance, SamplingParams
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 TokenIds = npt.NDArray[np.int32]
@@ -42,7 +43,8 @@ class DraftRequest:
         was preempted, with a context that goes on where it was.
     ``context`` : int32[n], prompt and output so far, oldest first. A view; read it during the call only.
     ``prompt_length`` : how many tokens of ``context`` are the prompt.
-    ``snapshot`` : the namespace's index, or None when there is none.
+    ``snapshot`` : the namespace's index, or None when there is none. ``learned`` : where what a drafter learned about
+        the namespace is left for the next one; None: it learns for itself.
     ``limit`` : most tokens this draft may have, >= 0.
     ``prices`` : float64[n], what the i-th drafted token costs, in expected accepted tokens; the last holds for all
         beyond. None: the drafter's own price.
@@ -60,6 +62,7 @@ class DraftRequest:
     tree: bool = False
     prediction: TokenIds | None = None
     sampling: RequestSampling | None = None
+    learned: LearnedState | None = None
 
 
 @dataclass(slots=True)

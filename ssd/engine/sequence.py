@@ -15,6 +15,7 @@ from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStat
 from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
 from ssd.model.sampling.rejection import SampledDraft
 from ssd.model.sampling.target_tokens import SamplingRow
+from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.grammar import GrammarState
 from ssd.text.stream import TextStream
 
@@ -43,6 +44,7 @@ class Sequence:
     ``slot`` : -1 while it waits. ``turn`` : lower goes first; the scheduler sets it.
     ``seed`` : for sampling where the request brings none. ``acceptance`` : how drawn drafts are verified; a request
     that brings a seed, and a greedy one, are promised one output and keep to "match". ``grammar`` : at its beginning.
+    ``namespace`` : what it is drafted for from and teaches; None where it does neither.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class Sequence:
         seed: int,
         acceptance: DraftAcceptance = "match",
         grammar: GrammarState | None = None,
+        namespace: HeldNamespace | None = None,
     ) -> None:
         sampling = request.sampling
         prompt = np.array(request.prompt_token_ids, np.int32)
         self.request = request
+        self.namespace = namespace
         self.prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)

@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, RequestSampling
-from ssd.drafting.rates import AcceptanceRates
 from ssd.errors import ModelError
-from ssd.model.draft.chances import ChanceModel
-from ssd.model.draft.pass_seconds import PassSeconds
 from ssd.model.draft.sampling import draw
 from ssd.model.draft.slots import DraftSlot, DraftSlots
 from ssd.model.sampling.rejection import SampledDraft
 from ssd.model.sampling.target_tokens import SamplingRow
 from ssd.model.target import Target
+from ssd.pricing.acceptance_rates import AcceptanceRates
+from ssd.pricing.gain import price_of
+from ssd.pricing.pass_costs import OUTLIER
+from ssd.pricing.platt_scaling import PlattScaling
+from ssd.pricing.price_list import PriceList
 
 SOURCE = "model"
 """``Draft.source`` of what a draft model proposes."""
@@ -100,9 +101,9 @@ class DraftModelDrafter:
         self._price = np.array([price])
         self._slots = DraftSlots(target, chunk_tokens)
         self._rates = AcceptanceRates()
-        self._greedy_chances = ChanceModel(shift=0.5, scale=1.0)
-        self._sampled_chances = ChanceModel(shift=1.0, scale=0.5)
-        self._pass_seconds = PassSeconds()
+        self._greedy_chances = PlattScaling(shift=0.5, scale=1.0)
+        self._sampled_chances = PlattScaling(shift=1.0, scale=0.5)
+        self._price_list = PriceList()
         self._last: dict[str, _Row] = {}
 
     @property
@@ -112,7 +113,7 @@ class DraftModelDrafter:
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
-        return self._pass_seconds.of(num_rows)
+        return self._price_list.seconds(num_rows)
 
     def seconds_to_begin(self, request: DraftRequest) -> float:
         """Expected time to read what it has not read of the context; 0 where that is little or not known."""
@@ -163,7 +164,7 @@ class DraftModelDrafter:
         while writing := [row for row in writing if self._pays(row)]:
             began = time.perf_counter()
             self._draw(self._slots.feed([row.state for row in writing]), writing)
-            self._pass_seconds.observe(len(writing), time.perf_counter() - began)
+            self._observe_pass(len(writing), time.perf_counter() - began)
         for row in rows:
             self._last[row.request.request_id] = row
             drafts[row.index] = _finished(row)
@@ -179,6 +180,11 @@ class DraftModelDrafter:
             return None
         rate = self._rates.rate(request.request_id)
         return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, state, rate)
+
+    def _observe_pass(self, num_rows: int, seconds: float) -> None:
+        expected = self._price_list.seconds(num_rows)
+        # One that took many times as long was probably interrupted: it counts as slow, but not as that slow.
+        self._price_list.observe(num_rows, 0, min(seconds, OUTLIER * expected) if expected else seconds)
 
     @torch.inference_mode()
     def _draw(self, logits: torch.Tensor, rows: Sequence[_Row]) -> None:
@@ -201,13 +207,10 @@ class DraftModelDrafter:
     def _pays(self, row: _Row) -> bool:
         """Whether one more token is worth its price, going by what is known before it is drawn."""
         depth = len(row.token_ids)
-        return depth < row.limit and row.chance * row.rate >= self._price_of(row.request, depth)
+        prices = self._price if row.request.prices is None else row.request.prices
+        return depth < row.limit and row.chance * row.rate >= price_of(prices, depth)
 
-    def _price_of(self, request: DraftRequest, depth: int) -> float:
-        prices: npt.NDArray[np.float64] = request.prices if request.prices is not None else self._price
-        return float(prices[min(depth, len(prices) - 1)])
-
-    def _chances_of(self, row: _Row) -> ChanceModel:
+    def _chances_of(self, row: _Row) -> PlattScaling:
         return self._greedy_chances if row.greedy else self._sampled_chances
 
 

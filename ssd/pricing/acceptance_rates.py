@@ -1,4 +1,4 @@
-"""How often what a drafter proposes is accepted: of each request, leaning on all others."""
+"""Acceptance rates: how often what a drafter proposes is accepted, of each request, leaning on all others."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class AcceptanceRates:
         self._own: dict[str, tuple[float, float]] = {}
 
     def rate(self, request_id: str) -> float:
-        """Within (0, 1)."""
+        """The rate of a request, within (0, 1)."""
         accepted, tested = self._own.get(request_id, (0.0, 0.0))
         overall = (self._accepted + 0.5) / (self._tested + 1.0)
         return (accepted + _LEANING * overall) / (tested + _LEANING)
 
     def learn(self, request_id: str, num_draft_tokens: int, num_accepted: int) -> None:
-        """One verified draft. Tokens after the first rejected one were not tested."""
+        """Learn from a verified draft. Tokens after the first rejected one were not tested."""
         tested = min(num_draft_tokens, num_accepted + 1)
         fading = min(1.0, _MEMORY / (self._tested + tested))
         self._accepted = fading * (self._accepted + num_accepted)
@@ -38,11 +38,11 @@ class AcceptanceRates:
         self._own[request_id] = own_accepted + num_accepted, own_tested + tested
 
     def relax(self, request_id: str) -> None:
-        """One step without a draft of this drafter's."""
+        """Fade what is known of a request by one step without a draft of this drafter's."""
         if request_id in self._own:
             accepted, tested = self._own[request_id]
             self._own[request_id] = _RELAXATION * accepted, _RELAXATION * tested
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._own.pop(request_id, None)

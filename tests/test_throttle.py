@@ -14,8 +14,8 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
-from ssd.engine.asking import Asking
 from ssd.model.loading.load_target import open_target
+from ssd.pricing.throttle import Throttle
 from tests.models import VOCAB, tiny_model
 
 MODEL = tiny_model()
@@ -25,40 +25,40 @@ def row() -> Any:
     return SimpleNamespace(num_fruitless=0)
 
 
-def run(asking: Asking, batch: list[Any], steps: int, lengths: Rows[int], ask_s: float, pass_s: float) -> list[int]:
+def run(throttle: Throttle, batch: list[Any], steps: int, lengths: Rows[int], ask_s: float, pass_s: float) -> list[int]:
     """How often each row was asked."""
     counts = [0] * len(batch)
     for _ in range(steps):
-        due = asking.due(batch)
-        asking.asked(batch, due, lengths, ask_s * sum(due))
-        asking.passed(pass_s)
+        due = throttle.due(batch)
+        throttle.observe_asking(batch, due, lengths, ask_s * sum(due))
+        throttle.observe_pass(pass_s)
         counts = [count + is_due for count, is_due in zip(counts, due, strict=True)]
     return counts
 
 
 def test_where_asking_is_cheap_every_row_is_asked() -> None:
-    assert run(Asking(), [row()], 50, [0], 30e-6, 5e-3) == [50]
+    assert run(Throttle(), [row()], 50, [0], 30e-6, 5e-3) == [50]
 
 
 def test_rows_that_get_nothing_are_asked_less_and_others_always() -> None:
-    counts = run(Asking(), [row() for _ in range(32)], 84, [0] * 31 + [3], 30e-6, 20e-3)
+    counts = run(Throttle(), [row() for _ in range(32)], 84, [0] * 31 + [3], 30e-6, 20e-3)
     assert counts[:31] == [4 + 80 // 7] * 31 and counts[31] == 84  # 32 x 30 us are 4.8 % of a pass
 
 
 def test_a_row_that_gets_a_draft_again_is_asked_at_every_step() -> None:
-    asking, batch = Asking(), [row() for _ in range(8)]
-    run(asking, batch, 40, [0] * 8, 1e-3, 10e-3)
-    assert asking.period(8) == 8
-    run(asking, batch, 8, [1] * 8, 1e-3, 10e-3)
-    assert run(asking, batch, 10, [1] * 8, 1e-3, 10e-3) == [10] * 8
+    throttle, batch = Throttle(), [row() for _ in range(8)]
+    run(throttle, batch, 40, [0] * 8, 1e-3, 10e-3)
+    assert throttle.period(8) == 8
+    run(throttle, batch, 8, [1] * 8, 1e-3, 10e-3)
+    assert run(throttle, batch, 10, [1] * 8, 1e-3, 10e-3) == [10] * 8
 
 
 @given(st.floats(0, 1e-2), st.floats(1e-6, 10), st.integers(1, 64))
 def test_the_period_is_bounded(ask_s: float, pass_s: float, num_rows: int) -> None:
-    asking = Asking()
-    assert asking.period(num_rows) == 1
-    run(asking, [row() for _ in range(num_rows)], 3, [0] * num_rows, ask_s, pass_s)
-    assert 1 <= asking.period(num_rows) <= 8
+    throttle = Throttle()
+    assert throttle.period(num_rows) == 1
+    run(throttle, [row() for _ in range(num_rows)], 3, [0] * num_rows, ask_s, pass_s)
+    assert 1 <= throttle.period(num_rows) <= 8
 
 
 class Nothing:

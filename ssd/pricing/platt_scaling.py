@@ -1,4 +1,4 @@
-"""What a draft model's own probability of a token says about the chance that the target accepts it."""
+"""Platt scaling: from a draft model's own probability of a token to the chance that the target accepts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHIFT_RANGE = (-4.0, 4.0)
 _SCALE_RANGE = (0.0, 3.0)
 
 
-class ChanceModel:
+class PlattScaling:
     """Log odds of acceptance = shift + scale * log odds of the draft model's probability (Platt 1999, section 2).
 
     Fitted while serving by gradient steps on the log loss. Greedy and sampled requests need a model each: with shared
@@ -28,7 +28,7 @@ class ChanceModel:
         return estimates
 
     def learn(self, chances: npt.NDArray[np.float64], accepted: npt.NDArray[np.bool_]) -> None:
-        """One step. ``chances`` : float64[n], the draft model's; ``accepted`` : what came of each tested token."""
+        """Learn by one step. ``chances`` : float64[n], the draft model's; ``accepted`` : of each tested token."""
         log_odds = _log_odds(chances)
         error = accepted - self.estimate(chances)
         self.shift = float(np.clip(self.shift + _LEARNING_RATE * error.sum(), *_SHIFT_RANGE))

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.drafting.suffix.agreement import MOST_IN_COMMON, same_voice
-from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Pool, Texts
+from ssd.compiled.records import Records
+from ssd.drafting.suffix.agreement import MOST_IN_COMMON, num_unanimous
+from ssd.drafting.suffix.gather import NOTHING, Evidence, Texts
 from tests.reference.drafting import make_snapshot
 
 SEPARATOR = -1
@@ -23,7 +24,7 @@ def going_on(text: list[int], at: int, passed: int, is_own: bool) -> list[int]:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_voices_are_compared_as_one_token_after_the_other(data: st.DataObject) -> None:
+def test_places_are_compared_as_one_token_after_the_other(data: st.DataObject) -> None:
     common = data.draw(st.lists(st.integers(0, 2), min_size=2, max_size=14))
     kinds, places, widths, said = [], [], [], []
     parts, starts = [], []
@@ -38,7 +39,7 @@ def test_voices_are_compared_as_one_token_after_the_other(data: st.DataObject) -
     context = [*common, *data.draw(st.lists(st.integers(0, 2), max_size=4))]
     snapshot = make_snapshot(parts, tail)
     for lane, (part, start) in enumerate(zip(parts, starts, strict=True)):
-        address, width = int(snapshot.segment_table[lane, 0]), int(snapshot.segment_table[lane, 3])
+        address, width = snapshot.segment_table.records[lane].text, snapshot.segment_table.records[lane].width
         kinds.append(0)
         places.append(address + width * start)
         widths.append(width)
@@ -50,17 +51,16 @@ def test_voices_are_compared_as_one_token_after_the_other(data: st.DataObject) -
     chosen = data.draw(st.permutations(range(len(kinds))))[: data.draw(st.integers(1, len(kinds)))]
     most = data.draw(st.integers(1, 12), label="most")
 
-    def padded(values: list[int]) -> np.ndarray:
-        return np.array([*values, *[0] * (MAX_SAMPLES - len(values))], np.int64)
-
-    pool = Pool(padded(kinds), padded(places), padded(widths), padded([]), np.ones(MAX_SAMPLES))
+    evidence = Records(Evidence).array[0]
+    for name, values in (("kind", kinds), ("at", places), ("width", widths)):
+        evidence[name][: len(values)] = values
     texts = Texts(np.array(context, np.int32), snapshot.ring, snapshot.tail_start, snapshot.tail_stop)
     alive = np.array(chosen, np.int64)
-    got = same_voice(texts, pool, alive, len(alive), passed, most)
+    got = num_unanimous(texts, evidence, alive, len(alive), passed, most)
     want = 0
     while want < min(most, MOST_IN_COMMON):
-        voices = {said[sample][want] for sample in chosen}
-        if len(voices) > 1 or min(voices) < 0:
+        tokens = {said[sample][want] for sample in chosen}
+        if len(tokens) > 1 or min(tokens) < 0:
             break
         want += 1
     assert got == want

@@ -1,11 +1,10 @@
-"""Which rows are asked for a draft: all of them, unless that takes more of a step than it may."""
+"""The throttle of looking up: all rows are asked for a draft, unless that takes more of a step than it may."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Rows
-
-from ssd.engine.sequence import Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 _SHARE = 0.0075
 """Of a step that asking may take for rows that get nothing."""
@@ -15,7 +14,14 @@ _LONGEST_PAUSE = 8
 _FORGETTING = 0.9
 
 
-class Asking:
+class Row(Protocol):
+    """A request that may be asked for a draft."""
+
+    num_fruitless: int
+    """Times in a row that it was asked for and got no draft."""
+
+
+class Throttle:
     """Asks a request that got nothing lately every second, third ... step, as seldom as keeps asking cheap.
 
     Looking up takes each row the same, while a pass takes little more for another row: beside one row it is nothing,
@@ -28,10 +34,10 @@ class Asking:
         self._row_s = self._pass_s = 0.0
         self._num_spared = 0  # steps since all rows were asked
 
-    def due(self, batch: Rows[Sequence]) -> list[bool]:
+    def due(self, rows: Sequence[Row]) -> list[bool]:
         """Of each row whether it is asked at this step."""
-        all_are = self._num_spared + 1 >= self.period(len(batch))
-        return [all_are or sequence.num_fruitless < _FRUITLESS_AFTER for sequence in batch]
+        all_are = self._num_spared + 1 >= self.period(len(rows))
+        return [all_are or row.num_fruitless < _FRUITLESS_AFTER for row in rows]
 
     def period(self, num_rows: int) -> int:
         """Steps from one time to the next that a fruitless row is asked."""
@@ -39,17 +45,17 @@ class Asking:
             return 1
         return max(1, min(_LONGEST_PAUSE, math.ceil(num_rows * self._row_s / self._pass_s / _SHARE)))
 
-    def asked(self, batch: Rows[Sequence], due: Rows[bool], lengths: Rows[int], seconds: float) -> None:
-        """Rows were asked and got drafts of these lengths, in so many seconds together."""
+    def observe_asking(self, rows: Sequence[Row], due: Sequence[bool], lengths: Sequence[int], seconds: float) -> None:
+        """Count an asking: those ``due`` got drafts of these lengths, in so many seconds together."""
         self._num_spared = 0 if all(due) else self._num_spared + 1
-        for sequence, was_asked, length in zip(batch, due, lengths, strict=True):
+        for row, was_asked, length in zip(rows, due, lengths, strict=True):
             if was_asked:
-                sequence.num_fruitless = 0 if length else sequence.num_fruitless + 1
+                row.num_fruitless = 0 if length else row.num_fruitless + 1
         if num_asked := sum(due):
             self._row_s = _recent(self._row_s, seconds / num_asked)
 
-    def passed(self, seconds: float) -> None:
-        """The pass after it took so long."""
+    def observe_pass(self, seconds: float) -> None:
+        """Count the pass that followed."""
         self._pass_s = _recent(self._pass_s, seconds)
 
 
