@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, inlined, kernel
-from ssd.compiled.records import Float64, Int64, Record, dtype_of, view_of
+from ssd.compiled.records import Float64, Int64, Record, view_of
 from ssd.pricing.least_squares import NUM_FEATURES, add_observation, fit_nonnegative
 from ssd.pricing.rate import RateRecord, add_pass, joint_rate, price_at, recent_pass
 
@@ -39,7 +39,7 @@ class PassCosts(Record):
     is_known: Int64
     recent: Annotated[Floats, np.float64, (NUM_FEATURES, NUM_FEATURES + 1)]
     lasting: Annotated[Floats, np.float64, (NUM_FEATURES, NUM_FEATURES + 1)]
-    rate: Annotated[RateRecord, dtype_of(RateRecord)]
+    rate: RateRecord
 
 
 _costs_at = view_of(PassCosts)
