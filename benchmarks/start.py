@@ -106,13 +106,15 @@ def phases(model_path: str) -> dict[str, Any]:
         began, cpu = time.perf_counter(), time.process_time()
         yield
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        found.append({
-            "phase": name,
-            "seconds": time.perf_counter() - began,
-            "cpu_s": time.process_time() - cpu,
-            "rss_bytes": int(status["VmRSS"].split()[0]) * 1024,
-            "peak_bytes": int(status["VmHWM"].split()[0]) * 1024,
-        })
+        found.append(
+            {
+                "phase": name,
+                "seconds": time.perf_counter() - began,
+                "cpu_s": time.process_time() - cpu,
+                "rss_bytes": int(status["VmRSS"].split()[0]) * 1024,
+                "peak_bytes": int(status["VmHWM"].split()[0]) * 1024,
+            }
+        )
 
     with phase("imports"):
         from ssd.config import DraftConfig
@@ -127,9 +129,7 @@ def phases(model_path: str) -> dict[str, Any]:
         model = load_model(model_path, device="cpu")
     loaded = weight_bytes(model)
     with phase("open"):
-        target = open_target(
-            model, num_slots=_SLOTS, max_length=_LENGTH, max_draft_tokens=draft.num_speculative_tokens
-        )
+        target = open_target(model, num_slots=_SLOTS, max_length=_LENGTH, max_draft_tokens=draft.num_speculative_tokens)
     with phase("threads"):
         settle_threads(target)
     with phase("warm up"):

@@ -100,7 +100,7 @@ def test_an_embedding_that_scales_its_rows_is_read_and_others_are_not(dtype: tor
     assert reader is not None and torch.equal(reader(ids), scaled(ids))
     shifted, renormed = (kind.requires_grad_(False) for kind in (_Shifted(9, 5), nn.Embedding(9, 5, max_norm=1.0)))
     for other in (shifted, renormed, nn.Linear(5, 9)):
-        assert reader_of(other, packed(other.weight.detach())) is None  # type: ignore[arg-type]
+        assert reader_of(other, packed(other.weight.detach())) is None
 
 
 def test_an_order_that_does_not_hold_for_every_row_is_none() -> None:

@@ -81,7 +81,7 @@ def find_order(packed: torch.Tensor, weight: torch.Tensor) -> Order | None:
     numbers = packed_numbers(packed, weight.dtype)
     if int(order.rows.max() + order.columns.max()) >= len(numbers):
         return None
-    parts = zip(index.split(_ROWS_COMPARED), weight.split(_ROWS_COMPARED), strict=True)
+    parts = zip(torch.split(index, _ROWS_COMPARED), torch.split(weight, _ROWS_COMPARED), strict=True)
     same = (torch.equal(read_rows(numbers, order, ids), part) for ids, part in parts)
     return order if all(same) else None
 

@@ -93,7 +93,7 @@ def _pack(linear: nn.Linear, places: list[Place]) -> Iterator[Replaced]:
     """Replace all that stands in ``places``, which are those of the layer's weight, or nothing."""
     packed = PackedLinear(linear.weight, linear.bias)
     again = cache(partial(linear_again, packed))
-    replaced = []
+    replaced: list[tuple[nn.Module, str, nn.Module, Callable[[], nn.Module]]] = []
     for parent, name in places:
         module = getattr(parent, name)
         if module is linear:
