@@ -222,7 +222,7 @@ def compare(
 def score_margin(target: Target, context: Sequence[int], params: SamplingParams) -> float:
     """How far the best score after ``context`` leads the second, noise included, in a plain pass."""
     target.rollback(0, 0)
-    logits = target.forward([0], np.array([context], np.int64), [len(context)])[0, -1:].float()
+    logits = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1:].float()
     target.rollback(0, 0)
     scores = logits.double()
     if not params.greedy:

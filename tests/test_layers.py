@@ -52,7 +52,7 @@ def test_the_bundled_model_decodes_as_its_library_does() -> None:
     assert nn.Linear not in kinds(model) and kinds(library) == {nn.Linear}
     ids = torch.arange(40, 56)[None]
     with torch.inference_mode():
-        logits = target.forward([0], ids.numpy(), [16])
+        logits = target.forward([0], ids.numpy(), [16]).logits
         torch.testing.assert_close(logits, library(input_ids=ids).logits, rtol=1e-3, atol=1e-3)
 
 

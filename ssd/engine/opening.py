@@ -27,7 +27,7 @@ def open_sequence(
     acceptance: DraftAcceptance,
     takes_priority: bool,
 ) -> Sequence:
-    """The request before its first step; raises RequestError where it cannot be served."""
+    """The sequence of a request, before its first step; raises RequestError where it cannot be served."""
     check_request(
         request,
         vocab_size=vocab_size,

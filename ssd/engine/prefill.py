@@ -79,7 +79,8 @@ class Prefill:
         if not len(part):  # the budget is used up, or others hold it all
             return 0
         if sequence.scores_prompt and done < sequence.num_prompt_tokens - 1:
-            sequence.score_prompt(self._target.forward([sequence.slot], pad_rows([part]), [len(part)])[0], done)
+            output = self._target.forward([sequence.slot], pad_rows([part]), [len(part)])
+            sequence.score_prompt(output.logits[0], done)
         else:
             self._target.prefill([sequence.slot], pad_rows([part]), [len(part)])
         return len(part)

@@ -26,7 +26,7 @@ def timed_passes(target: Target, max_width: int) -> Iterator[tuple[int, int, flo
         for num_rows, width in product(all_rows, widths):
             slots, tokens = list(range(num_rows)), np.ones((num_rows, width), np.int64)
             started = time.perf_counter()
-            target.forward(slots, tokens, [width] * num_rows).argmax(-1).cpu()
+            target.forward(slots, tokens, [width] * num_rows).logits.argmax(-1).cpu()
             seconds = time.perf_counter() - started
             for slot in slots:
                 target.rollback(slot, 0)

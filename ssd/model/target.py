@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.noise import Noise
+from ssd.model.sampling.pass_output import PassOutput
 
 TokenMatrix = npt.NDArray[np.int64]
 
@@ -29,9 +30,6 @@ class Target(ABC):
     """Whether any beginning of a slot can be copied, and gone back to at little cost."""
     can_verify_trees: bool = False
     """Whether ``forward_trees`` and ``keep_paths`` are to be had."""
-    best: torch.Tensor | None = None
-    """int64[B, T], the tokens that the pass just scored chose itself, where it did: with the noise it was given, else
-    the most probable ones."""
     way: str
     """How the model is driven, for logs."""
 
@@ -76,7 +74,7 @@ class Target(ABC):
         """The tokens that the slot's keys and values were computed from: a view, int32[length(slot)]."""
         return self._fed[slot, : self.length(slot)]
 
-    def _feed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    def _feed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
         for slot, row, count in zip(slots, tokens, counts, strict=True):
             room = self._fed[slot, self.length(slot) :][:count]
             room[:] = row[: len(room)]
@@ -87,18 +85,17 @@ class Target(ABC):
         raise NotImplementedError(f"driven {self.way}, slots keep nothing for others")
 
     @abstractmethod
-    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
-        """Append ``counts[b]`` tokens to each slot and return logits [B, T or fewer, V]."""
+    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
+        """Append ``counts[b]`` tokens to each slot; logits [B, T or fewer, V]."""
 
     @torch.inference_mode()
     def forward(
         self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], noise: Noise | None = None
-    ) -> torch.Tensor:
+    ) -> PassOutput:
         """Append tokens to slots and score every position in one pass.
 
         slots : B distinct slots. tokens : int64[B, T], row b valid in its first ``counts[b]`` (>= 1) entries, the
-        rest any valid token id. Returns logits [B, T, V]; ``[b, t]`` predicts the token after ``tokens[b, t]``. They
-        are valid until the next pass. noise : where the target `takes_noise`, for ``best``.
+        rest any valid token id. noise : where the target `takes_noise`, what the pass chooses tokens with.
         """
         assert noise is None
         return self._feed(slots, tokens, counts)
@@ -110,7 +107,7 @@ class Target(ABC):
         counts: Sequence[int],
         parents: TokenMatrix,
         noise: Noise | None = None,
-    ) -> torch.Tensor:
+    ) -> PassOutput:
         """As ``forward``, but each row is a tree: its token t is scored after the path to it instead of all before it.
 
         parents : int64[B, T], of each token the index of the one it goes on from, smaller than its own; -1 of the first
@@ -119,7 +116,7 @@ class Target(ABC):
         raise NotImplementedError(f"driven {self.way}, a model verifies chains only")
 
     def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Of the pass just made keep the tokens on one path of each row, as if they alone had been fed, in its order.
+        """Keep the tokens on one path of each row of the pass just made, as if they alone had been fed, in its order.
 
         slots, counts : those of the pass. paths : int64[n], n >= 1, indices into the row, from its first token on.
         """

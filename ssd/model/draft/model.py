@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from ssd.config import SamplingParams
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, RequestSampling
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow
 from ssd.errors import ModelError
 from ssd.model.draft.sampling import draw
 from ssd.model.draft.slots import DraftSlot, DraftSlots
 from ssd.model.sampling.rejection import SampledDraft
-from ssd.model.sampling.target_tokens import SamplingRow
 from ssd.model.target import Target
 from ssd.pricing.acceptance_rates import AcceptanceRates
 from ssd.pricing.gain import price_of
@@ -26,7 +25,7 @@ from ssd.pricing.price_list import PriceList
 SOURCE = "model"
 """``Draft.source`` of what a draft model proposes."""
 
-_UNKNOWN_SAMPLING = RequestSampling(params=SamplingParams(temperature=0.0), seed=0)
+_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), seed=0)
 _WARM_UP_ROWS = 8
 _WARM_UP_TOKENS = 64
 
@@ -37,7 +36,7 @@ class _Row:
 
     index: int
     request: DraftRequest
-    sampling: RequestSampling
+    sampling: SamplingRow
     limit: int
     state: DraftSlot
     rate: float
@@ -57,16 +56,8 @@ class _Row:
 
     def sampling_row(self) -> SamplingRow:
         """What drawing the next token needs: the draft so far counts as output."""
-        prompt_length, end = self.request.prompt_length, len(self.request.context) + len(self.token_ids)
-        return SamplingRow(
-            params=self.sampling.params,
-            seed=self.sampling.seed,
-            choice_index=self.sampling.choice_index,
-            stop_ids=self.sampling.held_back_ids,
-            prompt=self.state.text[:prompt_length],
-            output=self.state.text[prompt_length:end],
-            draft=np.empty(0, np.int32),
-        )
+        end = len(self.request.context) + len(self.token_ids)
+        return self.sampling.at(self.state.text[:end], self.request.prompt_length)
 
 
 class DraftModelDrafter:
@@ -116,7 +107,7 @@ class DraftModelDrafter:
         return self._price_list.seconds(num_rows)
 
     def seconds_to_begin(self, request: DraftRequest) -> float:
-        """Expected time to read what it has not read of the context; 0 where that is little or not known."""
+        """Expected time for the model to read what is new to it in the context; 0 where that is little or not known."""
         return self._slots.seconds_to_read(request.request_id, len(request.context))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -189,9 +180,7 @@ class DraftModelDrafter:
     @torch.inference_mode()
     def _draw(self, logits: torch.Tensor, rows: Sequence[_Row]) -> None:
         """Append one token to the draft of each row."""
-        drawn = draw(
-            logits[:, : self._vocab_size], [row.sampling_row() for row in rows], [row.by_rejection for row in rows]
-        )
+        drawn = draw(logits[:, : self._vocab_size], [row.sampling_row() for row in rows])
         for b, row in enumerate(rows):
             row.state.text[len(row.request.context) + len(row.token_ids)] = drawn.token_ids[b]
             row.token_ids.append(int(drawn.token_ids[b]))

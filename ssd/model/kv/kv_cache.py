@@ -125,7 +125,7 @@ class AttentionKernel(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The new keys and values are stored already.
+        """Attention from new positions, whose keys and values are stored already.
 
         query : [B, num_heads, T, head_dim]. stored_keys, stored_values : what `SlotKVCache.store` returns.
         window, chunk : as in `SlotRows.mask`. softcap, sinks : as in `slot_attention`. Returns [B, T, num_heads,

@@ -1,4 +1,4 @@
-"""Drafts that are trees: what each token's place in the tree means for a pass, for sampling and for acceptance.
+"""Drafts that are trees: what each token's place in the tree means for a pass and for sampling.
 
 A pass feeds a row's last token and then its draft, so token i of the draft is **node** i + 1 and the last token is node
 0, the root. ``Draft.parents`` counts tokens of the draft (-1 is the root); a pass counts nodes.
@@ -48,7 +48,7 @@ def path_to(parents: Parents, node: int) -> list[int]:
 
 
 def node_parents(rows: Sequence[Parents | None], width: int) -> Ints:
-    """Of each node of a pass its parent's node, int64[B, width]; -1 of the root.
+    """The parent's node of each node of a pass, int64[B, width]; -1 of the root.
 
     rows : each draft's parents, None where it is a chain. Padding goes on as a chain: nobody looks at it.
     """
@@ -72,7 +72,7 @@ class TreeShape:
 
     @classmethod
     def build(cls, parents: Ints) -> TreeShape:
-        """From ``node_parents``. O(B T^2), in T vectorised steps."""
+        """Of trees as ``node_parents`` gives them. O(B T^2), in T vectorised steps."""
         num_rows, width = parents.shape
         assert (parents[:, 0] == -1).all() and (parents[:, 1:] >= 0).all()
         assert (parents < np.arange(width)).all()

@@ -1,4 +1,4 @@
-"""Does a way of driving a model compute what the model computes? Asked at start-up, of the loaded weights."""
+"""The check that a way of driving a model computes what the model computes: at start-up, on the loaded weights."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def declared_layers(model: PreTrainedModel) -> list[Any]:
 
 
 def _forward(target: Target, slots: Sequence[int], rows: Sequence[npt.NDArray[np.int64]]) -> torch.Tensor:
-    return target.forward(slots, pad_rows(rows), [len(row) for row in rows])
+    return target.forward(slots, pad_rows(rows), [len(row) for row in rows]).logits
 
 
 def _wrong(model: PreTrainedModel, part: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

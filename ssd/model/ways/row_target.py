@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.target import Target, TokenMatrix, accepts
 
 
@@ -51,12 +52,12 @@ class RowTarget(Target):
             self._caches[slot].update(layer.keys[..., start:end, :], layer.values[..., start:end, :], index)
         self._lengths[slot] = end
 
-    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
         rows = [
             self._append_row(slot, row[:count], **kwargs)
             for slot, row, count in zip(slots, tokens, counts, strict=True)
         ]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
     def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
         """One pass over one row's new tokens, int64[n]: logits [n or fewer, V]."""

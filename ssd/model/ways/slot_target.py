@@ -14,7 +14,8 @@ from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
-from ssd.model.steps.static_steps import Scored, StaticSteps
+from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.steps.static_steps import StaticSteps
 from ssd.model.target import Target, TokenMatrix
 
 
@@ -49,7 +50,7 @@ class SlotTarget(Target):
     @torch.inference_mode()
     def forward(
         self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], noise: Noise | None = None
-    ) -> torch.Tensor:
+    ) -> PassOutput:
         """Score tokens, see ``Target``."""
         return self._feed(slots, tokens, counts, noise=noise)
 
@@ -61,7 +62,7 @@ class SlotTarget(Target):
         counts: Sequence[int],
         parents: TokenMatrix,
         noise: Noise | None = None,
-    ) -> torch.Tensor:
+    ) -> PassOutput:
         """Score the tokens of trees, see ``Target``."""
         return self._feed(slots, tokens, counts, trees=TreeShape.build(parents), noise=noise)
 
@@ -93,14 +94,13 @@ class SlotTarget(Target):
         trees: TreeShape | None = None,
         noise: Noise | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
-        scored = None if self.steps is None or kwargs else self.steps.run(slots, tokens, trees, noise)
-        if scored is None:
+    ) -> PassOutput:
+        output = None if self.steps is None or kwargs else self.steps.run(slots, tokens, trees, noise)
+        if output is None:
             rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device, trees)
-            scored = Scored(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs), None)
+            output = PassOutput(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs))
         self.kv_cache.lengths[list(slots)] += np.asarray(counts)
-        self.best = scored.best
-        return scored.logits
+        return output
 
     def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
         """The model over new tokens, int64[B, T], of rows: logits [B, T or fewer, V]. Lengths stay as they are."""

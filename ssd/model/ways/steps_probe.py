@@ -1,4 +1,4 @@
-"""Do static steps compute what plain passes compute? Asked at start-up, on the device, of the loaded weights."""
+"""The check that static steps compute what plain passes compute: at start-up, on the device and loaded weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from ssd.errors import first_line
 from ssd.model.kv.kv_cache import AttentionKernel
+from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.sampler import Sampler, sampler_of
 from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
 from ssd.model.steps.static_steps import StaticSteps
@@ -112,17 +113,17 @@ def steps_error(target: SlotTarget) -> float:
     for counts, parents in _passes(target, len(slots)):
         tokens = random.integers(0, target.vocab_size, (len(counts), max(counts)))
         target.steps = None
-        expected = _scored(target, slots, tokens, counts, parents).clone()
+        expected = _scored(target, slots, tokens, counts, parents).logits.clone()
         target.steps = steps
         for _ in range(2):
             found = _scored(target, slots, tokens, counts, parents)
             if steps.failure is not None:
                 raise RuntimeError(steps.failure)
-            assert target.best is not None
+            assert found.chosen is not None
             for b, count in enumerate(counts):
-                difference = (found[b, :count] - expected[b, :count]).float().norm()
-                worst = max(worst, float(difference / expected[b, :count].float().norm()))
-                if not torch.equal(target.best[b, :count], found[b, :count].argmax(-1)):
+                logits, wanted = found.logits[b, :count], expected[b, :count]
+                worst = max(worst, float((logits - wanted).float().norm() / wanted.float().norm()))
+                if not torch.equal(found.chosen[b, :count], logits.argmax(-1)):
                     raise RuntimeError("the most probable tokens are not those of the logits")
     return worst
 
@@ -142,17 +143,17 @@ def _passes(target: SlotTarget, num_rows: int) -> Iterator[tuple[list[int], Ints
 
 def _scored(
     target: SlotTarget, slots: Sequence[int], tokens: Ints, counts: Sequence[int], parents: Ints | None
-) -> torch.Tensor:
+) -> PassOutput:
     """A pass that leaves the slots as they were."""
     rows = list(slots[: len(counts)])
     held = [target.length(slot) for slot in rows]
     if parents is None:
-        logits = target.forward(rows, tokens, counts)
+        output = target.forward(rows, tokens, counts)
     else:
-        logits = target.forward_trees(rows, tokens, counts, parents)
+        output = target.forward_trees(rows, tokens, counts, parents)
     for slot, length in zip(rows, held, strict=True):
         target.rollback(slot, length)
-    return logits
+    return output
 
 
 def _candidates(device: torch.device, enforce_eager: bool) -> Iterator[Candidate]:

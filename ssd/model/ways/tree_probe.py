@@ -1,4 +1,4 @@
-"""Does a model take trees? Found out by feeding one, like everything about how a model may be driven."""
+"""The check that a model scores trees: it is fed one, as everything about how a model is driven is tried."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def verifies_trees(target: SlotTarget, *, tolerance: float) -> bool:
         target.prefill([0], prefix, [_PREFIX])
         worst = 0.0
         for path in _PATHS:
-            scored = target.forward_trees([0], tree, [width], _PARENTS)[:, path]
+            scored = target.forward_trees([0], tree, [width], _PARENTS).logits[:, path]
             target.keep_paths([0], [width], [np.array(path)])
-            found = torch.cat([scored, target.forward([0], last, [1])], 1).float()
+            found = torch.cat([scored, target.forward([0], last, [1]).logits], 1).float()
             target.rollback(0, _PREFIX)
             chain = np.concatenate([tree[:, path], last], axis=1)
-            expected = target.forward([0], chain, [chain.shape[1]]).float()
+            expected = target.forward([0], chain, [chain.shape[1]]).logits.float()
             target.rollback(0, _PREFIX)
             worst = max(worst, float((found - expected).norm() / expected.norm()))
         if not worst < tolerance:

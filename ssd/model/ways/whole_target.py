@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.target import Target, TokenMatrix, accepts
 
 
@@ -40,11 +41,11 @@ class WholeTarget(Target):
         for slot, row, count in zip(slots, tokens, counts, strict=True):
             self._texts[slot].extend(row[:count].tolist())
 
-    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> torch.Tensor:
+    def _append(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
         self.prefill(slots, tokens, counts)
         rows = []
         for slot, count in zip(slots, counts, strict=True):
             ids = torch.tensor([self._texts[slot]], device=self.device)
             keep = {"logits_to_keep": int(count)} if self._takes_keep else {}
             rows.append(self.model(input_ids=ids, **self._without_cache, **keep).logits[0, -count:])
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))

@@ -16,8 +16,8 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Constraints:
-    """What a request says of single tokens, for one vocabulary and device; none is changed.
+class DeviceRules:
+    """A request's `TokenRules` for one vocabulary, on one device; none is changed.
 
     ``bias_ids`` : int64[n]. ``bias`` : float32[n], added to their logits. ``allowed`` : bool[V]; None allows all.
     """
@@ -28,7 +28,7 @@ class Constraints:
 
     @classmethod
     def of(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
-        """Made at the first call for a request and kept with its rules.
+        """The rules of a request, made at the first call for it and kept with them.
 
         Ids outside the vocabulary are left out: a draft model may have fewer tokens than the target.
         """
@@ -44,7 +44,7 @@ class Constraints:
         return made
 
     def add_bias(self, logits: torch.Tensor) -> None:
-        """In place, to every row of [T, V]; in float32, whatever the logits are."""
+        """Add it in place to every row of [T, V]; in float32, whatever the logits are."""
         if len(self.bias_ids):
             logits[:, self.bias_ids] = (logits[:, self.bias_ids].float() + self.bias).to(logits.dtype)
 
