@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.report.__main__ import ROOT, pages
 
+ROOMS = ("ssd", "server", "cache_builder", "benchmarks", "tests", "examples")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 
 
@@ -38,6 +39,20 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert target.is_relative_to(ROOT), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_commands_that_a_page_names_are_there(path: Path) -> None:
+    if path.name == "CHANGELOG.md":  # says what was
+        return
+    there = [file.relative_to(ROOT).as_posix() for room in ROOMS for file in (ROOT / room).rglob("*.py")]
+    for name in re.findall(r"`([\w./]+\.py)`", prose(path)):
+        assert any(f"/{file}".endswith(f"/{name}") for file in there), name
+    for name in re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w/]*)`", prose(path)):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"python -m ((?:benchmarks|examples)[\w.]*)", path.read_text()):
+        module = ROOT / name.replace(".", "/")
+        assert module.exists() or module.with_suffix(".py").exists(), name
 
 
 def test_every_page_and_example_is_in_its_index() -> None:
