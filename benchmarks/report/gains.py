@@ -7,6 +7,9 @@ from typing import Any
 from benchmarks.report.replay import speed_ups
 
 
+_STREAMS = {"mixed": "requests of which some recur", "no repeats": "requests that never recur"}
+
+
 def gains_section(growth: dict[str, Any], overhead: dict[str, Any], vllm: dict[str, Any], curve: dict[str, Any]) -> str:
     """A line a question, each with one ratio; above 1 is good for us."""
     again = growth["repeated_requests"]
@@ -17,7 +20,7 @@ def gains_section(growth: dict[str, Any], overhead: dict[str, Any], vllm: dict[s
 
     add(f"the same {again['requests']} greedy requests again, tokens/s", "speculation off", again["speedup_second"])
     for run in growth["runs"]:
-        add(f"stream, {run['shares']}, {run['sampling']}: last fifth", "speculation off", run["speedup_last"])
+        add(f"{_STREAMS[run['stream']]}, {run['sampling']}, last fifth", "speculation off", run["speedup_last"])
     for row in overhead["rows"]:
         if row["traffic"] == "cold" and row["batch"] in (1, 8):
             add(f"nothing to gain, batch {row['batch']}, temperature 1", "speculation off", row["tokens_ratio_p50"])
