@@ -6,7 +6,6 @@ from typing import Any
 
 from benchmarks.report.replay import speed_ups
 
-
 _STREAMS = {"mixed": "requests of which some recur", "no repeats": "requests that never recur"}
 
 
