@@ -8,7 +8,7 @@ from pathlib import Path
 
 from server.arguments import build_parser
 from server.fields import IGNORED, NEUTRAL
-from server.schema import ChatBody, CompletionBody
+from server.schema import ChatBody, CompletionBody, GenerateBody
 
 _ROOMS = ("drafting", "engine", "pricing", "retrieval")
 _MEASURED = ("measured", "python -m benchmarks")
@@ -34,7 +34,7 @@ def flags_section() -> str:
 
 def fields_section() -> str:
     """Every field of a request's body, which call takes it, and those that are passed over or refused."""
-    bodies = {"completions": CompletionBody, "chat": ChatBody}
+    bodies: dict[str, type[GenerateBody]] = {"completions": CompletionBody, "chat": ChatBody}
     names = dict.fromkeys(name for body in bodies.values() for name in body.model_fields)
     lines = ["| field | type | default | calls |", "|---|---|---|---|"]
     for name in names:
