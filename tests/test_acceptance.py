@@ -342,7 +342,7 @@ def test_what_is_saved_while_a_drafter_learns_was_true_at_one_moment(tmp_path: P
 
         def save() -> None:
             while not stop.is_set():
-                cache._keep_learned()
+                cache._files.save_learned(now=True)
                 with suppress(FileNotFoundError):
                     saved.append((tmp_path / "default" / "learned.bin").read_bytes())
 

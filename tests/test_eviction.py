@@ -282,7 +282,7 @@ def test_text_of_use_that_cannot_be_written_is_not_lost_with_its_old_file(
         said(cache, TEXT)
         said(cache, TEXT)
         cache.flush()
-        directory = cache._directory
+        directory = cache._files.directory
         assert directory is not None
         write = directory.write
 

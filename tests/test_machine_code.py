@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,7 +109,14 @@ def test_a_torn_file_is_compiled_over(compiled: Callable[[], Any], tmp_path: Pat
     assert num_compiled(compiled()) == 1
     for path in (tmp_path / "kept").rglob(f"*{suffix}"):
         path.write_bytes(path.read_bytes()[:left])
+    assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
+
+
+def test_code_for_a_type_that_is_gone_is_compiled_over(compiled: Callable[[], Any], tmp_path: Path) -> None:
     assert num_compiled(compiled()) == 1
+    for path in (tmp_path / "kept").rglob("*.nbi"):
+        path.write_bytes(pickle.dumps(numba.__version__) + b"cssd\nTypeThatIsGone\n.")
+    assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
 
 
 class _OtherStamp(caching.FunctionCache):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.replay import main, replay
+from benchmarks.replay import digest, main, replay
 from benchmarks.replay.contenders import OurDrafters, PeerDrafter
 from benchmarks.replay.counts import Counts
 from benchmarks.replay.replaying import replay_stream
@@ -212,6 +212,16 @@ def test_every_kind_of_stream_gives_the_same_counts_twice(trace: Path, capsys: p
         # Three short sessions may well count the same in another order.
         assert first != plain or more[0] == "--shuffle"
     assert {result["output_tokens"] for result in run(trace, capsys, "--warm", "0.5")} == {12}
+
+
+def test_digests_are_the_same_until_a_draft_is_another(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = trace / "tiny.jsonl.gz", trace / "tokenizer.json", 10_000
+    lines = digest.digests(*asked)
+    assert digest.digests(*asked) == lines
+    assert [line.split()[2] for line in lines] == ["chain", "tree", "together", "rows", "frequency"]
+    assert all(int(line.split()[3]) > 0 for line in lines)
+    monkeypatch.setattr(digest, "_LIMIT", 1)
+    assert not set(digest.digests(*asked)) & set(lines)
 
 
 def test_processes_change_nothing(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

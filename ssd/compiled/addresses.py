@@ -1,6 +1,7 @@
 """Compiled functions that read memory by its address: one call serves segments of any number, size and token width.
 
-Nothing here is checked. Addresses come from arrays that a ``Snapshot`` or a drafter keeps alive.
+Nothing here is checked, but in the build that `registry` describes. Addresses come from arrays that a ``Snapshot`` or a
+drafter keeps alive.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from ssd.compiled.machine_code import keep_machine_code
+from ssd.compiled.registry import CHECKED, name_memory, named_memory
 
 TokenIds = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -23,12 +25,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Where the data of ``array`` begin."""
+    """Where the data of ``array`` begin, for kernels: all that they find there is the array's."""
+    name_memory(array)
     return int(array.__array_interface__["data"][0])
 
 
 def _compiled(function: _F, **options: Any) -> _F:
-    dispatcher = njit(nogil=True, **options)(function)
+    dispatcher = njit(nogil=True, boundscheck=CHECKED or None, **options)(function)
     keep_machine_code(dispatcher)
     return cast(_F, dispatcher)
 
@@ -81,11 +84,48 @@ _int64_pointer = pointer_to(types.int64)
 _float32_pointer = pointer_to(types.float32)
 _float64_pointer = pointer_to(types.float64)
 
-load_uint64 = _load(64, types.uint64)
-"""Eight bytes at any address, little-endian."""
+_load_int64 = _load(64, types.int64)
+_load_uint64 = _load(64, types.uint64)
+_load_uint32 = _load(32, types.int64)
 
-load_uint32 = _load(32, types.int64)
-"""Four bytes at any address, little-endian, as a number >= 0."""
+
+if CHECKED:
+
+    @kernel
+    def require(address: int, num_bytes: int) -> None:
+        """Raise IndexError unless ``num_bytes`` from ``address`` on lie in one piece of memory that Python named."""
+        if num_bytes == 0:
+            return
+        table = named_memory()
+        low, high = 0, _load_int64(table)
+        while low < high:  # how many begin at the address or before it
+            middle = (low + high) >> 1
+            if _load_int64(table + 8 + 16 * middle) <= address:
+                low = middle + 1
+            else:
+                high = middle
+        if low == 0 or num_bytes < 0 or address + num_bytes > _load_int64(table + 16 * low):
+            raise IndexError("an address that kernels were given lies in no memory that is held for them")
+
+else:
+
+    @inlined
+    def require(address: int, num_bytes: int) -> None:
+        """Nothing: only a checked build looks."""
+
+
+@inlined
+def load_uint64(address: int) -> int:
+    """Eight bytes at any address, little-endian."""
+    require(address, 8)
+    return _load_uint64(address)  # type: ignore[no-any-return]
+
+
+@inlined
+def load_uint32(address: int) -> int:
+    """Four bytes at any address, little-endian, as a number >= 0."""
+    require(address, 4)
+    return _load_uint32(address)  # type: ignore[no-any-return]
 
 
 @intrinsic
@@ -126,35 +166,40 @@ def trailing_zeros(_typing: Any, value: Any) -> Any:
 
 @inlined
 def data_of(array: npt.NDArray[Any]) -> int:
-    """Where the data of ``array`` begin, for kernels: it must outlive what is done with that."""
+    """Where the data of ``array`` begin, for kernels. It must outlive what is done with that, see `name_memory`."""
     return array.ctypes.data
 
 
 @inlined
 def uint8_array(address: int, length: int) -> npt.NDArray[np.uint8]:
     """View uint8[length] at ``address``."""
+    require(address, length)
     return carray(_uint8_pointer(address), (length,))  # type: ignore[no-any-return]
 
 
 @inlined
 def int32_array(address: int, length: int) -> TokenIds:
     """View int32[length] at ``address``."""
+    require(address, 4 * length)
     return carray(_int32_pointer(address), (length,))  # type: ignore[no-any-return]
 
 
 @inlined
 def int64_array(address: int, length: int) -> Int64s:
     """View int64[length] at ``address``."""
+    require(address, 8 * length)
     return carray(_int64_pointer(address), (length,))  # type: ignore[no-any-return]
 
 
 @inlined
 def float32_array(address: int, length: int) -> npt.NDArray[np.float32]:
     """View float32[length] at ``address``."""
+    require(address, 4 * length)
     return carray(_float32_pointer(address), (length,))  # type: ignore[no-any-return]
 
 
 @inlined
 def float64_array(address: int, length: int) -> Float64s:
     """View float64[length] at ``address``."""
+    require(address, 8 * length)
     return carray(_float64_pointer(address), (length,))  # type: ignore[no-any-return]

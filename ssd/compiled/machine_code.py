@@ -19,6 +19,8 @@ from typing import Any
 
 import xxhash
 
+from ssd.compiled.registry import CHECKED
+
 log = logging.getLogger(__name__)
 
 _complained: set[str] = set()
@@ -78,20 +80,30 @@ class KernelCache:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Raises whatever a numba of another make, or one that finds no directory to write, raises."""
-        from numba.core.caching import FunctionCache  # here: that it is not there must not fail more than this
+        from numba.core.caching import (
+            FunctionCache,
+            IndexDataCacheFile,
+        )  # here: that it is not there must not fail more than this
 
         self._kept = FunctionCache(function)
+        self.cache_path: str = self._kept.cache_path
+        if CHECKED:
+            name = f"{self._kept._impl.filename_base}.checked"
+            self._kept._cache_file = IndexDataCacheFile(self.cache_path, name, None)
         if not hasattr(self._kept._cache_file, "_source_stamp"):
             raise AttributeError("it has no stamp of its sources that could be replaced")
         self._kept._cache_file._source_stamp = _stamp_of(Path(function.__code__.co_filename).resolve())
-        self.cache_path: str = self._kept.cache_path
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """The code compiled for ``signature``, None when there is none that can be used."""
         try:
             return self._kept.load_overload(signature, target)
         except Exception as error:
-            _complain("cannot be read", error)
+            # A torn file, or one that names a type that sources no longer have: nothing could be kept beside it.
+            try:
+                self.flush()
+            except Exception:
+                _complain("cannot be read", error)
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:

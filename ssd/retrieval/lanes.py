@@ -83,7 +83,7 @@ walkers_at = views_of(Walker)
 @inlined
 def position_at(lane: Lane, rank: int) -> int:
     """The position of rank ``rank`` in the lane's segment, within 0..n whatever the bytes of the order are now."""
-    return min(load_uint32(lane.order + 4 * rank), lane.num_tokens)  # type: ignore[no-any-return]
+    return min(load_uint32(lane.order + 4 * rank), lane.num_tokens)
 
 
 @inlined

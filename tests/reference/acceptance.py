@@ -141,7 +141,7 @@ class Asked:
     num_texts: int = 1
     prediction: Sequence[int] = ()
     agreed: int = 0
-    is_fresh: bool = True
+    was_right: bool = True
 
 
 def candidates(
@@ -195,7 +195,7 @@ def candidates(
                 where,
             )
         if predicted is not None:
-            views["prediction"] = length_bucket(asked.agreed + depth), asked.is_fresh, predicted == token
+            views["prediction"] = length_bucket(asked.agreed + depth), asked.was_right, predicted == token
         so_far: Evidence = []
         filled, strongest = 0, (0, 0)
         for length, items in alive:

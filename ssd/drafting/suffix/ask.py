@@ -63,7 +63,7 @@ drafts_at = views_of(DraftRecord)
 
 @inlined
 def clear(out: DraftRecord) -> None:
-    """No draft."""
+    """Make ``out`` an empty draft."""
     out.size, out.match_length, out.source, out.is_tree = 0, 0, 0, 0
 
 

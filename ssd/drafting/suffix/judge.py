@@ -65,9 +65,10 @@ class Candidates(Record):
 class Position(NamedTuple):
     """Where in a draft candidates are sought.
 
-    ``depth`` : draft tokens before it, of which the pool's samples have passed ``passed``. ``before`` : the token
+    ``depth`` : draft tokens before it, of which the evidence's samples have passed ``passed``. ``before`` : the token
     before it. ``predicted`` : what the client's prediction says, NOTHING where it does not; ``agreed`` : for how many
-    tokens it has been right. ``error_bucket`` : see `learn.error_bucket`. ``prompt_length`` : of the request.
+    tokens it has been right; ``was_right`` : it has never been wrong. ``error_bucket`` : see `learn.error_bucket`.
+    ``prompt_length`` : of the request.
     """
 
     depth: int
@@ -75,7 +76,7 @@ class Position(NamedTuple):
     before: int
     predicted: int
     agreed: int
-    is_fresh: bool
+    was_right: bool
     error_bucket: int
     prompt_length: int
 
@@ -122,7 +123,7 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
             key = (index_key * SHARES + share) * 2 + int(votes.index_says == token)
             inputs[INDEX] = OFFSETS[INDEX] + key * ORIGINS + origin
         if at.predicted >= 0:
-            key = length_bucket(at.agreed) * 2 + int(at.is_fresh)
+            key = length_bucket(at.agreed) * 2 + int(at.was_right)
             inputs[PREDICTION] = OFFSETS[PREDICTION] + key * 2 + int(at.predicted == token)
         sum_votes, length, voted = 0.0, 0, 0
         for view in range(num_filled):

@@ -54,13 +54,13 @@ class JudgedDraft(Record):
 
 @inlined
 def forget_draft(judged: JudgedDraft) -> None:
-    """A new request: nothing was drafted, and no error is known."""
+    """Forget the drafts of another request: nothing was drafted, and no error is known."""
     judged.count, judged.start, judged.num_drafted, judged.mean_error = 0, 0, 0, 0
 
 
 @inlined
 def begin_draft(judged: JudgedDraft, context_length: int) -> None:
-    """A new draft."""
+    """Begin a draft that goes on from a context."""
     judged.count, judged.start, judged.num_drafted = 0, context_length, 0
 
 

@@ -33,7 +33,7 @@ class PredictionPlace(Record):
 
 @inlined
 def begin_prediction(state: PredictionPlace, prompt_length: int) -> None:
-    """A new request: the output is thought to begin as the prediction does."""
+    """Begin with a request, whose output is thought to begin as the prediction does."""
     state.place, state.agreed, state.num_followed, state.was_wrong = 0, 0, prompt_length, 0
 
 

@@ -44,7 +44,7 @@ class Batch(Record):
     row that is still prefilling. ``texts`` : int64, address of its TextRecord, 0 for none. ``asked``, ``sizes``,
     ``probabilities``, ``best_first`` : scratch, of the drafts asked for. ``out`` : int32, see ``draft_rows``.
 
-    ``cost`` : see ``StepCost``. ``ends`` : int32[num_ends], the ids of ends of text. ``last_asked``,
+    ``cost`` : see `PassCosts`. ``ends`` : int32[num_ends], the ids of ends of text. ``last_asked``,
     ``last_positions`` : rows and words of the last call.
     """
 

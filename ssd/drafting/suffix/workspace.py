@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import TokenIds, address, data_of, inlined, kernel
 from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
+from ssd.compiled.registry import CHECKED, name_memory
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
 from ssd.drafting.suffix.chain import ChainScratch
@@ -73,7 +74,7 @@ states_at = views_of(RequestState)
 
 @inlined
 def begin_state(state: RequestState, prompt_length: int) -> None:
-    """Nothing is kept of a request yet."""
+    """Forget what was kept of another request."""
     state.followed.table = NO_TABLE
     forget_draft(state.judged)
     begin_prediction(state.prediction, prompt_length)
@@ -81,7 +82,7 @@ def begin_state(state: RequestState, prompt_length: int) -> None:
 
 @kernel
 def begin_request(workspace: int, state: int, prompt_length: int) -> None:
-    """Keep nothing of a request yet, in a state of the workspace at an address."""
+    """Begin a state of the workspace at an address, for a request of which nothing is kept yet."""
     frame = frame_at(workspace)
     begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
 
@@ -214,14 +215,19 @@ def contiguous(context: TokenIds) -> TokenIds:
 
     A copy also of what is read-only: the kernels are compiled for one kind of array.
     """
-    if context.dtype is _INT32 and context.flags.carray:
-        return context
-    context = as_context(context)
-    return context if context.flags.writeable else context.copy()
+    if context.dtype is not _INT32 or not context.flags.carray:
+        context = as_context(context)
+        context = context if context.flags.writeable else context.copy()
+    if CHECKED:
+        name_memory(context)
+    return context
 
 
 def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
-    """These, the second at least 1. Raises ConfigError where the kernels have no room for the first."""
+    """Lengths of matches that the kernels take; the second is at least 1.
+
+    Raises ConfigError where they have no room for the first.
+    """
     if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
         raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
     return max_match_length, max(1, min_match_length)
