@@ -98,10 +98,15 @@ def test_unusable_arguments_end_in_one_line(arguments: tuple[str, ...], hint: st
     ("arguments", "hint"),
     [
         (("--max-model-len", "1000000"), "max_model_len"),
-        (("--warm", str(ROOT / "tests")), "tests"),
-        (("--namespace", "../other"), "namespace"),
-        (("--draft-model", "./no-such-directory"), "no-such-directory"),
-        (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
+        *(
+            pytest.param(arguments, hint, marks=pytest.mark.slow)
+            for arguments, hint in [
+                (("--warm", str(ROOT / "tests")), "tests"),
+                (("--namespace", "../other"), "namespace"),
+                (("--draft-model", "./no-such-directory"), "no-such-directory"),
+                (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
+            ]
+        ),
     ],
 )
 def test_what_only_loading_shows_ends_in_one_line(arguments: tuple[str, ...], hint: str) -> None:

@@ -130,6 +130,7 @@ def resident_mb(process: int) -> float:
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_an_attack_costs_nobody_else_anything(server: tuple[int, int], attack: Attack) -> None:
     process, port = server
