@@ -40,7 +40,7 @@ from ssd.engine import Engine, Request
 from ssd.engine.metrics import EngineMetrics
 from ssd.model.draft.model import SOURCE, DraftModelDrafter
 from ssd.model.draft.slots import READ_WIDTH
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec

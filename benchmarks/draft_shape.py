@@ -27,7 +27,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 

@@ -20,7 +20,8 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.model.sampling.noise import gumbel_noise, position_keys
 from ssd.model.sampling.target_tokens import truncated_scores
-from ssd.model.target import SlotTarget, Target
+from ssd.model.target import Target
+from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 
 TIE_MARGIN = 1e-4
@@ -221,7 +222,7 @@ def compare(
 def score_margin(target: Target, context: Sequence[int], params: SamplingParams) -> float:
     """How far the best score after ``context`` leads the second, noise included, in a plain pass."""
     target.rollback(0, 0)
-    logits = target.forward([0], np.array([context], np.int64), [len(context)])[0, -1:].float()
+    logits = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1:].float()
     target.rollback(0, 0)
     scores = logits.double()
     if not params.greedy:

@@ -30,9 +30,9 @@ from ssd.model.layers.fused_linear import FusedMember
 from ssd.model.layers.fused_norm import FusedNorm, fuse_norms
 from ssd.model.layers.fused_rotary import fuse_rotary
 from ssd.model.layers.packed_linear import pack_linears, prepare_linears
+from ssd.model.layers.probe_logits import plain_logits
 from ssd.model.layers.replace import replace_layers
-from ssd.model.load_target import load_model
-from ssd.model.way_probe import plain_logits
+from ssd.model.loading.load_target import load_model
 
 POSITIONS = (1, 2, 4, 8, 16, 32, 64, 256)
 _TURN = 5

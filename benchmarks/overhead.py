@@ -35,7 +35,7 @@ from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 
@@ -125,7 +125,7 @@ def compare(
         prompts = [texts[(pair * batch + row) % len(texts)] for row in range(batch)]
         with CacheSet(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
             on.caches = caches
-            drafter.model_of(caches.get("default").snapshot())  # made once a namespace, not once a request
+            drafter.model_of(caches.get("default").learned)  # made once a namespace, not once a request
             if traffic == "adversarial":
                 _run(on, prompts, max_tokens, seed=10_000 + pair * batch)
                 caches.maintain()

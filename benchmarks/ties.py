@@ -28,7 +28,7 @@ import torch
 from benchmarks.environment import head
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.model.load_target import DTYPES, load_model, open_target
+from ssd.model.loading.load_target import DTYPES, load_model, open_target
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
@@ -122,7 +122,7 @@ def decode(target: Target, prompt: list[int], max_tokens: int, eos_token_ids: Se
     tokens: list[int] = []
     margins: list[float] = []
     while len(tokens) < max_tokens:
-        logits = target.forward([0], np.array([[fed]]), [1])[0, -1]
+        logits = target.forward([0], np.array([[fed]]), [1]).logits[0, -1]
         fed = int(logits.argmax())
         best = torch.topk(logits.double(), 2).values
         tokens.append(fed)
@@ -139,7 +139,7 @@ def read_in_passes(target: Target, reference: Reference, width: int) -> npt.NDAr
     chosen = [np.empty(0, np.int64)]
     for first in range(0, len(fed) - width + 1, width):
         part = fed[None, first : first + width]
-        chosen.append(target.forward([0], part, [width])[0].argmax(-1).cpu().numpy())
+        chosen.append(target.forward([0], part, [width]).logits[0].argmax(-1).cpu().numpy())
     return np.concatenate(chosen)
 
 
@@ -150,7 +150,7 @@ def read_in_batch(target: Target, references: Sequence[Reference]) -> list[npt.N
     fed = np.array([reference.prompt[-1] for reference in references])
     chosen = []
     for step in range(min(len(reference.tokens) for reference in references)):
-        chosen.append(target.forward(slots, fed[:, None], [1] * len(slots))[:, 0].argmax(-1).cpu().numpy())
+        chosen.append(target.forward(slots, fed[:, None], [1] * len(slots)).logits[:, 0].argmax(-1).cpu().numpy())
         fed = np.array([reference.tokens[step] for reference in references])
     return list(np.array(chosen).T)
 

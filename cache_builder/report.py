@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable
+from ssd.retrieval.atomic_file import open_file
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ssd.retrieval.names import is_segment_id
+from ssd.retrieval.recovery import Recovered, recover, whose_segments
 from ssd.retrieval.segment_file import open_segment
 
 
@@ -27,16 +29,22 @@ class SegmentReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryReport:
-    """A directory; token counts include separators."""
+    """A directory; token counts include separators.
+
+    ``manifest`` : with ``has_manifest`` the directory's, else the one that a server would make of its segment files;
+    ``left_out`` : names of those it would not use.
+    """
 
     path: Path
     manifest: Manifest
     segments: tuple[SegmentReport, ...]
+    has_manifest: bool = True
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_intact(self) -> bool:
-        """True when no segment is damaged or missing."""
-        return all(segment.error is None for segment in self.segments)
+        """True when there is a manifest and no segment is damaged or missing."""
+        return self.has_manifest and all(segment.error is None for segment in self.segments)
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -48,6 +56,8 @@ class DirectoryReport:
             "num_tokens": sum(segment.num_tokens for segment in self.segments),
             "num_bytes": sum(segment.num_bytes for segment in self.segments),
             "is_intact": self.is_intact,
+            "has_manifest": self.has_manifest,
+            "left_out": list(self.left_out),
             "segments": [
                 {
                     "id": segment.segment_id,
@@ -75,13 +85,21 @@ class DirectoryReport:
         for segment in self.segments:
             state = "checksums ok" if segment.error is None else f"DAMAGED: {segment.error}"
             lines.append(f"    {segment.segment_id:40}{segment.num_tokens:>14,} tokens   {state}")
+        if not self.has_manifest:
+            lines += [
+                f"  {MANIFEST_NAME} is MISSING. It is made anew, with the segments above, when a server opens the",
+                f"  directory: `ssd-serve --cache-dir {self.path.parent} --namespace {self.manifest.namespace}`, "
+                f"if it is called {self.manifest.namespace}",
+            ]
+            lines += [f"    {name} is left out: covered by others, or damaged" for name in self.left_out]
         return "\n".join(lines)
 
 
 def fingerprint_of(path: Path) -> str:
     """The tokenizer a directory was made with, as its manifest says. Raises SegmentCorrupt, StoreUnavailable."""
     try:
-        outer = json.loads((path / MANIFEST_NAME).read_text())
+        with open_file(path / MANIFEST_NAME) as file:
+            outer = json.load(file)
         fingerprint = outer["manifest"]["fingerprint"]
         if not isinstance(fingerprint, str):
             raise TypeError("its fingerprint is not text")
@@ -90,6 +108,11 @@ def fingerprint_of(path: Path) -> str:
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
+        if path.is_dir() and whose_segments(path) is not None:
+            raise StoreUnavailable(
+                f"{path} has segment files, but no {MANIFEST_NAME}: `ssd-cache inspect` says what they hold and how "
+                "it is made anew"
+            ) from None
         inside = sorted(child.parent.name for child in path.glob(f"*/{MANIFEST_NAME}")) if path.is_dir() else []
         hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
         raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}") from None
@@ -99,12 +122,27 @@ def fingerprint_of(path: Path) -> str:
 
 
 def inspect_directory(path: Path) -> DirectoryReport:
-    """Read all of a directory and check it. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
+    """Read all of a directory and check it. Changes nothing. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
+    recovered = _recovered(path)
+    if recovered is not None:
+        made_up = recovered.manifest
+        segments = tuple(_inspect_segment(path, entry, made_up.fingerprint) for entry in made_up.segments)
+        left_out = tuple(file.name for file in recovered.left_out)
+        return DirectoryReport(path=path, manifest=made_up, segments=segments, has_manifest=False, left_out=left_out)
     manifest = read_manifest(path, fingerprint=fingerprint_of(path))
     if manifest is None:
         raise StoreUnavailable(f"{path} is being replaced at this moment: try again")
     segments = tuple(_inspect_segment(path, entry, manifest.fingerprint) for entry in manifest.segments)
     return DirectoryReport(path=path, manifest=manifest, segments=segments)
+
+
+def _recovered(path: Path) -> Recovered | None:
+    """What a server would make of a directory that lost its manifest; None where none was lost."""
+    try:
+        whose = None if (path / MANIFEST_NAME).exists() else whose_segments(path)
+        return None if whose is None else recover(path, fingerprint=whose[0], namespace=whose[1])
+    except OSError as error:
+        raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
 
 
 def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> SegmentReport:

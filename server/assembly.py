@@ -59,7 +59,7 @@ class EngineLoader:
         caches = self._open_caches(codec, resources) if options.draft.num_speculative_tokens > 0 else None
 
         from ssd.engine import Engine
-        from ssd.model.threads import settle_threads
+        from ssd.model.loading.threads import settle_threads
 
         engine = Engine.from_pretrained(
             options.model,

@@ -11,9 +11,11 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ssd.model.recurrent import RecurrentTarget, ReplayTarget
-from ssd.model.target import RowTarget, SlotTarget, Target
-from ssd.model.whole import WholeTarget
+from ssd.model.target import Target
+from ssd.model.ways.recurrent_target import RecurrentTarget, ReplayTarget
+from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.whole_target import WholeTarget
 
 COMMON: dict[str, Any] = {
     "vocab_size": 300,

@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ssd.model.kv.triton_attention import _attend_split, _combine_splits
 from ssd.model.sampling.triton_sampling import _BLOCK, _MOST_SPLITS, _choose_split, _sample_split
-from ssd.model.steps.triton_attention import _attend_split, _combine_splits
 
 CAPABILITIES = (80, 90)
 """Ampere, Hopper."""

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from ssd.model.kv_cache import AttentionKernel
+from ssd.model.kv.kv_cache import AttentionKernel
 from ssd.model.sampling.sampler import Sampler
 from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
-from ssd.model.steps.self_check import make_steps
-from ssd.model.target import SlotTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.steps_probe import make_steps
 
 RECORDERS = [
     "eagerly",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.gather import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.companion import Companion
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import SEPARATOR, Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference
@@ -105,24 +107,24 @@ def test_learning_step_by_step_equals_the_slow_twin(parts: list[list[int]], tail
     random = np.random.default_rng(seed)
     snapshot = reference.make_snapshot(parts, tail)
     text = random.integers(0, 3, 40).tolist()
-    fast, model, mood = SuffixDrafter(), slow.SlowModel(), 0.0
-    lessons: list[tuple[int, slow.Views, slow.View]] = []
+    fast, model, mean_error = SuffixDrafter(), slow.SlowModel(), 0.0
+    judged: list[tuple[int, slow.Views, slow.View]] = []
     length, start = 3, 0
     while length < len(text):
         context = text[:length]
-        for depth, (token, views, chosen) in enumerate(lessons):
+        for depth, (token, views, chosen) in enumerate(judged):
             if start + depth >= length:
                 break
             came = text[start + depth] == token
             error = model.learn(views, chosen, came)
-            mood += int(0.1 * (error * (1 << 20) - mood))
+            mean_error += int(0.1 * (error * (1 << 20) - mean_error))
             if not came:
                 break
         levels = levels_of(snapshot, context, 5)
         request = DraftRequest("a", np.array(context, np.int32), 3, snapshot, 4)
         draft = fast.propose([request])[0]
-        asked = asked_of(snapshot, context, prompt_length=3, mood=mood / (1 << 20))
-        lessons, start = [], length
+        asked = asked_of(snapshot, context, prompt_length=3, mean_error=mean_error / (1 << 20))
+        judged, start = [], length
         for depth in range(len(draft.token_ids) + 1):
             found = slow.candidates(levels, asked, draft.token_ids[:depth].tolist(), model)
             if not found:
@@ -130,7 +132,7 @@ def test_learning_step_by_step_equals_the_slow_twin(parts: list[list[int]], tail
             chances = sorted(chance for chance, _, _ in found.values())
             assume(len(chances) < 2 or chances[-1] > chances[-2] + 1e-9)
             token = max(found, key=lambda token: found[token][0])
-            lessons.append((token, *found[token][1:]))
+            judged.append((token, *found[token][1:]))
             if depth < len(draft.token_ids):
                 assert draft.token_ids[depth] == token
                 assert draft.probabilities is not None
@@ -175,13 +177,27 @@ def test_damaged_bytes_are_refused_or_the_same(start: bytes, at: int, value: int
         assert model.to_bytes() == damaged
 
 
-def test_a_companion_begins_anew_when_what_it_kept_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
-    companion = Companion(b"not a model")
-    model = companion.get(AcceptanceModel, AcceptanceModel.from_bytes)
-    assert model.num_learned == 0
+def test_a_model_begins_anew_when_what_was_kept_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
+    assert AcceptanceModel.of(LearnedState(b"not a model")).num_learned == 0
     assert "begins anew" in caplog.text
-    assert companion.get(AcceptanceModel, AcceptanceModel.from_bytes) is model
-    assert companion.to_bytes() == model.to_bytes()
+
+
+def test_a_published_copy_does_not_change_and_another_drafter_goes_on_from_it() -> None:
+    learned, text = LearnedState(), np.tile(np.arange(7, dtype=np.int32), 9)
+    first = SuffixDrafter()
+    for length in range(7, 47, 4):
+        first.propose([DraftRequest("a", text[:length], 7, None, 8, learned=learned)])
+    assert [learned.newest] == [None]
+    first.finish("a")
+    assert learned.newest is not None
+    published = learned.newest.to_bytes()
+    assert published == first.model_of(learned).to_bytes()
+    for length in range(7, 47, 4):
+        first.propose([DraftRequest("b", text[:length], 7, None, 8, learned=learned)])
+    assert learned.newest.to_bytes() == published != first.model_of(learned).to_bytes()
+    first.publish()
+    assert learned.newest.to_bytes() == first.model_of(learned).to_bytes()
+    assert SuffixDrafter().model_of(learned).to_bytes() == first.model_of(learned).to_bytes()
 
 
 def test_estimates_follow_what_is_accepted() -> None:
@@ -223,7 +239,7 @@ def test_the_last_step_teaches_too() -> None:
     draft = drafter.propose([request])[0]
     drafter.observe("a", draft, 2)
     drafter.finish("a")
-    assert drafter.model_of(snapshot).num_learned == 3  # two that came and the one that did not
+    assert drafter.model_of(None).num_learned == 3  # two that came and the one that did not
 
 
 def predicting(request_id: str, context: list[int], prediction: list[int], limit: int = 4) -> DraftRequest:
@@ -302,18 +318,50 @@ def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path: Path, caplo
     text = np.tile(np.arange(7, dtype=np.int32), 9)
     for expected in (0, 20):  # at least
         with CacheSet(config, "0" * 32, inline=True) as caches:
-            drafter, other = SuffixDrafter(), caches.get("other").snapshot()
-            snapshot = caches.get().snapshot()
-            assert drafter.model_of(snapshot).num_learned >= expected
+            drafter, other = SuffixDrafter(), caches.get("other").learned
+            snapshot, learned = caches.get().snapshot(), caches.get().learned
+            assert drafter.model_of(learned).num_learned >= expected
             assert drafter.model_of(other).num_learned == 0
             for length in range(7, 47, 4):
-                drafter.propose([DraftRequest("a", text[:length], 7, snapshot, 8)])
-    learned = tmp_path / "default" / "learned.bin"
-    assert AcceptanceModel.from_bytes(learned.read_bytes()).num_learned >= 40
-    learned.write_bytes(learned.read_bytes()[:-1])
+                drafter.propose([DraftRequest("a", text[:length], 7, snapshot, 8, learned=learned)])
+            drafter.publish()
+    kept = tmp_path / "default" / "learned.bin"
+    assert AcceptanceModel.from_bytes(kept.read_bytes()).num_learned >= 40
+    kept.write_bytes(kept.read_bytes()[:-1])
     with CacheSet(config, "0" * 32, inline=True) as caches:
-        assert SuffixDrafter().model_of(caches.get().snapshot()).num_learned == 0
+        assert SuffixDrafter().model_of(caches.get().learned).num_learned == 0
     assert "begins anew" in caplog.text
+
+
+def test_what_is_saved_while_a_drafter_learns_was_true_at_one_moment(tmp_path: Path) -> None:
+    """Another thread saves all the time; each file is what the model was between two calls of its owner."""
+    with CacheSet(CacheConfig(directory=tmp_path), "0" * 32, inline=True) as caches:
+        cache, drafter, random = caches.get(), SuffixDrafter(), np.random.default_rng(3)
+        stop = threading.Event()
+        saved: list[bytes] = []
+        known = [AcceptanceModel().to_bytes()]
+
+        def save() -> None:
+            while not stop.is_set():
+                cache._keep_learned()
+                with suppress(FileNotFoundError):
+                    saved.append((tmp_path / "default" / "learned.bin").read_bytes())
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        try:
+            for number in range(30):
+                text = np.tile(random.integers(0, 50, 7), 9).astype(np.int32)
+                for length in range(7, 47, 8):
+                    drafter.propose([DraftRequest(str(number), text[:length], 7, None, 8, learned=cache.learned)])
+                    known.append(drafter.model_of(cache.learned).to_bytes())
+                drafter.finish(str(number))
+                drafter.publish()
+        finally:
+            stop.set()
+            thread.join()
+        assert len(set(saved)) > 1
+        assert set(saved) <= set(known)
 
 
 def test_a_draft_is_carried_on_past_the_end_of_all_it_was_drawn_from() -> None:

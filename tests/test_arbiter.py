@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.drafting.arbiter import TRIAL_EVERY, Arbiter, Pace, draft_gain, promised_gain
+from ssd.drafting.arbiter import TRIAL_EVERY, Arbiter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.drafting.rates import AcceptanceRates
-from ssd.model.draft.pass_seconds import PassSeconds
+from ssd.pricing.acceptance_rates import AcceptanceRates
+from ssd.pricing.gain import best_gain, promised_gain
 
 STEP_S = 0.1
 
@@ -210,30 +210,18 @@ def test_gain_equals_adding_up_every_cut(estimates: list[float], prices: list[fl
                 node = parents[node] if tree else node - 1
             gain += chance - prices[min(i, len(prices) - 1)]
             best = max(best, gain)
-        draft = Draft(np.zeros(len(estimates), np.int32), parents=np.array(parents, np.int32) if tree else None)
-        assert draft_gain(draft, np.array(estimates), np.array(prices)) == pytest.approx(best)
+        draft = Draft(
+            np.zeros(len(estimates), np.int32),
+            probabilities=np.array(estimates),
+            parents=np.array(parents, np.int32) if tree else None,
+        )
+        assert best_gain(draft.chances(), np.array(prices)) == pytest.approx(best)
 
 
 @given(st.floats(0.01, 0.99), price_lists, st.integers(0, 8))
 def test_a_promise_is_the_gain_of_a_draft_of_one_rate(rate: float, prices: list[float], limit: int) -> None:
-    draft = Draft(np.zeros(limit, np.int32))
-    assert promised_gain(rate, np.array(prices), limit) == pytest.approx(
-        draft_gain(draft, np.full(limit, rate), np.array(prices))
-    )
-
-
-def test_pace_counts_steps_and_not_the_pauses_between() -> None:
-    clock = Clock()
-    pace = Pace(clock)
-    assert pace.tokens_per_s == 0
-    for _ in range(5):
-        pace.begin()
-        clock.now += 0.5
-        pace.count(2)
-        pace.count(3)
-        clock.now += 60
-    pace.begin()
-    assert pace.tokens_per_s == pytest.approx(10)
+    draft = Draft(np.zeros(limit, np.int32), probabilities=np.full(limit, rate))
+    assert promised_gain(rate, np.array(prices), limit) == pytest.approx(best_gain(draft.chances(), np.array(prices)))
 
 
 def test_rates_learn_lean_and_fade() -> None:
@@ -251,23 +239,3 @@ def test_rates_learn_lean_and_fade() -> None:
     rates.forget("a")
     rates.relax("a")
     assert rates.rate("a") == rates.rate("b")
-
-
-@given(st.floats(1e-4, 1e-1), st.floats(0, 1e-2), st.lists(st.integers(1, 4), min_size=2, max_size=30))
-def test_the_seconds_of_a_pass_are_learned(fixed: float, per_row: float, rows: list[int]) -> None:
-    seconds = PassSeconds()
-    assert seconds.of(4) == 0
-    for num_rows in rows:
-        seconds.observe(num_rows, fixed + per_row * num_rows)
-    if len(set(rows)) > 1:
-        assert seconds.of(7) == pytest.approx(fixed + per_row * 7, rel=1e-3)
-    else:
-        assert seconds.of(rows[0]) == pytest.approx(fixed + per_row * rows[0])
-
-
-def test_an_interrupted_pass_counts_as_slow_but_not_as_that_slow() -> None:
-    seconds = PassSeconds()
-    for _ in range(50):
-        seconds.observe(1, 0.01)
-    seconds.observe(1, 9.0)
-    assert seconds.of(1) < 0.013

@@ -12,7 +12,7 @@ from benchmarks.decode.baselines import time_generate
 from benchmarks.decode.command import main
 from benchmarks.decode.shapes import SHAPES
 from benchmarks.decode.steps import BareForward, Shape, Tokens, cache_bytes, time_steps, weight_bytes
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
 
 PLAIN_MODEL = tiny_model()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.flooding import MADE, flood, main, traffic
+from benchmarks.flooding.command import MADE, flood, main, traffic
 
 SMALL = ["--cache-tokens", "12000", "--flood", "14000", "--traffic-tokens", "800"]
 SMALLER = ["--small", "1000", "--small-traffic-tokens", "1200"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,36 @@ def test_inspect_reports_and_finds_damage(
     (out / "manifest.json").write_text("{")
     assert main(["inspect", str(out)]) == 2
     assert "damaged" in error_of(capsys)
+
+
+def test_inspect_says_what_a_directory_without_a_manifest_holds(
+    model: Path, codec: TextCodec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "support"
+    assert build(model, out, write_lines(tmp_path / "in.jsonl", {"text": "x"}), "--namespace", "support") == 0
+    (out / "manifest.json").unlink()
+    (out / f"static-{0:016x}.seg").write_bytes(b"torn")
+    there = sorted(out.iterdir())
+    capsys.readouterr()
+    assert main(["inspect", str(out)]) == 1
+    text = capsys.readouterr().out
+    assert "MISSING" in text and codec.fingerprint in text and "--namespace support" in text
+    assert main(["inspect", str(out), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["has_manifest"], len(report["segments"])) == (False, 1)
+    assert report["num_tokens"] == len(codec.encode_text_example("x").token_ids) + 1
+    assert main(["push", str(out), "--redis", "redis://127.0.0.1:1/0"]) == 2
+    assert "ssd-cache inspect" in error_of(capsys)
+    assert sorted(out.iterdir()) == there, "nothing was changed"
+    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint, namespace="support", inline=True) as caches:
+        assert caches.get().stats().num_static_tokens == report["num_tokens"]
+    assert main(["inspect", str(out)]) == 0
+
+
+def test_inspect_of_a_pipe_in_the_place_of_a_manifest_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "manifest.json")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "regular file" in error_of(capsys)
 
 
 def test_push_reaches_a_running_replica(

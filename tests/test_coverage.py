@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy
 from ssd.config import SamplingParams
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from tests.architectures import ARCHITECTURES, table
 from tests.models import VOCAB, tiny_model
 

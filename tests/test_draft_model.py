@@ -21,18 +21,20 @@ from ssd.bundled import MODEL_PATH
 from ssd.config import DraftAcceptance, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
-from ssd.drafting.protocol import Draft, Drafter, DraftRequest, RequestSampling
+from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
 from ssd.engine import Engine, Request
 from ssd.errors import ModelError
 from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.draft.model import DraftModelDrafter
 from ssd.model.draft.slots import READ_WIDTH
-from ssd.model.load_target import load_model, open_target
-from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
+from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_scores
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 from tests.models import VOCAB, tiny_model
 from tests.reference import rejection as slow
+from tests.sampling_rows import make_row
 from tests.statistics import assert_follows
 
 SLOTS = 8
@@ -234,8 +236,7 @@ def test_the_engine_puts_out_the_targets_law(params: SamplingParams, acceptance:
     @torch.inference_mode()
     def law_after(output: tuple[int, ...]) -> slow.Law:
         logits = model(input_ids=torch.tensor([[*TINY_PROMPT, *output]]), use_cache=False).logits[0, -1:].clone()
-        prompt, said, draft = (np.array(ids, np.int32) for ids in (TINY_PROMPT, output, ()))
-        apply_prefix_rules(logits, SamplingRow(params, 0, 0, (), prompt, said, draft))
+        apply_prefix_rules(logits, make_row(params, prompt=TINY_PROMPT, output=output))
         probs = torch.softmax(truncated_scores(logits, [params])[0].double(), -1)
         return {token: float(chance) for token, chance in enumerate(probs) if chance > 0}
 
@@ -259,7 +260,7 @@ def test_under_rejection_length_and_estimates_do_not_depend_on_the_draw() -> Non
     context = np.array(prompts(1)[0], np.int32)
     drafts = []
     for seed in range(12):
-        sampling = RequestSampling(params=SamplingParams(temperature=1.3), seed=seed, acceptance="rejection")
+        sampling = SamplingRow(params=SamplingParams(temperature=1.3), seed=seed, acceptance="rejection")
         drafts += drafter.propose([DraftRequest(str(seed), context, len(context), None, 6, sampling=sampling)])
         drafter.finish(str(seed))
     assert len({tuple(draft.token_ids.tolist()) for draft in drafts}) > 1
@@ -285,7 +286,7 @@ def greedy(context: Sequence[int], num_tokens: int) -> list[int]:
     text, slots = list(context), reading_anew()
     for _ in range(num_tokens):
         slots.rollback(0, 0)
-        text.append(int(slots.forward([0], np.array([text]), [len(text)])[0, -1].argmax()))
+        text.append(int(slots.forward([0], np.array([text]), [len(text)]).logits[0, -1].argmax()))
     return text[len(context) :]
 
 
@@ -353,11 +354,11 @@ class FailingTarget:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def forward(self, *arguments: object) -> torch.Tensor:
-        logits = self._inner.forward(*arguments)  # type: ignore[arg-type]
+    def forward(self, *arguments: object) -> PassOutput:
+        output = self._inner.forward(*arguments)  # type: ignore[arg-type]
         if self.failing:
             raise RuntimeError("injected")
-        return logits
+        return output
 
 
 def test_a_pass_that_fails_leaves_no_trace() -> None:
@@ -458,7 +459,7 @@ def test_a_draft_model_smaller_than_its_tokenizer_is_refused(tmp_path: object) -
 def test_a_padded_vocabulary_and_a_shorter_context_are_fine(tmp_path: object) -> None:
     save(random_tiny(codec().vocab_size + 64), tmp_path)
     drafter = load_draft_model(str(tmp_path), target(), codec(), dtype="float32", device="cpu")
-    sampling = RequestSampling(params=SamplingParams(logit_bias=((codec().vocab_size - 1, 50.0),)), seed=1)
+    sampling = SamplingRow(params=SamplingParams(logit_bias=((codec().vocab_size - 1, 50.0),)), seed=1)
     request = DraftRequest("a", np.array([5], np.int32), 1, None, 3, prices=np.zeros(1), sampling=sampling)
     assert drafter.propose([request])[0].token_ids.max() < target().vocab_size
 
@@ -466,3 +467,11 @@ def test_a_padded_vocabulary_and_a_shorter_context_are_fine(tmp_path: object) ->
 def test_a_recurrent_draft_model_is_refused() -> None:
     with pytest.raises(ModelError, match="recurrent"):
         DraftModelDrafter(open_target(tiny_model("Mamba"), num_slots=1, max_length=32))
+
+
+def test_an_interrupted_pass_counts_as_slow_but_not_as_that_slow() -> None:
+    drafter = DraftModelDrafter(draft_target("random"))
+    for num_rows in [1, 2] * 25:
+        drafter._observe_pass(num_rows, 0.01)
+    drafter._observe_pass(1, 9.0)
+    assert 0.0101 < drafter.seconds_per_token(1) < 0.013

@@ -18,7 +18,7 @@ from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet
 from tests.models import VOCAB, tiny_model
 from tests.reference.target import greedy_decode

@@ -13,7 +13,6 @@ from ssd.config import IndexConfig
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.propose import propose_suffix, propose_suffix_one
-from ssd.drafting.suffix.workspace import _LESSONS
 from ssd.errors import ConfigError
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot, concatenate
@@ -32,7 +31,7 @@ def drafter() -> SuffixDrafter:
 
 def learn_nothing(carried: SuffixDrafter) -> None:
     """Take away what it would learn from at the next step, so that only what it follows makes it differ."""
-    carried._workspace._scratch[_LESSONS][:, 0] = 0
+    carried._workspace.states.array["judged"]["count"] = 0
 
 
 def ask(context: Any, snapshot: Snapshot | None, limit: int = LIMIT, request_id: str = "a") -> DraftRequest:

@@ -22,7 +22,7 @@ from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.errors import RequestError
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
 from tests.tokenizers_for_tests import byte_level_tokenizer, real_tokenizers, sentencepiece_like_tokenizer

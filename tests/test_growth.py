@@ -9,7 +9,7 @@ import pytest
 from benchmarks.growth import repeat, run_stream
 from benchmarks.workloads import MIXED, NO_REPEATS, checksum, stream
 from ssd.bundled import MODEL_PATH
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
 OPTIONS = argparse.Namespace(requests=24, max_tokens=32, window=6, batch=2, num_speculative_tokens=16, seed=0)

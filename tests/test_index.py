@@ -240,4 +240,6 @@ def test_equals_a_list_of_everything_said(
         assert all(len(segment) <= max(2, capacity_tokens // 8) for segment in snapshot.segments)
         assert all(sequence != [] for sequence in sequences(text))
     assert snapshot_count(index.snapshot(), pattern) == naive_count(snapshot_text(index.snapshot()), pattern)
-    assert index.snapshot().segment_table[:, 2].tolist() == [len(s) for s in index.snapshot().segments]
+    assert index.snapshot().segment_table.records.array["num_tokens"].tolist() == [
+        len(s) for s in index.snapshot().segments
+    ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.sequence import Sequence as EngineSequence
 from ssd.engine.sequence import Taken
 from ssd.errors import EngineBroken
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling import target_tokens as choosing
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
@@ -307,14 +310,14 @@ def test_a_namespace_that_cannot_be_opened_costs_others_no_draft(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
-        get = caches.get
+        open_cache = caches._open
 
-        def failing(name: str = "default") -> SuffixCache:
+        def failing(name: str) -> SuffixCache:
             if name == "bad":
                 raise kind("injected")
-            return get(name)
+            return open_cache(name)
 
-        monkeypatch.setattr(caches, "get", failing)
+        monkeypatch.setattr(caches, "_open", failing)
         poisoned = Poisoned(kind("injected"))
         engine = engine_of(caches, overlap=False, shape="chain", drafter=poisoned)
         for request in requests_of():
@@ -331,9 +334,54 @@ def test_a_namespace_that_cannot_be_opened_costs_others_no_draft(
         found = {name: said(outputs) for name, outputs in finish_all(engine).items()}
         assert found == {f"of {name}": each for name, each in undisturbed().items()}
         assert poisoned.num_drafts > 0
+        assert caches.num_failed_openings == engine.metrics.drafter_failures - engine._proposals.num_failures > 0
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+class Gate:
+    """The directory of one namespace, on a disk that does not answer until ``open`` is set."""
+
+    def __init__(self, caches: CacheSet, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.threads: list[str] = []
+        open_cache = caches._open
+
+        def slow(name: str) -> SuffixCache:
+            self.threads.append(threading.current_thread().name)
+            if name == "slow":
+                assert self.open.wait(60)
+            return open_cache(name)
+
+        monkeypatch.setattr(caches, "_open", slow)
+
+
+def test_a_namespace_whose_directory_does_not_answer_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = CacheConfig(directory=tmp_path)
+    with CacheSet(config, fingerprint=CODEC.fingerprint) as caches:
+        gate, engine = Gate(caches, monkeypatch), engine_of(caches, overlap=False, shape="chain")
+
+        def ask(round: int) -> dict[str, tuple[Any, ...]]:
+            for request in requests_of():
+                namespace = "slow" if request.request_id in ("greedy", POISON) else "default"
+                engine.submit(replace(request, request_id=f"{request.request_id} {round}", namespace=namespace))
+            return {name.removesuffix(f" {round}"): said(outputs) for name, outputs in finish_all(engine).items()}
+
+        assert ask(1) == undisturbed()
+        assert caches.names() == ["default"]
+        assert caches.get().stats().num_appended_tokens > 0
+        gate.open.set()
+        slow = caches.get("slow")
+        assert slow.stats().num_appended_tokens > 2 * 24, "what ended meanwhile is learned"
+        before = engine.metrics.num_accepted_tokens
+        assert ask(2) == undisturbed()
+        assert engine.metrics.num_accepted_tokens - before > 24
+        assert threading.current_thread().name not in gate.threads
+        assert engine.metrics.drafter_failures == 0
+        engine.close()
+
+
 @pytest.mark.parametrize("kind", [Failure, Panic])
 def test_a_target_that_computes_nothing_any_more_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], overlap: bool

@@ -15,9 +15,9 @@ from ssd.model.layers.fused_linear import FusedMember
 from ssd.model.layers.fused_norm import FusedNorm, fuse_norms
 from ssd.model.layers.fused_rotary import FusedRotary, fuse_rotary
 from ssd.model.layers.packed_linear import PackedLinear, pack_linears
+from ssd.model.layers.probe_logits import plain_logits
 from ssd.model.layers.replace import replace_layers
-from ssd.model.load_target import load_model, open_target
-from ssd.model.way_probe import plain_logits
+from ssd.model.loading.load_target import load_model, open_target
 from tests.models import tiny_model
 
 KINDS = (pack_linears, fuse_norms, fuse_rotary)
@@ -52,7 +52,7 @@ def test_the_bundled_model_decodes_as_its_library_does() -> None:
     assert nn.Linear not in kinds(model) and kinds(library) == {nn.Linear}
     ids = torch.arange(40, 56)[None]
     with torch.inference_mode():
-        logits = target.forward([0], ids.numpy(), [16])
+        logits = target.forward([0], ids.numpy(), [16]).logits
         torch.testing.assert_close(logits, library(input_ids=ids).logits, rtol=1e-3, atol=1e-3)
 
 

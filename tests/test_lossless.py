@@ -8,7 +8,7 @@ from benchmarks.exactness import Report, compare, covering_settings, reference_g
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
 NUM_PROMPTS = 200

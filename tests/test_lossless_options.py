@@ -14,7 +14,7 @@ from ssd.config import DraftConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, Request, RequestOutput
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
 
 EOS = 2

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import ModelError
-from ssd.model.kv_budget import cgroup_room, fit_slots, free_bytes, usable_bytes
-from ssd.model.load_target import open_target
-from ssd.model.target import RowTarget
+from ssd.model.loading.kv_budget import cgroup_room, fit_slots, free_bytes, usable_bytes
+from ssd.model.loading.load_target import open_target
+from ssd.model.ways.row_target import RowTarget
 from tests.models import tiny_model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,19 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
+from ssd.drafting.protocol import SamplingRow
 from ssd.engine import verify
-from ssd.model.load_target import open_target
+from ssd.model.kv.tree import node_parents
+from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.noise import Noise, keys_of, noisy_scores, position_keys
 from ssd.model.sampling.noisy_argmax import argmax_with_noise, device_argmax
 from ssd.model.sampling.pass_noise import noise_of
+from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.sampler import Sampler, sampler_of, samples_rightly
-from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
-from ssd.model.target import SlotTarget
-from ssd.model.tree import node_parents
+from ssd.model.sampling.target_tokens import target_tokens
+from ssd.model.ways.slot_target import SlotTarget
 from tests.models import VOCAB, tiny_model
+from tests.sampling_rows import make_row
 from tests.static_targets import RECORDERS, pair_of_targets
 
 # What transformers has to say about tiny settings.
@@ -51,10 +55,9 @@ KINDS: list[dict[str, Any]] = [
 CHOSEN_INSIDE = 1, 2
 
 
-def row_of(kind: int, seed: int, draft: list[int], parents: list[int] | None = None, **more: Any) -> SamplingRow:
-    prompt, output, tokens = (np.array(ids, np.int32) for ids in ([5, 6, 7], [4], draft))
-    tree = None if parents is None else np.array(parents, np.int32)
-    return SamplingRow(SamplingParams(**KINDS[kind]), seed, 1, (), prompt, output, tokens, parents=tree, **more)
+def row_of(kind: int, seed: int, draft: list[int], **more: Any) -> SamplingRow:
+    params = SamplingParams(**KINDS[kind])
+    return make_row(params, prompt=[5, 6, 7], output=[4], draft=draft, seed=seed, choice_index=1, **more)
 
 
 @st.composite
@@ -65,29 +68,29 @@ def batches(draw: st.DrawFn) -> list[SamplingRow]:
         draft = draw(st.lists(st.integers(3, VOCAB - 1), max_size=6))
         parents = [draw(st.integers(-1, token - 1)) for token in range(len(draft))] if has_trees else None
         rows.append(
-            row_of(draw(st.integers(0, len(KINDS) - 1)), draw(st.integers(-(2**63), 2**63 - 1)), draft, parents)
+            row_of(draw(st.integers(0, len(KINDS) - 1)), draw(st.integers(-(2**63), 2**63 - 1)), draft, parents=parents)
         )
     return rows
 
 
 def check_batch(target: SlotTarget, rows: list[SamplingRow]) -> None:
     """What is chosen inside of the pass and what is chosen from its logits alone."""
-    fed = np.zeros((len(rows), max(len(row.draft) for row in rows) + 1), np.int64)
+    fed = np.zeros((len(rows), max(row.width for row in rows)), np.int64)
     for b, row in enumerate(rows):
-        fed[b, 1 : len(row.draft) + 1] = row.draft
-    slots, counts = list(range(len(rows))), [len(row.draft) + 1 for row in rows]
+        fed[b, 1 : row.width] = row.draft.token_ids
+    slots, counts = list(range(len(rows))), [row.width for row in rows]
     noise = noise_of(rows, fed.shape[1])
     assert (noise is not None) == any(row.params.temperature in (0.3, 1.0) and plain(row) for row in rows)
-    if any(row.parents is not None for row in rows):
-        parents = node_parents([row.parents for row in rows], fed.shape[1])
-        logits = target.forward_trees(slots, fed, counts, parents, noise)
+    if any(row.draft.parents is not None for row in rows):
+        parents = node_parents([row.draft.parents for row in rows], fed.shape[1])
+        output = target.forward_trees(slots, fed, counts, parents, noise)
     else:
-        logits = target.forward(slots, fed, counts, noise)
+        output = target.forward(slots, fed, counts, noise)
     for slot in slots:
         target.rollback(slot, 0)
-    assert target.best is not None
-    expected, found = target_tokens(logits, rows), target_tokens(logits, rows, target.best, noise)
-    blind = target_tokens(torch.zeros_like(logits), rows, target.best, noise)
+    assert output.chosen is not None and output.noise is noise
+    expected, found = target_tokens(PassOutput(output.logits), rows), target_tokens(output, rows)
+    blind = target_tokens(replace(output, logits=torch.zeros_like(output.logits)), rows)
     for b, count in enumerate(counts):
         assert np.array_equal(expected[b, :count], found[b, :count])
         if plain(rows[b]) and rows[b].params.temperature in (0.0, 0.3, 1.0):
@@ -109,8 +112,7 @@ def test_a_pass_chooses_what_is_chosen_from_its_logits(rows: list[SamplingRow]) 
 
 
 def test_rows_that_are_verified_by_rejection_are_left_out() -> None:
-    draft_law = torch.zeros(1, VOCAB)
-    assert noise_of([row_of(1, 0, [5], draft_law=draft_law)], 2) is None
+    assert noise_of([row_of(1, 0, [5], law=torch.zeros(1, VOCAB))], 2) is None
     assert noise_of([row_of(1, 0, [5])], 2) is not None
 
 
@@ -166,8 +168,7 @@ def test_a_sampler_that_is_wrong_or_fails_is_found_out(
     assert samples_rightly(formula, CPU) and not caplog.text
     assert not samples_rightly(sampler, CPU) and said in caplog.text
     _, static = pair_of_targets(MODEL, sampler=sampler)
-    static.forward([0], np.array([[5]]), [1])
-    assert static.best is None and not static.takes_noise
+    assert static.forward([0], np.array([[5]]), [1]).chosen is None and not static.takes_noise
     assert static.steps is not None and static.steps.failure is not None and said in static.steps.failure
 
 

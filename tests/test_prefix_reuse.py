@@ -16,7 +16,7 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.prefix_reuse import scope_of, shared_length
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
 from tests.reference import scheduling as slow
 

@@ -17,8 +17,8 @@ from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
 from ssd.errors import ModelError
-from ssd.model.load_target import load_model, open_target
-from ssd.model.target import SlotTarget
+from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec
 
 MAX_TOKENS = 16

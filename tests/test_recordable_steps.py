@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ssd.model.kv_cache import SlotRows
+from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.steps.buffers import StepBuffers, StepShape
-from ssd.model.target import SlotTarget
+from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import tiny_model
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -15,8 +13,7 @@ from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix.acceptance import ENTRIES, KNOTS, NUM_LEARNED, WHEN_SETS, most_undrafted
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.retrieval.companion import Companion
-from ssd.retrieval.snapshot import Snapshot
+from ssd.retrieval.learned_state import LearnedState
 from tests.reference import drafting as reference
 
 _HEADER_BYTES = len(AcceptanceModel().to_bytes()) - 4 * (2 * ENTRIES + NUM_LEARNED) - 8
@@ -42,21 +39,22 @@ def stored(chances: object, counts: object, weights: object, knots: object) -> b
     return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
-def drafter_with(kept: bytes) -> tuple[SuffixDrafter, Snapshot]:
-    """A drafter whose namespace restores ``kept``."""
-    drafter, companion = SuffixDrafter(), Companion(kept)
-    snapshot = replace(reference.make_snapshot([]), companion=companion)
-    drafter.model_of(snapshot)
-    return drafter, snapshot
+NOTHING_STORED = reference.make_snapshot([])
+
+
+def drafter_with(kept: bytes) -> tuple[SuffixDrafter, LearnedState]:
+    """A drafter, and a namespace that restores ``kept``."""
+    return SuffixDrafter(), LearnedState(kept)
 
 
 def undrafted(
-    drafter: SuffixDrafter, snapshot: Snapshot, name: str, text: npt.NDArray[np.int32], *, tree: bool
+    drafter: SuffixDrafter, learned: LearnedState, name: str, text: npt.NDArray[np.int32], *, tree: bool
 ) -> tuple[int, int]:
     """Passes of one request without a draft, and all its passes; ``text`` is what the target says."""
     length, num_passes, num_without = _PROMPT_TOKENS, 0, 0
     while length < len(text):
-        draft = drafter.propose([DraftRequest(name, text[:length], _PROMPT_TOKENS, snapshot, 16, tree=tree)])[0]
+        request = DraftRequest(name, text[:length], _PROMPT_TOKENS, NOTHING_STORED, 16, tree=tree, learned=learned)
+        draft = drafter.propose([request])[0]
         num_passes += 1
         num_without += len(draft.token_ids) == 0
         place, accepted = -1, 0
@@ -108,11 +106,11 @@ def buffers(draw: st.DrawFn) -> bytes:
 def test_text_that_repeats_is_drafted_again_whatever_was_restored(
     chance: float, weights: float, knot: float, tree: bool
 ) -> None:
-    drafter, snapshot = drafter_with(stored(chance, 3e38, weights, knot))
+    drafter, learned = drafter_with(stored(chance, 3e38, weights, knot))
     text = repeating(np.arange(7) + 10)
-    all_without = sum(undrafted(drafter, snapshot, str(n), text, tree=tree)[0] for n in range(_FAST_AGAIN))
+    all_without = sum(undrafted(drafter, learned, str(n), text, tree=tree)[0] for n in range(_FAST_AGAIN))
     assert all_without <= most_undrafted(0.1)
-    num_without, num_passes = undrafted(drafter, snapshot, "last", text, tree=tree)
+    num_without, num_passes = undrafted(drafter, learned, "last", text, tree=tree)
     assert num_without == 0
     assert num_passes <= _OUTPUT_TOKENS / 10
 
@@ -120,11 +118,11 @@ def test_text_that_repeats_is_drafted_again_whatever_was_restored(
 @given(buffers(), st.lists(st.integers(0, 5), min_size=1, max_size=24), st.booleans())
 @settings(max_examples=60)
 def test_any_numbers_with_a_right_checksum_are_recovered_from(kept: bytes, period: list[int], tree: bool) -> None:
-    drafter, snapshot = drafter_with(kept)
+    drafter, learned = drafter_with(kept)
     text = repeating(np.array(period))
     for number in range(_REQUESTS):
-        undrafted(drafter, snapshot, str(number), text, tree=tree)
-    num_without, num_passes = undrafted(drafter, snapshot, "last", text, tree=tree)
+        undrafted(drafter, learned, str(number), text, tree=tree)
+    num_without, num_passes = undrafted(drafter, learned, "last", text, tree=tree)
     assert num_without < num_passes, "nothing was drafted"
     assert num_passes < _OUTPUT_TOKENS
 

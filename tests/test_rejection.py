@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from ssd.config import SamplingParams
 from ssd.model.sampling.noise import ACCEPT, CHOICE, DRAFT, RECOVER, position_keys, uniform_noise
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
+from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.rejection import SampledDraft, acceptance_chances, rejection_tokens, residuals
-from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, target_tokens, truncated_scores
+from ssd.model.sampling.target_tokens import apply_prefix_rules, target_tokens, truncated_scores
 from tests.reference import rejection as slow
+from tests.sampling_rows import make_row
 from tests.statistics import assert_follows
 
 VOCAB = 4
@@ -41,7 +43,7 @@ def logits_after(output: tuple[int, ...], model: int, vocab: int = VOCAB) -> tor
 def scores_after(output: tuple[int, ...], model: int, params: SamplingParams, vocab: int = VOCAB) -> torch.Tensor:
     """The same after the sampling rules, float32[V]."""
     logits = logits_after(output, model, vocab)[None]
-    row = SamplingRow(params, 0, 0, (STOP,), PROMPT, np.array(output, np.int32), np.empty(0, np.int32))
+    row = make_row(params, prompt=PROMPT, output=output, held_back_ids=(STOP,))
     apply_prefix_rules(logits, row)
     return truncated_scores(logits, [params])[0]
 
@@ -129,9 +131,8 @@ def run_round(seed: int, params: SamplingParams, num_draft_tokens: int, draft_vo
         laws.append(scores)
         draft.append(int(argmax_with_noise(scores[None], keys)[0]))
     logits = torch.stack([logits_after(tuple(draft[:i]), 0) for i in range(num_draft_tokens + 1)])[None]
-    drafted = np.array(draft, np.int32)
-    row = SamplingRow(params, seed, 0, (STOP,), PROMPT, np.empty(0, np.int32), drafted, torch.stack(laws))
-    chosen = target_tokens(logits, [row])[0]
+    row = make_row(params, prompt=PROMPT, draft=draft, law=torch.stack(laws), seed=seed, held_back_ids=(STOP,))
+    chosen = target_tokens(PassOutput(logits), [row])[0]
     accepted = next((i for i in range(num_draft_tokens) if draft[i] != chosen[i]), num_draft_tokens)
     kept: list[int] = chosen[: accepted + 1].tolist()
     return kept

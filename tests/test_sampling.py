@@ -16,17 +16,12 @@ from ssd.errors import RequestError
 from ssd.model.sampling.logprobs import token_logprobs
 from ssd.model.sampling.noise import gumbel_noise, position_keys
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
-from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, target_tokens, truncated_scores
+from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.target_tokens import apply_prefix_rules, target_tokens, truncated_scores
 from tests.reference import target as slow
+from tests.sampling_rows import make_row
 
 VOCAB = 24
-
-
-def make_row(
-    params: SamplingParams, draft: list[int], prompt: list[int], output: list[int], seed: int = 7
-) -> SamplingRow:
-    said, put_out, drafted = (np.array(ids, np.int32) for ids in (prompt, output, draft))
-    return SamplingRow(params, seed, 0, (3, 5), said, put_out, drafted)
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 9), st.integers(0, 1 << 20))
@@ -65,10 +60,13 @@ params_strategy = st.builds(
 def test_tokens_equal_the_slow_twin(seed: int, params: list[SamplingParams], data: st.DataObject) -> None:
     drafts = [data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=4)) for _ in params]
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (len(params), 5, VOCAB)).astype(np.float32))
-    rows = [make_row(p, draft, [1, 2, 3], [4], seed=seed) for p, draft in zip(params, drafts, strict=True)]
-    chosen = target_tokens(logits, rows)
+    rows = [
+        make_row(p, draft=draft, prompt=[1, 2, 3], output=[4], seed=seed)
+        for p, draft in zip(params, drafts, strict=True)
+    ]
+    chosen = target_tokens(PassOutput(logits), rows)
     for b, row in enumerate(rows):
-        for t in range(len(row.draft) + 1):
+        for t in range(row.width):
             assert chosen[b, t] == slow.sampled_token(logits[b, t].tolist(), row.params, seed, 0, 4 + t)
 
 
@@ -96,7 +94,7 @@ def test_prefix_rules_see_each_positions_own_prefix(
     expected = [
         slow.penalised(logits[t].tolist(), params, prompt, output + draft[:t], (3, 5)) for t in range(len(draft) + 1)
     ]
-    apply_prefix_rules(logits, make_row(params, draft, prompt, output))
+    apply_prefix_rules(logits, make_row(params, draft=draft, prompt=prompt, output=output, held_back_ids=(3, 5)))
     assert np.allclose(logits.numpy(), np.array(expected, np.float32), rtol=1e-5, atol=1e-5)
 
 

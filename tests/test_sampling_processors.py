@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import generation as hf
 
 from ssd.config import SamplingParams
-from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
+from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_scores
+from tests.sampling_rows import make_row
 
 VOCAB = 24
 STOP = (3, 5)
@@ -19,8 +20,7 @@ STOP = (3, 5)
 def ruled(logits: torch.Tensor, params: SamplingParams, prompt: list[int], text: list[int]) -> torch.Tensor:
     """Our logits after ``text``, which is partly output and partly draft."""
     at = len(text) // 2
-    said, output, draft = (np.array(ids, np.int32) for ids in (prompt, text[:at], text[at:]))
-    row = SamplingRow(params, 0, 0, STOP, said, output, draft)
+    row = make_row(params, prompt=prompt, output=text[:at], draft=text[at:], held_back_ids=STOP)
     repeated = logits.expand(len(text) - at + 1, -1).clone()
     apply_prefix_rules(repeated, row)
     return repeated[-1]

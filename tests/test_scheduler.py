@@ -16,7 +16,7 @@ from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.scheduler import AGEING_STEPS, Scheduler
 from ssd.engine.sequence import Sequence
 from ssd.errors import ConfigError, RequestError
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from tests.models import tiny_model
 from tests.reference import scheduling as slow

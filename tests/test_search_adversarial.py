@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.compiled.addresses import address
+from ssd.compiled.records import dtype_of
 from ssd.errors import CacheError
 from ssd.retrieval.lanes import (
-    LANE_COLUMNS,
-    WALKER_COLUMNS,
+    Lane,
+    Walker,
     ask_to_widen,
     new_rank,
     num_new,
@@ -196,16 +197,19 @@ def test_no_length_is_no_match(max_length: int) -> None:
 
 def ranks_by_length(snapshot: Snapshot, context: Text, lengths: list[int], exact: int) -> list[list[list[int]]]:
     """The new ranks of each segment at each of ``lengths``, which fall."""
-    table, count = snapshot.segment_table, len(snapshot.segments)
+    count = len(snapshot.segments)
+    segments: Any = snapshot.segment_table.records.array
     ids, patterns = as_context(np.array(context, np.int64)), np.zeros(PATTERNS_BYTES, np.uint8)
-    lanes = np.full((count, LANE_COLUMNS), -7, np.int64)
-    walkers = np.full((2 * count, WALKER_COLUMNS), -7, np.int64)
-    open_lanes(table, ids, min(len(ids), MAX_MATCH_LENGTH), address(patterns), lanes, walkers)
+    lanes: Any = np.empty(count, dtype_of(Lane))
+    walkers: Any = np.empty(2 * count, dtype_of(Walker))
+    for scratch in (lanes, walkers):
+        scratch.view(np.int64)[:] = -7
+    open_lanes(segments, ids, min(len(ids), MAX_MATCH_LENGTH), address(patterns), lanes, walkers)
     search_lanes(lanes, count)
     found = []
     for length in lengths:
         for lane in range(count):
-            ask_to_widen(lanes, lane, length)
+            ask_to_widen(lanes[lane], length)
         widen(lanes, walkers, count, exact)
         found.append([[new_rank(lanes, walkers, n, i) for i in range(num_new(walkers, n))] for n in range(count)])
     totals = [sum(len(new[lane]) for new in found) for lane in range(count)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from server.prediction import common_tokens
 from ssd.bundled import MODEL_PATH
-from ssd.model.load_target import load_model
+from ssd.model.loading.load_target import load_model
 from tests.reference.text import common_subsequence
 from tests.server_client import Answer, greedy_completion, official_client, post
 from tests.server_engine import RunningServer, serving

@@ -182,7 +182,7 @@ _BREAKS = """
 import sys
 from server.launch import main
 from ssd.engine.engine import Engine
-from ssd.model.target import SlotTarget
+from ssd.model.ways.slot_target import SlotTarget
 
 warm_up = Engine.warm_up
 

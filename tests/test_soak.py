@@ -17,8 +17,8 @@ from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence
 from ssd.model.draft.model import DraftModelDrafter
-from ssd.model.load_target import open_target
-from ssd.model.target import SlotTarget
+from ssd.model.loading.load_target import open_target
+from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 from tests.models import VOCAB, tiny_model
 from tests.reference.scheduling import plain_decode

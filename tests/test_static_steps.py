@@ -14,17 +14,19 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
-from ssd.model.kv_cache import SlotKVCache
-from ssd.model.load_target import open_target
-from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
+from ssd.model.kv.kv_cache import SlotKVCache
+from ssd.model.loading.load_target import open_target
+from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.steps.buffers import StepShape, powers_of_two
 from ssd.model.steps.graphs import Recorder, Step, eagerly
-from ssd.model.steps.self_check import Candidate, attach_first, attach_steps, make_steps, steps_error
 from ssd.model.steps.static_moves import StaticMoves
 from ssd.model.steps.static_steps import StaticSteps
-from ssd.model.target import SlotTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.steps_probe import Candidate, attach_first, attach_steps, make_steps, steps_error
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
+from tests.sampling_rows import make_row
 from tests.static_targets import RECORDERS, pair_of_targets
 
 # What transformers has to say about tiny settings.
@@ -67,17 +69,17 @@ def random_walk(plain: SlotTarget, static: SlotTarget, seed: int, num_actions: i
             counts = random.integers(1, int(random.integers(1, most + 1)) + 1, len(slots)).tolist()
             tokens = random.integers(3, VOCAB, (len(slots), max(counts)))
             if action == "chains":
-                logits = [target.forward(slots, tokens, counts) for target in (plain, static)]
+                outputs = [target.forward(slots, tokens, counts) for target in (plain, static)]
             else:
                 parents = np.array(
                     [[-1, *(int(random.integers(0, node)) for node in range(1, max(counts)))] for _ in slots]
                 )
-                logits = [target.forward_trees(slots, tokens, counts, parents) for target in (plain, static)]
-            best = static.best
-            assert plain.best is None and best is not None
+                outputs = [target.forward_trees(slots, tokens, counts, parents) for target in (plain, static)]
+            (expected, nothing), (found, chosen) = ((output.logits, output.chosen) for output in outputs)
+            assert nothing is None and chosen is not None
             for b, count in enumerate(counts):
-                assert torch.allclose(logits[0][b, :count], logits[1][b, :count], rtol=1e-3, atol=2e-4)
-                assert torch.equal(best[b, :count], logits[0][b, :count].argmax(-1))
+                assert torch.allclose(expected[b, :count], found[b, :count], rtol=1e-3, atol=2e-4)
+                assert torch.equal(chosen[b, :count], expected[b, :count].argmax(-1))
             if action == "trees":
                 paths = [path_of(parents[b], int(random.integers(count))) for b, count in enumerate(counts)]
                 for target in (plain, static):
@@ -170,8 +172,8 @@ def test_warming_up_records_common_shapes_and_touches_no_text() -> None:
 def test_prompts_are_read_by_plain_passes() -> None:
     _, static = pair_of_targets(tiny_model())
     static.prefill([0], np.arange(3, 8)[None], [5])
-    static.forward([0], np.arange(3, 23)[None], [20])  # wider than a draft: a prompt that is scored
-    assert static.steps is not None and static.steps.num_recorded == 0 and static.best is None
+    output = static.forward([0], np.arange(3, 23)[None], [20])  # wider than a draft: a prompt that is scored
+    assert static.steps is not None and static.steps.num_recorded == 0 and output.chosen is None
 
 
 def failing(step: Step) -> Step:
@@ -198,8 +200,8 @@ def test_what_cannot_be_recorded_or_differs_is_run_plainly_and_said_once(
     plain, static = pair_of_targets(tiny_model())
     static.steps = make_steps(static, record, tolerance=1e-4)
     for token in (5, 6, 7):
-        logits = [target.forward([2], np.array([[token]]), [1]) for target in (plain, static)]
-        assert torch.equal(*logits) and static.best is None
+        expected, found = (target.forward([2], np.array([[token]]), [1]) for target in (plain, static))
+        assert torch.equal(expected.logits, found.logits) and found.chosen is None
     assert static.steps.failure is not None and said in static.steps.failure
     assert sum("kernel by kernel" in record.message for record in caplog.records) == 1
 
@@ -271,12 +273,7 @@ def test_the_argmax_of_the_pass_is_not_used_where_rules_change_the_logits() -> N
     logits = torch.tensor([[[0.0, 2.0, 1.0]]])
     plain, biased = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logit_bias=((1, -5.0),))
     for params, expected in ((plain, 0), (biased, 2)):
-        assert target_tokens(logits, [row_of(params)], torch.tensor([[0]])).tolist() == [[expected]]
-
-
-def row_of(params: SamplingParams) -> SamplingRow:
-    nothing = np.zeros(0, np.int32)
-    return SamplingRow(params, 0, 0, (), nothing, nothing, nothing)
+        assert target_tokens(PassOutput(logits, torch.tensor([[0]])), [make_row(params)]).tolist() == [[expected]]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300))

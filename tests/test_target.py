@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from ssd.errors import ModelError
-from ssd.model.load_target import load_model, open_target
-from ssd.model.target import RowTarget, SlotTarget, Target
+from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.target import Target
+from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES
 from tests.models import VOCAB, tiny_model
 
@@ -52,7 +54,7 @@ def test_ragged_drafts_with_rollback_give_the_models_logits(architecture: str) -
             right.append(good)
         width = max(counts)
         padded = np.array([row + [0] * (width - len(row)) for row in rows])
-        logits = target.forward(slots, padded, counts)
+        logits = target.forward(slots, padded, counts).logits
         for b, slot in enumerate(slots):
             at = target.length(slot) - counts[b]
             expected = plain_logits(target, texts[slot])[at : at + right[b]]
@@ -68,18 +70,18 @@ def test_a_recurrent_model_runs_but_never_rolls_back(architecture: str) -> None:
     for start, end in ((0, 4), (4, 6)):  # a long prompt comes in parts
         target.prefill([1], np.array([text[start:end]]), [end - start])
     for at in range(6, 12):
-        logits = target.forward([1], np.array([[text[at]]]), [1])
+        logits = target.forward([1], np.array([[text[at]]]), [1]).logits
         assert torch.allclose(logits[0, 0], plain_logits(target, text)[at], rtol=1e-3, atol=2e-4)
 
 
 def test_a_freed_slot_keeps_nothing_of_the_last_sequence() -> None:
     target = open_target(tiny_model(), num_slots=2, max_length=32)
     tokens = np.arange(3, 15)[None]
-    fresh = target.forward([0], tokens, [12]).clone()
+    fresh = target.forward([0], tokens, [12]).logits.clone()
     target.rollback(0, 0)
     target.prefill([0], tokens[:, ::-1].copy(), [12])
     target.rollback(0, 0)
-    assert torch.equal(target.forward([0], tokens, [12]), fresh)
+    assert torch.equal(target.forward([0], tokens, [12]).logits, fresh)
 
 
 def test_a_model_whose_layers_hide_the_arguments_falls_back() -> None:

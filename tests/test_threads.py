@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.model import threads
-from ssd.model.load_target import open_target
+from ssd.model.loading import threads
+from ssd.model.loading.load_target import open_target
+from ssd.model.loading.threads import fastest, settle_threads
 from ssd.model.target import Target
-from ssd.model.threads import fastest, settle_threads
 from tests.models import tiny_model
 
 

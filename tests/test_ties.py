@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.exactness import TIE_MARGIN
 from benchmarks.ties import EDGES, Reference, decode, main, measure, read_in_batch, read_in_passes
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from tests.models import VOCAB, tiny_model
 from tests.reference.target import greedy_decode

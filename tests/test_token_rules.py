@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.model.sampling.constraints import Constraints
-from ssd.model.sampling.target_tokens import SamplingRow, apply_prefix_rules, truncated_scores
+from ssd.model.sampling.device_rules import DeviceRules
+from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_scores
 from ssd.token_rules import BadWords, TokenRules
 from tests.reference.sampling import bad_word_ends
+from tests.sampling_rows import make_row
 
 CPU = torch.device("cpu")
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=12)
@@ -53,13 +54,13 @@ def test_rules_are_made_once_a_request_and_anew_for_another() -> None:
     changed = replace(params, bad_words=())
     assert changed.rules.bad_words is None and params.rules.bad_words is not None
     assert params == SamplingParams(logit_bias=((3, 1.0),), allowed_token_ids=(1, 3), bad_words=((1, 2),))
-    made = Constraints.of(params.rules, 8, CPU)
-    assert made is Constraints.of(params.rules, 8, CPU) and made is not Constraints.of(params.rules, 4, CPU)
+    made = DeviceRules.of(params.rules, 8, CPU)
+    assert made is DeviceRules.of(params.rules, 8, CPU) and made is not DeviceRules.of(params.rules, 4, CPU)
 
 
 def test_a_smaller_vocabulary_leaves_out_what_it_has_not() -> None:
     rules = TokenRules([(2, 5.0), (9, 1.0)], [1, 9], [])
-    made = Constraints.of(rules, 4, CPU)
+    made = DeviceRules.of(rules, 4, CPU)
     assert (
         made.bias_ids.tolist() == [2]
         and made.allowed is not None
@@ -71,7 +72,7 @@ def test_a_smaller_vocabulary_leaves_out_what_it_has_not() -> None:
 def test_bias_is_added_in_float32_at_every_position_and_adds_up(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
     params = SamplingParams(logit_bias=((2, 0.1), (5, -100.0), (2, 0.3)))
-    row = SamplingRow(params, 0, 0, (), int32([1]), int32([]), int32([4, 4]))
+    row = make_row(params, prompt=[1], draft=[4, 4])
     expected = logits.float()
     expected[:, 2] += 0.4
     expected[:, 5] -= 100.0

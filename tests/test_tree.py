@@ -11,15 +11,19 @@ from hypothesis import strategies as st
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft
 from ssd.engine.verify import usable
-from ssd.model.load_target import open_target
-from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
-from ssd.model.target import RowTarget, SlotTarget
-from ssd.model.tree import TreeShape, accepted_path, depths, is_tree, leading_chain, node_parents, path_to
-from ssd.model.tree_probe import verifies_trees
+from ssd.model.kv.tree import TreeShape, depths, is_tree, leading_chain, node_parents, path_to
+from ssd.model.loading.load_target import open_target
+from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.target_tokens import target_tokens
+from ssd.model.verification import accepted_path
+from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.tree_probe import verifies_trees
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.reference import target as slow_target
 from tests.reference import tree as slow
+from tests.sampling_rows import make_row
 from tests.trees import NUM_TOKENS, trees
 
 
@@ -96,8 +100,17 @@ def test_each_node_is_sampled_after_its_own_path(
 ) -> None:
     tokens, parents = tree
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (1, len(tokens) + 1, 12)).astype(np.float32))
-    row = SamplingRow(params, seed, 1, (3, 5), ints([1, 2]), ints([4]), ints(tokens), parents=ints(parents))
-    chosen = target_tokens(logits, [row])[0]
+    row = make_row(
+        params,
+        prompt=[1, 2],
+        output=[4],
+        draft=tokens,
+        parents=parents,
+        seed=seed,
+        choice_index=1,
+        held_back_ids=(3, 5),
+    )
+    chosen = target_tokens(PassOutput(logits), [row])[0]
     for node in range(len(tokens) + 1):
         said = [4, *(tokens[t] for t in slow.path_of(parents, node - 1))]
         scores = slow_target.penalised(logits[0, node].tolist(), params, [1, 2], said, [3, 5])
@@ -124,7 +137,9 @@ def test_a_pass_over_trees_gives_the_logits_of_every_path_and_keeps_one(architec
             rows[slot] = random.integers(3, VOCAB, 1 + size).tolist()
         counts = [len(row) for row in rows.values()]
         padded = np.array([row + [0] * (max(counts) - len(row)) for row in rows.values()])
-        logits = target.forward_trees(list(texts), padded, counts, node_parents(list(drafts.values()), max(counts)))
+        logits = target.forward_trees(
+            list(texts), padded, counts, node_parents(list(drafts.values()), max(counts))
+        ).logits
         paths = []
         for b, (slot, row) in enumerate(rows.items()):
             parents = drafts[slot]
@@ -132,7 +147,7 @@ def test_a_pass_over_trees_gives_the_logits_of_every_path_and_keeps_one(architec
             for node in range(len(row)):
                 path = [0, *(token + 1 for token in slow.path_of(chain, node - 1))]
                 fed = np.array([[*texts[slot], *(row[n] for n in path)]])
-                expected = plain.forward([1], fed, [fed.shape[1]])[0, -1]
+                expected = plain.forward([1], fed, [fed.shape[1]]).logits[0, -1]
                 assert torch.allclose(logits[b, node], expected, rtol=1e-3, atol=2e-4)
                 plain.rollback(1, 0)
             paths.append(np.array([0, *(t + 1 for t in slow.path_of(chain, int(random.integers(-1, len(row) - 1))))]))

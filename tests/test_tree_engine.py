@@ -19,7 +19,7 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.errors import ConfigError
-from ssd.model.load_target import open_target
+from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from tests.models import VOCAB, tiny_model

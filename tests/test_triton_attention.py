@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from tests.triton_here import DEVICE, HAS_GPU
 
 # isort: split
-from ssd.model.attention import slot_attention
-from ssd.model.kv_cache import SlotKVCache, SlotRows
-from ssd.model.steps.triton_attention import triton_attention
-from ssd.model.tree import TreeShape
+from ssd.model.kv.attention import slot_attention
+from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.kv.tree import TreeShape
+from ssd.model.kv.triton_attention import triton_attention
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets
 from tests.test_static_steps import random_walk

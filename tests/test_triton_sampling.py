@@ -85,5 +85,5 @@ def test_a_pass_chooses_by_the_kernel(is_tree: bool) -> None:
     _, static = pair_of_targets(tiny_model(), recorder, num_slots=3, max_width=4, sampler=triton_sampler)
     parents = [-1, -1, 0] if is_tree else None
     for seed in range(3):
-        check_batch(static, [row_of(kind, seed, [5, 6, 7], parents) for kind in (0, 1, 4)])
+        check_batch(static, [row_of(kind, seed, [5, 6, 7], parents=parents) for kind in (0, 1, 4)])
     assert static.steps is not None and static.steps.failure is None

@@ -14,12 +14,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from benchmarks.exactness import reference_greedy
 from ssd.errors import ModelError
-from ssd.model.load_target import open_target
-from ssd.model.recurrent import ReplayTarget
-from ssd.model.target import RowTarget, SlotTarget, Target
-from ssd.model.ways import find_way
-from ssd.model.weights import check_weights_fit
-from ssd.model.whole import WholeTarget
+from ssd.model.loading.load_target import open_target
+from ssd.model.loading.weights import check_weights_fit
+from ssd.model.target import Target
+from ssd.model.ways.find_way import find_way
+from ssd.model.ways.recurrent_target import ReplayTarget
+from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.whole_target import WholeTarget
 from tests.models import VOCAB, tiny_model
 
 # What transformers has to say about tiny settings, and about kernels that are not installed.
@@ -55,8 +57,8 @@ def test_replay_is_reading_the_whole_text_again(name: str, actions: Sequence[tup
                 fast.prefill([slot], tokens, [number])
                 slow.prefill([slot], tokens, [number])
             else:
-                found = fast.forward([slot], tokens, [number])
-                assert torch.allclose(found, slow.forward([slot], tokens, [number]), rtol=1e-3, atol=3e-4)
+                found = fast.forward([slot], tokens, [number]).logits
+                assert torch.allclose(found, slow.forward([slot], tokens, [number]).logits, rtol=1e-3, atol=3e-4)
         assert fast.length(slot) == slow.length(slot)
 
 
@@ -149,10 +151,10 @@ def test_a_long_text_in_the_batch_does_not_turn_the_short_ones() -> None:
     target = open_target(long_rope_model(), num_slots=2, max_length=100)
     tokens = np.random.default_rng(0).integers(3, VOCAB, (2, 60))
     target.prefill([0], tokens[:1, :12], [12])
-    alone = target.forward([0], tokens[:1, 12:13], [1]).clone()
+    alone = target.forward([0], tokens[:1, 12:13], [1]).logits.clone()
     target.rollback(0, 12)
     target.prefill([1], tokens[1:, :50], [50])
-    together = target.forward([0, 1], np.array([tokens[0, 12:13], tokens[1, 50:51]]), [1, 1])
+    together = target.forward([0, 1], np.array([tokens[0, 12:13], tokens[1, 50:51]]), [1, 1]).logits
     assert torch.allclose(together[0], alone[0], rtol=1e-4, atol=1e-5)
 
 
@@ -166,7 +168,7 @@ def greedy(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:
     output: list[int] = []
     fed = list(prompt)
     for _ in range(num_tokens):
-        logits = target.forward([0], np.array([fed]), [len(fed)])
+        logits = target.forward([0], np.array([fed]), [len(fed)]).logits
         fed = [int(logits[0, -1].argmax())]
         output += fed
     return output
@@ -184,6 +186,6 @@ def test_row_targets_crop_to_any_length() -> None:
     target = open_target(tiny_model("StableLM"), num_slots=1, max_length=64)
     assert isinstance(target, RowTarget)
     tokens = np.arange(3, 43)[None]
-    whole = target.forward([0], tokens, [40]).clone()
+    whole = target.forward([0], tokens, [40]).logits.clone()
     target.rollback(0, 3)
-    assert torch.allclose(target.forward([0], tokens[:, 3:], [37]), whole[:, 3:], rtol=1e-4, atol=1e-4)
+    assert torch.allclose(target.forward([0], tokens[:, 3:], [37]).logits, whole[:, 3:], rtol=1e-4, atol=1e-4)

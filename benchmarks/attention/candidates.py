@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ssd.model.kv_cache import SlotKVCache, SlotRows
+from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 
 Attend = Callable[[], torch.Tensor]
 """One layer's attention: [B, T, H, D]."""
@@ -91,7 +91,7 @@ def reference(problem: Problem) -> torch.Tensor:
 def ours(problem: Problem) -> Attend:
     """Our Triton kernel, on the cache in place."""
     _needs_cuda(problem)
-    from ssd.model.steps.triton_attention import triton_attention
+    from ssd.model.kv.triton_attention import triton_attention
 
     none: dict[str, Any] = {"window": None, "chunk": None, "softcap": None, "sinks": None}
     return lambda: triton_attention(

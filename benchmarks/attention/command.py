@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.attention.candidates import CANDIDATES, Attend, NotHereError, Problem, reference
 from benchmarks.environment import device_name, head
-from ssd.model.load_target import DTYPES
+from ssd.model.loading.load_target import DTYPES
 
 MOST_ERROR = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 """Relative to the norm of the output: what rounding makes of it. float32 without reduced matrix precision."""

@@ -37,7 +37,7 @@ from benchmarks.decode.steps import (
 from benchmarks.environment import head, model_facts, model_name
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
 _HEAD = ("batch", "context", "T", "step ms", "target ms", "forward ms", "step/forward", "tokens/s", "GB/s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from ssd.model.load_target import DTYPES
+from ssd.model.loading.load_target import DTYPES
 
 SHAPES = {
     "tiny": LlamaConfig(

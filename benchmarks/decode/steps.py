@@ -17,8 +17,10 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
-from ssd.model.attention import ATTENTION_NAME
-from ssd.model.target import SlotTarget, Target
+from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.target import Target
+from ssd.model.ways.slot_target import SlotTarget
 
 Tokens = npt.NDArray[np.int32]
 
@@ -90,14 +92,14 @@ class TimedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> PassOutput:
         """The target's, timed."""
         began = time.perf_counter()
-        logits = self._target.forward(*args, **kwargs)
+        output = self._target.forward(*args, **kwargs)
         if self.waits:
             synchronize(self._target.device)
         self.seconds += time.perf_counter() - began
-        return logits
+        return output
 
 
 def synchronize(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from benchmarks.exactness import Report, Setting, compare, covering_settings, re
 from benchmarks.growth import run_stream
 from benchmarks.workloads import MIXED, snippets
 from ssd.config import SamplingParams
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
 

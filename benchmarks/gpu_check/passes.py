@@ -13,16 +13,18 @@ import torch
 
 from benchmarks.decode.steps import passes_of, synchronize
 from ssd.config import SamplingParams
-from ssd.model.kv_cache import AttentionKernel
-from ssd.model.load_target import load_model, open_target
+from ssd.drafting.protocol import Draft, SamplingRow
+from ssd.model.kv.kv_cache import AttentionKernel
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.pass_noise import noise_of
+from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.sampler import sampler_of
-from ssd.model.sampling.target_tokens import SamplingRow, target_tokens
+from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
-from ssd.model.steps.self_check import make_steps, steps_error, triton_kernel
 from ssd.model.steps.static_steps import StaticSteps
-from ssd.model.target import SlotTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.steps_probe import make_steps, steps_error, triton_kernel
 
 _CONTEXT = 256
 _NUM_TOKENS = 32
@@ -115,8 +117,7 @@ def _greedy(target: SlotTarget) -> list[list[int]]:
         target.prefill([slot], random.integers(3, target.vocab_size, (1, 5 + 9 * slot)), [5 + 9 * slot])
     fed, text = np.full((len(slots), 1), 3), []
     for _ in range(_NUM_TOKENS):
-        logits = target.forward(slots, fed, [1] * len(slots))
-        fed = (logits.argmax(-1) if target.best is None else target.best).cpu().numpy()
+        fed = _best(target.forward(slots, fed, [1] * len(slots))).cpu().numpy()
         text.append(fed[:, 0].tolist())
     _empty(target)
     return text
@@ -128,16 +129,16 @@ def _ends(widths: list[int]) -> list[int]:
 
 def _sampled(target: SlotTarget, batch: int, width: int, rounds: int) -> dict[str, Any]:
     """Times of passes whose tokens are sampled inside, where that can be, and outside; tokens that differ."""
-    nothing, draft = np.zeros(0, np.int32), np.full(width - 1, 7, np.int32)
-    rows = [SamplingRow(SamplingParams(temperature=1.0), b, 0, (), nothing, nothing, draft) for b in range(batch)]
+    draft, params = Draft(np.full(width - 1, 7, np.int32)), SamplingParams(temperature=1.0)
+    rows = [SamplingRow(params=params, seed=b, draft=draft) for b in range(batch)]
     found: dict[str, Any] = {"batch": batch, "T": width, "tokens_that_differ": 0}
     for name, noise in (("inside", noise_of(rows, width)), ("outside", None)):
         if noise is not None and not target.takes_noise:
             continue
         found[f"{name}_ms_p50"] = round(1e3 * median(_seconds(target, batch, width, rounds, rows, noise)), 4)
         if noise is not None:
-            logits = target.forward(list(range(batch)), np.full((batch, width), 7), [width] * batch, noise)
-            inside, outside = target_tokens(logits, rows, target.best, noise), target_tokens(logits, rows)
+            output = target.forward(list(range(batch)), np.full((batch, width), 7), [width] * batch, noise)
+            inside, outside = target_tokens(output, rows), target_tokens(PassOutput(output.logits), rows)
             found["tokens_that_differ"] = int((inside != outside).sum())
             _empty(target)
     return found
@@ -161,16 +162,21 @@ def _seconds(
     for _ in range(rounds + 1):
         synchronize(target.device)
         began = time.perf_counter()
-        logits = target.forward(slots, tokens, [width] * batch, noise)
+        output = target.forward(slots, tokens, [width] * batch, noise)
         if rows:
-            target_tokens(logits, rows, target.best, noise)
+            target_tokens(output, rows)
         else:
-            (logits.argmax(-1) if target.best is None else target.best).cpu()
+            _best(output).cpu()
         seconds.append(time.perf_counter() - began)
         for slot in slots:
             target.rollback(slot, _CONTEXT)
     _empty(target)
     return seconds[1:]
+
+
+def _best(output: PassOutput) -> torch.Tensor:
+    """The most probable tokens, int64[B, T], of a pass without noise."""
+    return output.logits.argmax(-1) if output.chosen is None else output.chosen
 
 
 def _empty(target: SlotTarget) -> None:

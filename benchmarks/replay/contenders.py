@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -19,7 +18,6 @@ from benchmarks.walk import Proposal, Steps, walk
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Draft, Drafter, DraftRequest, make_drafter
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.companion import Companion
 from ssd.retrieval.snapshot import Snapshot
 
 _NO_FINGERPRINT = "0" * 32
@@ -66,8 +64,6 @@ class OurDrafters:
         self._drafters = drafters or [make_drafter(setting.drafter, draft) for setting in settings]
         for drafter in self._drafters:
             getattr(drafter, "warm_up", lambda: None)()
-        # They share text, not what they learn from its acceptance: each is as if it were alone.
-        self._companions = [Companion() for _ in settings]
         self._pricings = [_pricing(setting) for setting in settings]
         self._tree = tree
 
@@ -81,12 +77,10 @@ class OurDrafters:
 
     def replay(self, request_id: str, row: Row) -> list[Steps]:
         text = np.concatenate([row.context, row.output])
-        snapshots = [replace(self._cache.snapshot(), companion=companion) for companion in self._companions]
-        askers = [
+        snapshot = self._cache.snapshot()
+        askers = [  # they share text, not what they learn from its acceptance: each is as if it were alone
             _OurAsker(drafter, setting, pricing, self._tree, request_id, text, len(row.context), snapshot)
-            for drafter, setting, pricing, snapshot in zip(
-                self._drafters, self.settings, self._pricings, snapshots, strict=True
-            )
+            for drafter, setting, pricing in zip(self._drafters, self.settings, self._pricings, strict=True)
         ]
         steps = walk(text.tolist(), len(row.context), askers)
         for drafter in self._drafters:

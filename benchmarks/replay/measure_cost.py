@@ -26,7 +26,7 @@ from benchmarks.exactness import TIE_MARGIN
 from benchmarks.replay.cost import MEASURED_PATH
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
@@ -71,7 +71,7 @@ def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArra
     target.prefill([0], np.array([prompt[:-1]], np.int64), [len(prompt) - 1])
     tokens = [prompt[-1]]
     while len(tokens) < num_tokens:
-        logits = target.forward([0], np.array([tokens[-1:]], np.int64), [1])
+        logits = target.forward([0], np.array([tokens[-1:]], np.int64), [1]).logits
         tokens.append(int(logits[0, 0].argmax()))
     target.rollback(0, len(prompt) - 1)
     return np.array(tokens, np.int64)
@@ -87,7 +87,7 @@ def time_rounds(target: Target, text: npt.NDArray[np.int64], rounds: int) -> tup
         for column in random.permutation(len(WIDTHS)):
             width = WIDTHS[column]
             began = time.perf_counter()
-            logits = target.forward([0], text[None, :width], [width])
+            logits = target.forward([0], text[None, :width], [width]).logits
             chosen = logits[0].argmax(-1).cpu().numpy()
             seconds[number, column] = time.perf_counter() - began
             target.rollback(0, begin)

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.replay.cost import CostCurve, Floats
 from ssd.drafting.protocol import Draft, Prices
-from ssd.drafting.worth import Worth
+from ssd.pricing.rate import Rate
 
 
 class Pricing(Protocol):
@@ -44,24 +44,24 @@ class FixedPrice:
 
 
 class CurvePrice:
-    """Draft as `Worth` says, where passes take what a curve says."""
+    """Draft as `Rate` says, where passes take what a curve says."""
 
     def __init__(self, curve: CostCurve, max_draft: int) -> None:
         self._costs = curve.upto(max_draft + 1)[1:]
         self._more = _rising(self._costs)
-        self._worth = Worth()
+        self._rate = Rate()
 
     def prices(self) -> Prices | None:
-        return np.array([self._worth.price(1, self._costs[0], more) for more in self._more])
+        return np.array([self._rate.price(1, self._costs[0], more) for more in self._more])
 
     def paying(self, draft: Draft) -> Draft:
         if draft.probabilities is None:
             return draft
         expected = np.append(1.0, 1.0 + np.cumsum(draft.chances()))
-        return draft.cut(self._worth.best(expected, self._costs[: len(expected)]))
+        return draft.cut(self._rate.best(expected, self._costs[: len(expected)]))
 
     def learn(self, num_drafted: int, num_output: int) -> None:
-        self._worth.observe(num_output, float(self._costs[num_drafted]))
+        self._rate.observe(num_output, float(self._costs[num_drafted]))
 
 
 def _rising(costs: Floats) -> Floats:

@@ -25,7 +25,7 @@ from benchmarks.vllm.handover import Handover, hand_over
 from benchmarks.workloads import MIXED, checksum, shares, snippets, stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 

@@ -18,6 +18,7 @@ from ssd.compiled.machine_code import keep_machine_code
 
 TokenIds = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -124,6 +125,12 @@ def trailing_zeros(_typing: Any, value: Any) -> Any:
 
 
 @inlined
+def data_of(array: npt.NDArray[Any]) -> int:
+    """Where the data of ``array`` begin, for kernels: it must outlive what is done with that."""
+    return array.ctypes.data
+
+
+@inlined
 def uint8_array(address: int, length: int) -> npt.NDArray[np.uint8]:
     """View uint8[length] at ``address``."""
     return carray(_uint8_pointer(address), (length,))  # type: ignore[no-any-return]
@@ -148,6 +155,6 @@ def float32_array(address: int, length: int) -> npt.NDArray[np.float32]:
 
 
 @inlined
-def float64_array(address: int, length: int) -> npt.NDArray[np.float64]:
+def float64_array(address: int, length: int) -> Float64s:
     """View float64[length] at ``address``."""
     return carray(_float64_pointer(address), (length,))  # type: ignore[no-any-return]

@@ -8,7 +8,8 @@ fields are read in a fiftieth of the time of numpy's; in kernels it is numba's r
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
 
 import numpy as np
@@ -18,6 +19,7 @@ from numba import carray, from_dtype, njit
 from ssd.compiled.addresses import address, pointer_to
 
 Int64 = Annotated[int, np.int64]
+Uint64 = Annotated[int, np.uint64]
 Int32 = Annotated[int, np.int32]
 Float64 = Annotated[float, np.float64]
 Float32 = Annotated[float, np.float32]
@@ -26,21 +28,27 @@ Address = Annotated[int, np.int64]
 
 
 class Record:
-    """Base of records. A field is ``name: Int64`` or another of the types above, or an array inside the record,
-    ``name: Annotated[Int64s, np.int64, shape]``.
+    """Base of records. A field is ``name: Int64`` or another of the types above; a record inside the record,
+    ``name: Other``; or an array inside it, ``name: Annotated[Int64s, np.int64, shape]``, also one of records,
+    ``name: Annotated[Sequence[Other], Other, shape]``.
     """
 
 
 R = TypeVar("R", bound=Record)
 
 
+_layouts: dict[type[Record], np.dtype[Any]] = {}
+
+
 def dtype_of(record: type[Record]) -> np.dtype[Any]:
     """The layout of a record, aligned as C does."""
-    fields = []
-    for name, hint in get_type_hints(record, include_extras=True).items():
-        _, element, *shape = get_args(hint)
-        fields.append((name, element, *shape))
-    return np.dtype(fields, align=True)
+    if record not in _layouts:
+        fields = []
+        for name, hint in get_type_hints(record, include_extras=True).items():
+            _, element, *shape = get_args(hint) or (None, hint)
+            fields.append((name, dtype_of(element) if issubclass(element, Record) else element, *shape))
+        _layouts[record] = np.dtype(fields, align=True)
+    return _layouts[record]
 
 
 class Records(Generic[R]):
@@ -50,8 +58,9 @@ class Records(Generic[R]):
         self.array: npt.NDArray[Any] = np.zeros(count, dtype_of(record))
         """Of all records: ``records.array["field"]`` is an array over them."""
         self.address = address(self.array)
-        structs = (_struct_of(record) * count).from_buffer(self.array.data)
-        self._views: list[R] = list(structs)
+        self._views: list[R] = (
+            list((_struct_of(dtype_of(record)) * count).from_buffer(self.array.data)) if count else []
+        )
 
     def __len__(self) -> int:
         return len(self._views)
@@ -59,10 +68,14 @@ class Records(Generic[R]):
     def __getitem__(self, i: int) -> R:
         return self._views[i]
 
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._views)
 
-def _struct_of(record: type[Record]) -> Any:
-    struct = np.ctypeslib.as_ctypes_type(dtype_of(record))
-    assert ctypes.sizeof(struct) == dtype_of(record).itemsize
+
+@cache
+def _struct_of(layout: np.dtype[Any]) -> Any:
+    struct = np.ctypeslib.as_ctypes_type(layout)
+    assert ctypes.sizeof(struct) == layout.itemsize
     return struct
 
 

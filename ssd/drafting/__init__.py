@@ -9,7 +9,7 @@ from ssd.drafting.arbiter import Arbiter
 from ssd.drafting.baselines.frequency import FrequencyDrafter
 from ssd.drafting.baselines.none import NoDrafter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, RequestSampling
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, SamplingRow
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.errors import ConfigError
 
@@ -48,6 +48,6 @@ __all__ = [
     "Draft",
     "DraftRequest",
     "Drafter",
-    "RequestSampling",
+    "SamplingRow",
     "make_drafter",
 ]

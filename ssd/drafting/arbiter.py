@@ -9,16 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, Prices
-from ssd.drafting.rates import AcceptanceRates
 from ssd.errors import is_fault
+from ssd.pricing.acceptance_rates import AcceptanceRates
+from ssd.pricing.gain import best_gain, promised_gain
+from ssd.pricing.rate import StepRate
 
 log = logging.getLogger(__name__)
-
-Estimates = npt.NDArray[np.float64]
 
 TRIAL_EVERY = 256
 """A drafter that has not been worth its cost is tried all the same, at most once in this many steps of requests."""
@@ -26,7 +25,6 @@ _TRIAL_SHARE = 0.01
 """Most that trials may cost, in output tokens for each step of a request."""
 _TRIAL_TOKENS = 2
 _MOST_SKIPPED = 1024
-_FORGETTING = 0.95
 
 
 @runtime_checkable
@@ -40,33 +38,6 @@ class CostlyDrafter(Protocol):
     def seconds_to_begin(self, request: DraftRequest) -> float:
         """Seconds before it can draft for ``request`` at all, spent once: to read a context it has not followed."""
         ...
-
-
-class Pace:
-    """Output tokens per second of a step, from the first proposal to the last observation; the pauses between do not
-    count."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._tokens, self._seconds = 0.0, 0.0
-        self._began, self._last, self._step_tokens = 0.0, 0.0, 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Over recent steps; 0 before the first."""
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
-
-    def begin(self) -> None:
-        """A step begins; the one before is over."""
-        if self._step_tokens:
-            self._tokens = _FORGETTING * self._tokens + self._step_tokens
-            self._seconds = _FORGETTING * self._seconds + self._last - self._began
-        self._began, self._step_tokens = self._clock(), 0
-
-    def count(self, num_tokens: int) -> None:
-        """Tokens that the step put out."""
-        self._last = self._clock()
-        self._step_tokens += num_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +57,7 @@ class Arbiter:
 
     A draft is worth its expected accepted tokens less the prices of verifying them, cut where that is greatest. Of a
     drafter that is yet to be asked, the request's recent rate of acceptance says what to expect; its time is turned
-    into tokens at the pace of the recent steps: where a step emits R tokens a second, s seconds must bring R s tokens
+    into tokens at the rate of the recent steps: where a step emits R tokens a second, s seconds must bring R s tokens
     (the rule of Dinkelbach 1967 for maximising the ratio of tokens to time). The first drafter is always asked. What is
     spent once, reading a context, is spent when the gains forgone without it have come to as much: nobody knows how
     long the output will be, and so it costs at most twice what was best (the ski rental of Karlin et al. 1988).
@@ -101,7 +72,7 @@ class Arbiter:
         """``drafters`` : at least one, the cheapest first. ``clock`` : seconds."""
         assert drafters
         self._sources = [_Source(drafter, OneByOne(drafter)) for drafter in drafters]
-        self._pace = Pace(clock)
+        self._step_rate = StepRate(clock)
         self._chosen: dict[str, _Source] = {}
         self._num_failures = 0
 
@@ -112,13 +83,13 @@ class Arbiter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order."""
-        self._pace.begin()
+        self._step_rate.begin()
         first, *others = self._sources
         drafts = self._ask(first, requests)
         chosen = [first] * len(requests)
         gains = [_gain_of(first, request, draft) for request, draft in zip(requests, drafts, strict=True)]
         for source in others:
-            asked = self._worth_asking(source, requests, gains)
+            asked = self._promising(source, requests, gains)
             for i, draft in zip(asked, self._ask(source, list(asked.values())), strict=True):
                 gain = _gain_of(source, requests[i], draft)
                 if gain > gains[i]:
@@ -129,7 +100,7 @@ class Arbiter:
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Tell the drafter whose draft it was."""
-        self._pace.count(num_accepted + 1)
+        self._step_rate.count(num_accepted + 1)
         source = self._chosen.get(request_id)
         if source is not None:
             if len(draft.token_ids):
@@ -155,7 +126,12 @@ class Arbiter:
         for source in self._sources:
             getattr(source.drafter, "warm_up", lambda: None)()
 
-    def _worth_asking(
+    def publish(self) -> None:
+        """Have every drafter that learns about namespaces publish what it learned."""
+        for source in self._sources:
+            getattr(source.drafter, "publish", lambda: None)()
+
+    def _promising(
         self, source: _Source, requests: Sequence[DraftRequest], gains: Sequence[float]
     ) -> dict[int, DraftRequest]:
         """The requests, by place, for which ``source`` is expected to gain more; its own cost is in their prices."""
@@ -198,13 +174,13 @@ class Arbiter:
         """What beginning with a request costs, in output tokens."""
         if not isinstance(source.drafter, CostlyDrafter):
             return 0.0
-        return self._pace.tokens_per_s * source.drafter.seconds_to_begin(request)
+        return self._step_rate.tokens_per_s * source.drafter.seconds_to_begin(request)
 
     def _tokens_per_drafted_token(self, source: _Source, num_rows: int) -> float:
         """What one more drafted token costs each of ``num_rows`` requests, in output tokens."""
         if num_rows == 0 or not isinstance(source.drafter, CostlyDrafter):
             return 0.0
-        return self._pace.tokens_per_s * source.drafter.seconds_per_token(num_rows) / num_rows
+        return self._step_rate.tokens_per_s * source.drafter.seconds_per_token(num_rows) / num_rows
 
     def _ask(self, source: _Source, requests: Sequence[DraftRequest]) -> list[Draft]:
         nothing = [EMPTY_DRAFT] * len(requests)
@@ -231,28 +207,13 @@ class Arbiter:
             log.exception("%s failed (%d failures so far)", type(source.drafter).__name__, self._num_failures)
 
 
-def draft_gain(draft: Draft, estimates: Estimates, prices: Prices) -> float:
-    """Expected accepted tokens less prices, of the draft cut where that is greatest; at least 0, of no draft.
-
-    estimates : float64[k], the chance of each token once those before it are accepted.
-    """
-    if not len(estimates):
-        return 0.0
-    chances = replace(draft, probabilities=estimates).chances()
-    return max(0.0, float(np.cumsum(chances - _of_first(prices, len(chances))).max()))
-
-
-def promised_gain(rate: float, prices: Prices, limit: int) -> float:
-    """The same of a chain not yet drafted, each token of which is accepted with chance ``rate``."""
-    chances = rate ** np.arange(1.0, limit + 1)
-    return max(0.0, float(np.cumsum(chances - _of_first(prices, limit)).max(initial=0.0)))
-
-
 def _gain_of(source: _Source, request: DraftRequest, draft: Draft) -> float:
     estimates = draft.probabilities
     if estimates is None:
         estimates = np.full(len(draft.token_ids), source.rates.rate(request.request_id))
-    return draft_gain(draft, estimates, _priced(request, 0.0))
+    if not len(estimates):
+        return 0.0
+    return best_gain(replace(draft, probabilities=estimates).chances(), _priced(request, 0.0))
 
 
 def _promise(source: _Source, request: DraftRequest) -> float:
@@ -263,8 +224,3 @@ def _promise(source: _Source, request: DraftRequest) -> float:
 def _priced(request: DraftRequest, cost: float) -> Prices:
     """The request's prices and ``cost`` for each token."""
     return np.array([cost]) if request.prices is None else request.prices + cost
-
-
-def _of_first(prices: Prices, count: int) -> Prices:
-    """Prices of the first ``count`` tokens; the last one named holds for all beyond."""
-    return prices[np.minimum(np.arange(count), len(prices) - 1)]

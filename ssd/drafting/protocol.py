@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.config import DraftAcceptance, SamplingParams
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
+
+if TYPE_CHECKING:  # it brings a tokenizer library with it
+    from ssd.text.grammar import GrammarState
 
 TokenIds = npt.NDArray[np.int32]
 Prices = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSampling:
-    """How the target chooses one request's tokens, for drafters that sample too.
-
-    ``seed`` : the request's, or one drawn for it. ``held_back_ids`` : what ``min_tokens`` forbids.
-    ``acceptance`` : how the target will verify drafts that were drawn at random. "match": a drafter should draw as the
-        target does, with the noise of this seed. "rejection": it must draw with noise that nothing else uses, say
-        what law it drew from, and choose length and estimates without looking at what it drew, see
-        ``ssd/model/sampling/rejection.py``.
-    """
-
-    params: SamplingParams
-    seed: int
-    choice_index: int = 0
-    held_back_ids: tuple[int, ...] = ()
-    acceptance: DraftAcceptance = "match"
 
 
 @dataclass(slots=True)
@@ -42,13 +28,15 @@ class DraftRequest:
         was preempted, with a context that goes on where it was.
     ``context`` : int32[n], prompt and output so far, oldest first. A view; read it during the call only.
     ``prompt_length`` : how many tokens of ``context`` are the prompt.
-    ``snapshot`` : the namespace's index, or None when there is none.
+    ``snapshot`` : the namespace's index, or None when there is none. ``learned`` : where what a drafter learned about
+        the namespace is left for the next one; None: it learns for itself.
     ``limit`` : most tokens this draft may have, >= 0.
     ``prices`` : float64[n], what the i-th drafted token costs, in expected accepted tokens; the last holds for all
         beyond. None: the drafter's own price.
     ``tree`` : whether the target can verify a tree; its ``limit`` counts nodes.
     ``prediction`` : int32[p], text that the client expects the output to resemble, private to this request.
-    ``sampling`` : how the target chooses this request's tokens; None is not known, as in a replay of recorded text.
+    ``sampling`` : how the target chooses this request's tokens, without a text; None where that is not known, as in a
+        replay of recorded text.
     """
 
     request_id: str
@@ -59,7 +47,8 @@ class DraftRequest:
     prices: Prices | None = None
     tree: bool = False
     prediction: TokenIds | None = None
-    sampling: RequestSampling | None = None
+    sampling: SamplingRow | None = None
+    learned: LearnedState | None = None
 
 
 @dataclass(slots=True)
@@ -107,6 +96,62 @@ class Draft:
 
 
 EMPTY_DRAFT = Draft(np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplingRow:
+    """What choosing the tokens of one row uses: a request's sampling, settled once, and the text that it is at.
+
+    ``params`` : what the client asked for. ``seed`` : the client's, or one drawn for the request. ``held_back_ids`` :
+        what ``min_tokens`` forbids.
+    ``acceptance`` : how the target verifies drafts that were drawn at random. "match": a drafter should draw as the
+        target does, with the noise of this seed. "rejection": it must draw with noise that nothing else uses, say
+        what law it drew from, and choose length and estimates without looking at what it drew, see
+        ``ssd/model/sampling/rejection.py``.
+    ``context`` : int32[n], prompt and output so far, the first ``prompt_length`` are the prompt. ``draft`` : the tokens
+        fed after it. ``grammar`` : at the end of ``context``; None where there is none, and of a tree.
+    """
+
+    params: SamplingParams
+    seed: int
+    choice_index: int = 0
+    held_back_ids: tuple[int, ...] = ()
+    acceptance: DraftAcceptance = "match"
+    context: TokenIds = field(default_factory=lambda: EMPTY_DRAFT.token_ids)
+    prompt_length: int = 0
+    draft: Draft = field(default_factory=lambda: EMPTY_DRAFT)
+    grammar: GrammarState | None = None
+
+    @property
+    def prompt(self) -> TokenIds:
+        """The prompt: a view."""
+        return self.context[: self.prompt_length]
+
+    @property
+    def output(self) -> TokenIds:
+        """The output so far: a view."""
+        return self.context[self.prompt_length :]
+
+    @property
+    def width(self) -> int:
+        """Positions whose tokens are to be chosen: one after the context, one after each token of the draft."""
+        return 1 + len(self.draft.token_ids)
+
+    def at(
+        self, context: TokenIds, prompt_length: int, draft: Draft = EMPTY_DRAFT, grammar: GrammarState | None = None
+    ) -> SamplingRow:
+        """The same sampling at another text."""
+        return SamplingRow(
+            params=self.params,
+            seed=self.seed,
+            choice_index=self.choice_index,
+            held_back_ids=self.held_back_ids,
+            acceptance=self.acceptance,
+            context=context,
+            prompt_length=prompt_length,
+            draft=draft,
+            grammar=grammar,
+        )
 
 
 class Drafter(Protocol):

@@ -1,4 +1,4 @@
-"""The serving loop: propose, one forward pass, verify, roll back, commit."""
+"""The serving loop: prefill, propose, forward, verify, commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter
-from ssd.engine.faults import Guard
+from ssd.engine.faults import BestEffort
 from ssd.engine.integrity import settle, violations
 from ssd.engine.isolation import Isolation
 from ssd.engine.metrics import EngineMetrics
@@ -25,19 +25,22 @@ from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
 from ssd.errors import EngineStopped, QueueFull
 from ssd.model.draft.load_draft import load_draft_model
-from ssd.model.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.snapshot import Snapshot
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
+
+Verified = tuple[Pass, list[Verdict | BaseException]]
+"""A pass that has ended, and of each row what the target says or what it raised."""
 
 
 class Engine:
     """Continuous batching over the slots of one target model, drafting from a retrieval cache.
 
     ``submit``, ``cancel`` and ``wait_for_work`` may be called from any thread; ``step`` by one thread at a time. What a
-    request raises inside a step ends that request; the others go on with the output that they have without it.
+    request raises inside a step ends that request; the others go on with the output that they have without it. None of
+    them reads a file: a namespace's cache is opened beside them, and its requests draft from it once it is open.
     ``caches`` and ``codec`` may be None: then nothing is learned, or only token ids are handled.
     ``draw_seed`` gives the seed of a request that brings none.
     """
@@ -69,8 +72,8 @@ class Engine:
         self.grammars = (
             GrammarCompiler(codec, vocab_size=target.vocab_size, eos_token_ids=self._eos_token_ids) if codec else None
         )
-        self._guard = Guard()
-        self._proposals = Proposals(target, drafter, draft, self._guard, self._snapshot)
+        self._best_effort = BestEffort()
+        self._proposals = Proposals(target, drafter, draft, self._best_effort)
         self._under_way: Pass | None = None
         self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
@@ -137,6 +140,7 @@ class Engine:
             request,
             codec=self.codec,
             grammars=self.grammars,
+            caches=self.caches,
             vocab_size=self.target.vocab_size,
             max_length=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
@@ -173,11 +177,15 @@ class Engine:
         return self.has_work()
 
     def close(self) -> None:
-        """Take no more requests and close the caches, which keeps what they learned. Requests in flight are dropped."""
+        """Take no more requests and close the caches, which keeps what they learned. Requests in flight are dropped.
+
+        To be called by the thread that steps, or after it.
+        """
         with self._lock:
             self._stopped = True
         self._work.set()
         if self.caches is not None:
+            self._proposals.publish()
             self.caches.close()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -185,17 +193,19 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every running sequence by one forward pass of the target.
 
-        On a device that computes beside the host, the next pass is launched as soon as the last one's tokens are known,
-        and their text is made, sent and learned from while it runs: the outputs are those of the pass before it.
+        A device that computes beside the host changes the order: the pass that the step before began is verified and
+        committed first, and the text of its tokens is made, sent and learned from while the next pass runs.
         Raises EngineBroken where nothing can be computed any more.
         """
-        taken = self._land()
-        ended = self._admit_and_cancel()
-        self._launch()
+        committed = self._commit(self._verify())  # nothing is under way here but beside the host
+        cancelled = self._admit_and_cancel()
+        batch = self._prefill_prompts()
+        drafts = self._proposals.propose(batch)
+        self._forward(batch, drafts)
         if not self.target.runs_beside_host:
-            taken += self._land()
-        outputs = [output for sequence, each in taken if (output := self._report(sequence, each)) is not None]
-        outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in ended]
+            committed += self._commit(self._verify())
+        outputs = [output for sequence, taken in committed if (output := self._spell(sequence, taken)) is not None]
+        outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
         self._observe_load()
         return outputs
@@ -258,47 +268,55 @@ class Engine:
             self._proposals.forget(sequence)
         return ended
 
-    def _launch(self) -> None:
-        """Compute prompts, draft and begin the pass over every sequence that is ready, or over one suspect alone."""
+    def _prefill_prompts(self) -> list[Sequence]:
+        """Compute prompts: the sequences that are ready for the pass, or one suspect alone."""
         ready = self._prefill.run(self._scheduler.running)
-        batch = next(([sequence] for sequence in ready if sequence.is_suspect), ready)
+        return next(([sequence] for sequence in ready if sequence.is_suspect), ready)
+
+    def _forward(self, batch: list[Sequence], drafts: list[Draft]) -> None:
+        """Begin the pass over every sequence's last token and draft."""
         if not batch:
             return
-        drafts = self._proposals.of(batch)
         try:
             self._under_way = Pass(self.target, batch, drafts)
         except BaseException as error:
             self._isolation.lose(batch, error)
 
-    def _land(self) -> list[tuple[Sequence, Taken]]:
-        """Wait for the pass that is under way, and take what it gave."""
-        landing, self._under_way = self._under_way, None
-        if landing is None:
-            return []
+    def _verify(self) -> Verified | None:
+        """Wait for the pass that is under way: how far the target agrees with each draft; None where none is."""
+        ended, self._under_way = self._under_way, None
+        if ended is None:
+            return None
         try:
-            verdicts = landing.verdicts()
+            return ended, ended.verdicts()
         except BaseException as error:
-            self._isolation.lose(landing.batch, error)
+            self._isolation.lose(ended.batch, error)
+            return None
+
+    def _commit(self, verified: Verified | None) -> list[tuple[Sequence, Taken]]:
+        """Append to every sequence what was accepted of its draft and the target's own token."""
+        if verified is None:
             return []
-        taken = []
-        for sequence, draft, verdict in zip(landing.batch, landing.drafts, verdicts, strict=True):
+        ended, verdicts = verified
+        committed = []
+        for sequence, draft, verdict in zip(ended.batch, ended.drafts, verdicts, strict=True):
             if sequence.finish_reason is not None:  # its text failed while the pass ran
                 self._isolation.drop(sequence)
             elif not isinstance(verdict, Verdict):
                 self._isolation.fail(sequence, "choosing a token", verdict)
             else:
                 try:
-                    taken.append((sequence, self._take(sequence, draft, verdict)))
+                    committed.append((sequence, self._commit_one(sequence, draft, verdict)))
                 except BaseException as error:
                     self._isolation.fail(sequence, "taking tokens", error)
-        if not taken:
+        if not committed:
             self._isolation.require_a_target()
-        num_tokens = sum(len(each.token_ids) for _, each in taken)
-        self._proposals.passed(landing.drafts, num_tokens, landing.seconds)
-        return taken
+        num_tokens = sum(len(taken.token_ids) for _, taken in committed)
+        self._proposals.observe_pass(ended.drafts, num_tokens, ended.seconds)
+        return committed
 
-    def _take(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Taken:
-        """Append what was accepted, take back the rest of the draft, give the slot back at the end."""
+    def _commit_one(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Taken:
+        """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
         taken = sequence.take(verdict.token_ids, verdict.logits)
         sequence.is_suspect = False
         num_accepted = min(len(verdict.path), len(taken.token_ids))
@@ -311,7 +329,7 @@ class Engine:
         stats.num_accepted_tokens += num_accepted
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
         self.metrics.generation_tokens += len(taken.token_ids)
-        self._proposals.verified(sequence, draft, verdict, num_accepted)
+        self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
         if taken.finish_reason is None:
             self.target.rollback(sequence.slot, sequence.num_tokens - 1)
         else:  # before the next pass is drafted for: a drafter may have as many slots as the target
@@ -319,7 +337,7 @@ class Engine:
             self._proposals.forget(sequence)
         return taken
 
-    def _report(self, sequence: Sequence, taken: Taken) -> RequestOutput | None:
+    def _spell(self, sequence: Sequence, taken: Taken) -> RequestOutput | None:
         """Make text of what was taken; learn from a sequence that has ended. None where that failed."""
         try:
             output = sequence.output(taken)
@@ -339,25 +357,19 @@ class Engine:
         return output
 
     def _learn(self, sequence: Sequence) -> None:
-        if self.caches is None or sequence.request.namespace is None:
-            return
-        caches, namespace = self.caches, sequence.request.namespace
-        self._guard(
-            lambda: caches.get(namespace).append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
-        )
-
-    def _snapshot(self, namespace: str | None) -> Snapshot | None:
-        if self.caches is None or namespace is None:
-            return None
-        return self.caches.get(namespace).snapshot()
+        if (namespace := sequence.namespace) is not None:
+            self._best_effort(
+                lambda: namespace.append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
+            )
 
     def _observe_load(self) -> None:
         scheduler = self._scheduler
-        self.metrics.drafter_failures = self._proposals.num_failures
+        num_unopened = 0 if self.caches is None else self.caches.num_failed_openings
+        self.metrics.drafter_failures = self._proposals.num_failures + num_unopened
         self.metrics.num_failed_passes = self._isolation.num_failed_passes
         self.metrics.num_running = len(scheduler.running)
         self.metrics.num_waiting = len(scheduler.waiting)
         held = sum(sequence.num_tokens for sequence in scheduler.running)
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
         if not scheduler.running and not scheduler.waiting:
-            self._guard(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))
+            self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

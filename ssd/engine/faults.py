@@ -1,4 +1,4 @@
-"""Faults that end nothing but what they happened in."""
+"""Faults that end nothing but what they happened in: counted, logged, survived."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Faults:
             log.error("%s failed (%d times so far): %s", where, count, consequence, exc_info=error)
 
 
-class Guard:
-    """Runs something of a drafter's or a cache's: its failure is a count and a log line, never a failed request."""
+class BestEffort:
+    """Best-effort calls into a drafter or a cache: a failure is a count and a log line, never a failed request."""
 
     def __init__(self) -> None:
         self.num_failures = 0

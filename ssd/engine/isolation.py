@@ -88,7 +88,7 @@ class Isolation:
             return
         self._reuse.forget(slot)
         try:
-            self._target.forward([slot], np.zeros((1, 1), np.int64), [1])[0, 0, 0].item()
+            self._target.forward([slot], np.zeros((1, 1), np.int64), [1]).logits[0, 0, 0].item()
         except BaseException as error:
             if not is_fault(error):
                 raise

@@ -7,6 +7,8 @@ from ssd.engine.admission import check_request
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
 from ssd.errors import RequestError
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler, GrammarState
 from ssd.text.stream import TextStream
@@ -17,6 +19,7 @@ def open_sequence(
     *,
     codec: TextCodec | None,
     grammars: GrammarCompiler | None,
+    caches: CacheSet | None,
     vocab_size: int,
     max_length: int,
     eos_token_ids: tuple[int, ...],
@@ -24,7 +27,7 @@ def open_sequence(
     acceptance: DraftAcceptance,
     takes_priority: bool,
 ) -> Sequence:
-    """The request before its first step; raises RequestError where it cannot be served."""
+    """The sequence of a request, before its first step; raises RequestError where it cannot be served."""
     check_request(
         request,
         vocab_size=vocab_size,
@@ -44,7 +47,12 @@ def open_sequence(
         seed=seed,
         acceptance=acceptance,
         grammar=_grammar_of(request, grammars),
+        namespace=_namespace_of(request, caches),
     )
+
+
+def _namespace_of(request: Request, caches: CacheSet | None) -> HeldNamespace | None:
+    return None if caches is None or request.namespace is None else caches.hold(request.namespace)
 
 
 def _grammar_of(request: Request, grammars: GrammarCompiler | None) -> GrammarState | None:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.sequence import Sequence
 from ssd.errors import is_fault
-from ssd.model.target import Target
-from ssd.model.verification import pad_rows
+from ssd.model.target import Target, pad_rows
 
 _RESERVED_PART = 4
 """The sequence whose turn came first is sure of the budget's fourth part."""
@@ -80,7 +79,8 @@ class Prefill:
         if not len(part):  # the budget is used up, or others hold it all
             return 0
         if sequence.scores_prompt and done < sequence.num_prompt_tokens - 1:
-            sequence.score_prompt(self._target.forward([sequence.slot], pad_rows([part]), [len(part)])[0], done)
+            output = self._target.forward([sequence.slot], pad_rows([part]), [len(part)])
+            sequence.score_prompt(output.logits[0], done)
         else:
             self._target.prefill([sequence.slot], pad_rows([part]), [len(part)])
         return len(part)

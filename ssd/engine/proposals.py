@@ -3,130 +3,141 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
-from functools import partial
+
+import numpy as np
 
 from ssd.config import DraftConfig
 from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
-from ssd.engine.asking import Asking
-from ssd.engine.faults import Guard
+from ssd.engine.faults import BestEffort
 from ssd.engine.sequence import Sequence
-from ssd.engine.trust import Trust, is_sure
+from ssd.engine.timed_passes import timed_passes
 from ssd.engine.verify import Verdict, branches, possible_shape, usable
-from ssd.engine.verify_cost import VerifyCost, calibrate
 from ssd.model.target import Target
-from ssd.retrieval.snapshot import Snapshot
+from ssd.pricing.calibration import KeptShares
+from ssd.pricing.price_list import PriceList
+from ssd.pricing.throttle import Throttle
 
-SnapshotOf = Callable[[str | None], Snapshot | None]
-"""A namespace's index; None where there is none."""
+_SURE = 0.9
+"""Chance of its first token that a draft must have in the pass that a client waits for."""
 
 
 class Proposals:
     """Drafts for the rows of a pass, as many tokens as pay. Only speed depends on it, never a token.
 
-    A drafter that fails proposes nothing, see `Guard`.
+    A drafter that fails proposes nothing, see `BestEffort`.
     """
 
-    def __init__(
-        self, target: Target, drafter: Drafter, draft: DraftConfig, guard: Guard, snapshot_of: SnapshotOf
-    ) -> None:
+    def __init__(self, target: Target, drafter: Drafter, draft: DraftConfig, best_effort: BestEffort) -> None:
         self._target = target
         self._drafter = drafter
         self._asked = OneByOne(drafter)
-        self._guard = guard
-        self._snapshot_of = snapshot_of
+        self._best_effort = best_effort
         self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._shape = possible_shape(draft.draft_shape, target)
-        self._cost = VerifyCost()
-        self._trust = Trust()
-        self._asking = Asking()
+        self._price_list = PriceList()
+        self._kept_shares = KeptShares()
+        self._throttle = Throttle()
 
     @property
     def num_failures(self) -> int:
         """Times that a drafter or a cache failed; one that owns several survives the failure of one, and counts it."""
-        own = self._guard.num_failures + self._asked.num_failures
+        own = self._best_effort.num_failures + self._asked.num_failures
         return own + int(getattr(self._drafter, "num_failures", 0))
 
     def warm_up(self) -> None:
         """Compile the drafter's kernels."""
-        self._guard(lambda: getattr(self._drafter, "warm_up", lambda: None)())
+        self._best_effort(lambda: getattr(self._drafter, "warm_up", lambda: None)())
+
+    def publish(self) -> None:
+        """Have the drafter publish what it learned about namespaces, to be kept with their text."""
+        self._best_effort(lambda: getattr(self._drafter, "publish", lambda: None)())
 
     def calibrate(self) -> None:
         """Time passes of several sizes, on free slots."""
         if self._limit > 0:
-            calibrate(self._cost, self._target, self._limit + 1)
+            for num_rows, width, seconds in timed_passes(self._target, self._limit + 1):
+                self._price_list.calibrate(num_rows * width, seconds, is_wide=width > 1)
+            self._price_list.begin()
 
-    def of(self, batch: Rows[Sequence]) -> list[Draft]:
-        """One draft per sequence; those that are not worth asking for get none, and all where this fails."""
+    def propose(self, batch: Rows[Sequence]) -> list[Draft]:
+        """One draft per sequence; those that are not asked for get none, and all where this fails."""
         nothing = [EMPTY_DRAFT] * len(batch)
-        return nothing if self._limit == 0 else self._guard(lambda: self._worth_verifying(batch)) or nothing
+        return (
+            nothing
+            if not batch or self._limit == 0
+            else self._best_effort(lambda: self._paying_drafts(batch)) or nothing
+        )
 
-    def _worth_verifying(self, batch: Rows[Sequence]) -> list[Draft]:
-        due = self._asking.due(batch)
-        shares = [self._trust.share(sequence.request.sampling.temperature) for sequence in batch]
+    def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
+        due = self._throttle.due(batch)
+        shares = [self._kept_shares.share(sequence.request.sampling.temperature) for sequence in batch]
         started = time.perf_counter()
         asked = [(sequence, share) for sequence, share, is_due in zip(batch, shares, due, strict=True) if is_due]
         found = iter(self._ask(asked, len(batch)) if asked else ())
         seconds = time.perf_counter() - started
         kept = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
-        width = self._cost.paying_width(kept, shares)
+        width = self._price_list.paying_width(kept, shares)
         drafts = [draft.cut(width) for draft in kept]
-        self._asking.asked(batch, due, [len(draft.token_ids) for draft in drafts], seconds)
+        self._throttle.observe_asking(batch, due, [len(draft.token_ids) for draft in drafts], seconds)
         return drafts
 
-    def passed(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
-        """The pass over such drafts put out ``num_tokens``."""
-        self._guard(lambda: self._observe_cost(drafts, num_tokens, seconds))
+    def observe_pass(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
+        """Learn what the pass over such drafts took, which put out ``num_tokens``."""
+        self._best_effort(lambda: self._observe_pass(drafts, num_tokens, seconds))
 
-    def _observe_cost(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
-        self._asking.passed(seconds)
+    def _observe_pass(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
+        self._throttle.observe_pass(seconds)
         width = 1 + max(len(draft.token_ids) for draft in drafts)
-        self._cost.observe(len(drafts), width, num_tokens, seconds)
+        self._price_list.observe(len(drafts) * width, num_tokens, seconds, is_wide=width > 1)
 
-    def verified(self, sequence: Sequence, draft: Draft, verdict: Verdict, num_accepted: int) -> None:
+    def observe_verdict(self, sequence: Sequence, draft: Draft, verdict: Verdict, num_accepted: int) -> None:
         """Learn from what the target said to a draft, of which ``num_accepted`` tokens were emitted."""
-        self._guard(lambda: self._learn(sequence, draft, verdict, num_accepted))
+        self._best_effort(lambda: self._observe_verdict(sequence, draft, verdict, num_accepted))
 
-    def _learn(self, sequence: Sequence, draft: Draft, verdict: Verdict, num_accepted: int) -> None:
+    def _observe_verdict(self, sequence: Sequence, draft: Draft, verdict: Verdict, num_accepted: int) -> None:
         if draft.parents is not None:
             draft = replace(draft, path=verdict.path[:num_accepted])
         is_told = draft.probabilities is not None or not len(draft.token_ids)
         if is_told and draft is not EMPTY_DRAFT:  # else nobody was asked, or what was said has been put aside
             promised = 0.0 if draft.probabilities is None else float(draft.chances().sum())
-            self._trust.observe(sequence.request.sampling.temperature, promised, len(verdict.path))
+            self._kept_shares.observe(sequence.request.sampling.temperature, promised, len(verdict.path))
         self._drafter.observe(sequence.request.request_id, draft, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
-        """Nothing of this request will be asked for, or all of it anew."""
+        """Forget a request: nothing of it will be asked for, or all of it anew."""
         self._asked.forget(sequence.request.request_id)
-        self._guard(lambda: self._drafter.finish(sequence.request.request_id))
+        self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 
     def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
         """A draft for each sequence and its share, in a pass of ``num_rows``."""
-        prices = self._cost.prices(num_rows)
-        requests = [
-            DraftRequest(
-                request_id=sequence.request.request_id,
-                context=sequence.context,
-                prompt_length=sequence.num_prompt_tokens,
-                snapshot=self._guard(partial(self._snapshot_of, sequence.request.namespace)),
-                limit=sequence.most_drafted(self._limit),
-                prices=None if prices is None else prices / share,
-                tree=self._may_branch(sequence, num_rows),
-                prediction=sequence.prediction,
-                sampling=sequence.sampling,
+        is_priced = self._price_list.pass_time is not None
+        price = self._price_list.price(num_rows)
+        requests = []
+        for sequence, share in asked:
+            cache = None if sequence.namespace is None else sequence.namespace.cache
+            requests.append(
+                DraftRequest(
+                    request_id=sequence.request.request_id,
+                    context=sequence.context,
+                    prompt_length=sequence.num_prompt_tokens,
+                    snapshot=None if cache is None else cache.snapshot(),
+                    learned=None if cache is None else cache.learned,
+                    limit=sequence.most_drafted(self._limit),
+                    prices=np.array([price / share]) if is_priced else None,
+                    tree=self._may_branch(sequence, num_rows),
+                    prediction=sequence.prediction,
+                    sampling=sequence.sampling,
+                )
             )
-            for sequence, share in asked
-        ]
-        drafts = self._guard(lambda: self._asked.propose(requests))
+        drafts = self._best_effort(lambda: self._asked.propose(requests))
         if drafts is None or len(drafts) != len(asked):
             return [EMPTY_DRAFT] * len(asked)
         return [
             self._usable(draft, sequence, num_rows)
-            if len(draft.token_ids) and (sequence.stats.num_verify_steps or is_sure(draft, share))
+            if len(draft.token_ids) and (sequence.stats.num_verify_steps or _is_sure(draft, share))
             else EMPTY_DRAFT
             for draft, (sequence, share) in zip(drafts, asked, strict=True)
         ]
@@ -136,9 +147,18 @@ class Proposals:
         limit = sequence.most_drafted(self._limit)
         allow_tree = self._may_branch(sequence, num_rows)
         found = usable(draft, limit, vocab_size=self._target.vocab_size, allow_tree=allow_tree)
-        self._guard.num_failures += found is None
+        self._best_effort.num_failures += found is None
         return EMPTY_DRAFT if found is None else found
 
     def _may_branch(self, sequence: Sequence, num_rows: int) -> bool:
         is_free = sequence.sampling.acceptance == "match" and sequence.request.sampling.structured_output is None
         return is_free and branches(self._shape, num_rows)
+
+
+def _is_sure(draft: Draft, share: float) -> bool:
+    """Whether a draft may be verified in the pass that a client waits for to see the first token.
+
+    That pass takes longer with a draft, and the first token is the target's own in any case. A text that comes again
+    is worth it: its first token is almost certain.
+    """
+    return draft.probabilities is None or share * float(draft.probabilities[0]) >= _SURE

@@ -10,11 +10,10 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import DraftAcceptance
-from ssd.drafting.protocol import Draft, RequestSampling
+from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
 from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
-from ssd.model.sampling.rejection import SampledDraft
-from ssd.model.sampling.target_tokens import SamplingRow
+from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.grammar import GrammarState
 from ssd.text.stream import TextStream
 
@@ -43,6 +42,7 @@ class Sequence:
     ``slot`` : -1 while it waits. ``turn`` : lower goes first; the scheduler sets it.
     ``seed`` : for sampling where the request brings none. ``acceptance`` : how drawn drafts are verified; a request
     that brings a seed, and a greedy one, are promised one output and keep to "match". ``grammar`` : at its beginning.
+    ``namespace`` : what it is drafted for from and teaches; None where it does neither.
     """
 
     def __init__(
@@ -55,10 +55,12 @@ class Sequence:
         seed: int,
         acceptance: DraftAcceptance = "match",
         grammar: GrammarState | None = None,
+        namespace: HeldNamespace | None = None,
     ) -> None:
         sampling = request.sampling
         prompt = np.array(request.prompt_token_ids, np.int32)
         self.request = request
+        self.namespace = namespace
         self.prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt)
@@ -68,7 +70,7 @@ class Sequence:
         self.tokens[: len(prompt)] = prompt
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
-        self.sampling = RequestSampling(
+        self.sampling = SamplingRow(
             params=sampling,
             seed=seed if sampling.seed is None else sampling.seed,
             choice_index=request.choice_index,
@@ -126,20 +128,7 @@ class Sequence:
 
     def sampling_row(self, draft: Draft) -> SamplingRow:
         """What choosing this sequence's next tokens needs."""
-        sampling = self.sampling
-        by_rejection = sampling.acceptance == "rejection"
-        return SamplingRow(
-            params=sampling.params,
-            seed=sampling.seed,
-            choice_index=sampling.choice_index,
-            stop_ids=sampling.held_back_ids,
-            prompt=self.tokens[: self.num_prompt_tokens],
-            output=self.tokens[self.num_prompt_tokens : self.num_tokens],
-            draft=draft.token_ids,
-            draft_law=draft.law if by_rejection and isinstance(draft, SampledDraft) else None,
-            parents=draft.parents,
-            grammar=self._grammar,
-        )
+        return self.sampling.at(self.context, self.num_prompt_tokens, draft, self._grammar)
 
     def take(self, token_ids: Tokens[int], logits: torch.Tensor) -> Taken:
         """Append verified tokens up to the first that ends the output; nothing after it is sent, counted or kept.
@@ -182,7 +171,7 @@ class Sequence:
         return Taken(tuple(emitted), spelled, "".join(text), self.finish_reason, stop_reason, logprobs)
 
     def output(self, taken: Taken) -> RequestOutput:
-        """What was taken, with its text."""
+        """The output of a pass: what was taken, with its text."""
         text, stream = taken.text, self._stream
         if stream is not None and not stream.may_stop:
             text = stream.push(taken.spelled)

@@ -15,12 +15,11 @@ from ssd.config import DraftShape
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.engine.sequence import Sequence
 from ssd.errors import is_fault
-from ssd.model.sampling.noise import Noise
+from ssd.model.kv.tree import is_tree, leading_chain, node_parents
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.target_tokens import target_tokens
-from ssd.model.target import Target
-from ssd.model.tree import accepted_path, is_tree, leading_chain, node_parents
-from ssd.model.verification import accepted_length, pad_rows
+from ssd.model.target import Target, pad_rows
+from ssd.model.verification import accepted_length, accepted_path
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class Verdict:
 
 
 def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
-    """What was asked for, or chains where the target verifies nothing else."""
+    """The shape of drafts: what was asked for, or chains where the target verifies nothing else."""
     if target.can_verify_trees:
         return shape
     if shape == "tree":
@@ -86,7 +85,7 @@ class Pass:
     """
 
     def __init__(self, target: Target, batch: Rows[Sequence], drafts: Rows[Draft]) -> None:
-        """Begins it; a device that runs beside the host computes from here on."""
+        """Begin the pass; a device that runs beside the host computes from here on."""
         self.batch, self.drafts = batch, drafts
         self.seconds = 0.0
         self._target = target
@@ -96,15 +95,15 @@ class Pass:
         self._has_trees = any(draft.parents is not None for draft in drafts)
         fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
         self._rows = [sequence.sampling_row(draft) for sequence, draft in zip(batch, drafts, strict=True)]
-        self._noise = noise_of(self._rows, fed.shape[1]) if target.takes_noise else None
+        noise = noise_of(self._rows, fed.shape[1]) if target.takes_noise else None
         if self._has_trees:
             parents = node_parents([draft.parents for draft in drafts], fed.shape[1])
-            self._logits = target.forward_trees(self._slots, fed, self._counts, parents, self._noise)
+            self._output = target.forward_trees(self._slots, fed, self._counts, parents, noise)
         else:
-            self._logits = target.forward(self._slots, fed, self._counts, self._noise)
+            self._output = target.forward(self._slots, fed, self._counts, noise)
 
     def verdicts(self) -> list[Verdict | BaseException]:
-        """Wait for it and find how far the target agrees with each draft; of a row that fails, what it raised.
+        """How far the target agrees with each draft, once the pass is done; of a row that fails, what it raised.
 
         The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
         them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
@@ -117,7 +116,7 @@ class Pass:
         if self._has_trees:
             self._target.keep_paths(self._slots, self._counts, nodes)
         self.seconds = time.perf_counter() - self._started
-        rows = zip(chosen, nodes, self._logits, self.drafts, strict=True)
+        rows = zip(chosen, nodes, self._output.logits, self.drafts, strict=True)
         return [
             _verdict(row, path, scores, draft) if isinstance(row, np.ndarray) else row
             for row, path, scores, draft in rows
@@ -125,21 +124,17 @@ class Pass:
 
     def _choose(self) -> list[npt.NDArray[np.int64] | BaseException]:
         """The target's tokens of each row; after a failure each row alone, and of one that fails, what it raised."""
-        best = self._target.best
         try:
-            return list(target_tokens(self._logits, self._rows, best, self._noise))
+            return list(target_tokens(self._output, self._rows))
         except BaseException as error:
             if not is_fault(error):
                 raise
             if len(self._rows) == 1:
                 return [error]
         chosen: list[npt.NDArray[np.int64] | BaseException] = []
-        for b in range(len(self._rows)):
-            row = slice(b, b + 1)
-            noise = None if self._noise is None else Noise(self._noise.keys[row], self._noise.temperatures[row])
+        for b, row in enumerate(self._rows):
             try:
-                tokens = target_tokens(self._logits[row], self._rows[row], None if best is None else best[row], noise)
-                chosen.append(tokens[0])
+                chosen.append(target_tokens(self._output.row(b), [row])[0])
             except BaseException as error:
                 if not is_fault(error):
                     raise

@@ -26,8 +26,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ssd.config import DraftConfig
 from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
-from ssd.drafting.step_cost import StepCost
 from ssd.errors import RequestError
+from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache import SuffixCache
 
 _NOT_OURS = ("custom_generate", "assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
@@ -92,7 +92,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self._request_id = f"generate-{next(_ids)}"
         self._draft = EMPTY_DRAFT
         self._start = 0
-        self._cost = StepCost()
+        self._price_list = PriceList()
         self._drafted_at = 0.0
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -113,7 +113,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """``input_ids`` : int64[1, m], with what this step gave. ``num_matches`` : of the draft, accepted."""
         num_positions = len(self._draft.token_ids) + 1
-        self._cost.observe(num_positions, int(num_matches) + 1, time.perf_counter() - self._drafted_at)
+        self._price_list.observe(num_positions, int(num_matches) + 1, time.perf_counter() - self._drafted_at)
         try:
             self._drafter.observe(self._request_id, self._draft, int(num_matches))
         except Exception:
@@ -122,18 +122,22 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
     def close(self) -> None:
         """The sequence has ended."""
         self._drafter.finish(self._request_id)
+        getattr(self._drafter, "publish", lambda: None)()
 
     def _propose(self, context: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Draft:
         room = self._limit if self.max_length is None else self.max_length - len(context) - 1
+        price = self._price_list.price(1)
         request = DraftRequest(
             request_id=self._request_id,
             context=context,
             prompt_length=self._prompt_length,
             snapshot=None if self._cache is None else self._cache.snapshot(),
+            learned=None if self._cache is None else self._cache.learned,
             limit=max(0, min(self._limit, room)),
-            prices=self._cost.prices(1),
+            prices=np.array([price]) if price else None,
         )
-        return self._cost.paying(self._drafter.propose([request]))[0]
+        draft = self._drafter.propose([request])[0]
+        return draft.cut(self._price_list.paying_width([draft], [1.0]))
 
 
 class _Assisted:

@@ -105,18 +105,19 @@ class SuffixProposer:
         )
         requests = RequestTable(patience=4 * num_pipeline_stages(vllm_config))
         learner = self._learner = Learner(namespace, requests, frozenset(codec.eos_token_ids if codec else ()))
-        # Closed when vLLM drops its runner, and at the end of the process; a forked worker runs the first kind only.
-        at_exit = multiprocessing.util.Finalize(None, learner.close, exitpriority=10)
-        self._finalizer = weakref.finalize(self, at_exit)
-        self._drafter = RowDrafter(
+        drafter = self._drafter = RowDrafter(
             limit=draft.num_speculative_tokens,
             max_length=int(model.max_model_len),
             vocab_size=vocab_size,
             end_of_text_ids=learner.end_of_text_ids,
             max_match_length=draft.max_match_length,
             min_match_length=draft.min_match_length,
+            learned=namespace.cache.learned,
         )
-        self._drafter.warm_up()
+        drafter.warm_up()
+        # Closed when vLLM drops its runner, and at the end of the process; a forked worker runs the first kind only.
+        at_exit = multiprocessing.util.Finalize(None, _close, (learner, drafter), exitpriority=10)
+        self._finalizer = weakref.finalize(self, at_exit)
         if vllm_plugin.is_registered():
             vllm_plugin.watch(_is_ours)
         log.info("drafting up to %d tokens from namespace=%s", draft.num_speculative_tokens, settings.namespace)
@@ -255,6 +256,11 @@ class SuffixProposer:
         self._num_failures += 1
         if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
             log.exception("%s failed, the step goes on without (%d times so far)", what, self._num_failures)
+
+
+def _close(learner: Learner, drafter: RowDrafter) -> None:
+    drafter.publish()
+    learner.close()
 
 
 def _is_ours(drafter: object) -> TypeGuard[SuffixProposer]:

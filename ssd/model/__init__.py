@@ -1,1 +1,1 @@
-"""The target model: loading, the slot KV cache, sampling with keyed noise, verification."""
+"""The target model: what the engine needs of one, how it is loaded, driven and sampled from, and draft models."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
+
+from ssd.model.kv.tree import Ints, Parents
 
 
 def accepted_length(draft: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64]) -> int:
@@ -23,9 +23,20 @@ def accepted_length(draft: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64])
     return int(differs[0]) if len(differs) else len(draft)
 
 
-def pad_rows(rows: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int64]:
-    """Rows of different length as int64[B, T], padded with 0; at least one row, none empty."""
-    padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
-    for b, row in enumerate(rows):
-        padded[b, : len(row)] = row
-    return padded
+def accepted_path(token_ids: npt.NDArray[np.int32], parents: Parents, chosen: Ints) -> Ints:
+    """The nodes whose tokens the target would have produced itself, the root first: int64[accepted + 1].
+
+    token_ids, parents : int32[k], as ``Draft`` has them. chosen : int64[>= k + 1], the target's token at each node,
+    given the path to it.
+
+    From the root on, the child that holds the target's own token is followed, the first of equal ones. The output is
+    ``chosen[path]``: the accepted tokens and one more, each chosen after the very prefix that it follows in the output,
+    as in a chain. A child stands behind its parent, so one scan finds the path: O(k).
+    """
+    path = [0]
+    wanted = int(chosen[0])
+    for node, (token, parent) in enumerate(zip(token_ids.tolist(), parents.tolist(), strict=True), start=1):
+        if parent + 1 == path[-1] and token == wanted:
+            path.append(node)
+            wanted = int(chosen[node])
+    return np.array(path)

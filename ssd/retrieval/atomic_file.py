@@ -1,4 +1,7 @@
-"""Files that are there whole or not at all, and that only their owner reads: what is stored is what people said."""
+"""Files that are there whole or not at all, and that only their owner reads: what is stored is what people said.
+
+Nothing else is read either: a pipe in the place of a file would keep its reader waiting for a writer.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
@@ -44,6 +48,19 @@ def _create(path: Path) -> int:
     except FileExistsError:
         path.unlink()
         return os.open(path, flags, FILE_MODE)
+
+
+class NotAFileError(OSError):
+    """A path leads to a directory, a pipe, a socket or a device."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A regular file, or one that a link leads to, to be read. Never waits. Raises NotAFileError and OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotAFileError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def is_temporary(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""All namespaces of a server: opened on first use, maintained by one thread and one rebuild process."""
+"""All namespaces of a server: opened on first use beside what uses them, maintained by one thread and one process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from ssd.config import CacheConfig
-from ssd.errors import CacheError, StoreUnavailable
+from ssd.errors import CacheError, ConfigError, StoreUnavailable, is_fault
 from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import check_fingerprint, check_namespace
+from ssd.retrieval.namespace import HeldNamespace, Namespace
 from ssd.retrieval.scratch import make_scratch
 from ssd.retrieval.suffix_cache import CacheStats, SuffixCache
 
@@ -29,11 +31,17 @@ DEFAULT_NAMESPACE = "default"
 
 _BYTES_PER_TOKEN = 8  # token and suffix
 _SCRATCH_COPIES = 2  # while segments are merged, both they and the result are there
+_LONG_OPENING_S: Final = 10.0
+_CLOSE_WAIT_S: Final = 5.0
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class CacheSet:
     """The caches of one tokenizer by namespace.
+
+    A request holds its namespace from its submission on (``hold``), and whoever steps the engine reads what is there:
+    files are read, and closed, on threads of their own. A directory that is slow, or cannot be opened, costs only its
+    own requests, and these only their drafts.
 
     Nothing crosses from one namespace to another. With ``config.directory`` each namespace has a directory of its own
     below it and is found again after a restart: all that was sealed, and the tail as well after ``close``. Without,
@@ -55,8 +63,8 @@ class CacheSet:
 
         ``fingerprint`` : the tokenizer's, 32 hexadecimal characters. ``inline`` : no thread and no process; the owner
         calls ``maintain`` and gets the same result every time. ``max_namespaces`` : beyond it the one not used for
-        longest is closed, never ``namespace``; what it learned is lost if it has no directory. ``on_open`` : called
-        with every cache before its first use.
+        longest of those that nobody holds is closed, never ``namespace``; what it learned is lost if it has no
+        directory. ``on_open`` : called with every cache before its first use, on the thread that opens it.
 
         Raises ConfigError, CacheLocked, SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch, and
         StoreUnavailable for a directory that can neither be written nor read.
@@ -67,8 +75,13 @@ class CacheSet:
         self.fingerprint = check_fingerprint(fingerprint)
         self._max_namespaces = max(1, max_namespaces)
         self._on_open = on_open
-        self._caches: OrderedDict[str, SuffixCache] = OrderedDict()  # least recently used first
-        self._lock = threading.RLock()
+        self._namespaces: OrderedDict[str, Namespace] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()  # held for microseconds, never while files are read
+        self._aside: dict[threading.Thread, str] = {}  # what opens or closes a namespace
+        self._closing: dict[str, threading.Event] = {}
+        self._complained: set[str] = set()
+        self.num_failed_openings = 0
+        """Times that a namespace could not be opened, or took so long that requests had to go on without it."""
         self._wake = threading.Event()
         self._stopping = False
         self._inline = inline
@@ -82,7 +95,8 @@ class CacheSet:
         if not inline and self._root is not None:
             self._worker = MergeWorker(None if self._scratch is None else self._scratch[0])
         try:
-            self._caches[namespace] = self._announced(self._open(namespace))
+            self._namespaces[namespace] = first = Namespace(namespace, self._open)
+            first.opened()
         except BaseException:
             self._remove_scratch()
             raise
@@ -99,25 +113,34 @@ class CacheSet:
         A directory that cannot be used is one failure of its cache, which then stays in memory. Raises ConfigError for
         a name that cannot be one.
         """
-        name = self.namespace if name is None else name
-        with self._lock:
-            cache = self._caches.get(name)
-            if cache is None:
-                cache = self._caches[name] = self._announced(self._open_or_begin(check_namespace(name)))
-                self._close_least_used()
-            self._caches.move_to_end(name)
-            return cache
+        namespace, _held = self._find(self.namespace if name is None else name)  # held until it is open
+        return namespace.opened()
+
+    def hold(self, name: str) -> HeldNamespace | None:
+        """A namespace for one request, which is not closed while the result lives. O(1), from any thread.
+
+        What is not open yet is opened on a thread of its own; with ``inline`` now. None for a name that cannot be one.
+        Never raises: what cannot be opened is counted, logged once, and tried again by the next that holds it.
+        """
+        try:
+            namespace, held = self._find(name)
+        except ConfigError as error:
+            self._opening_failed(name, error)
+            return None
+        if not self._stopping and namespace.begin_opening():
+            if self._inline:
+                self._open_held(namespace)
+            else:
+                self._run_aside(f"ssd-open-{name}", name, partial(self._open_held, namespace))
+        return held
 
     def names(self) -> list[str]:
         """The open namespaces."""
-        with self._lock:
-            return sorted(self._caches)
+        return sorted(cache.name for cache in self._open_caches())
 
     def stats(self) -> dict[str, CacheStats]:
         """Sizes and counters of every open namespace."""
-        with self._lock:
-            caches = list(self._caches.values())
-        return {cache.name: cache.stats() for cache in caches}
+        return {cache.name: cache.stats() for cache in self._open_caches()}
 
     @property
     def num_worker_restarts(self) -> int:
@@ -135,7 +158,10 @@ class CacheSet:
             cache.flush()
 
     def close(self) -> None:
-        """Seal and keep everything, stop thread and process. May be called twice."""
+        """Seal and keep everything, stop thread and process. May be called twice.
+
+        A namespace that is still being opened is waited for some seconds, and then left to the thread that opens it.
+        """
         with self._lock:
             self._stopping = True
         self._wake.set()
@@ -143,6 +169,7 @@ class CacheSet:
             cache.begin_close()
         if self._thread is not None:
             self._thread.join()
+        self._wait_for_others()
         if self._worker is not None:
             self._worker.close()  # before the directories are let go: it may be writing into one
         for cache in self._open_caches():
@@ -159,7 +186,7 @@ class CacheSet:
 
     def _open_caches(self) -> list[SuffixCache]:
         with self._lock:
-            return list(self._caches.values())
+            return [each.cache for each in self._namespaces.values() if each.cache is not None]
 
     def _announced(self, cache: SuffixCache) -> SuffixCache:
         if self._on_open is not None:
@@ -171,12 +198,19 @@ class CacheSet:
         try:
             return self._open(name)
         except CacheError as error:
-            cache = self._make(name, None)
+            cache = self._announced(self._make(name, None))
             cache.report_failure("its directory cannot be used, it stays in memory", error)
             return cache
 
     def _open(self, name: str) -> SuffixCache:
         """Raises CacheError."""
+        with self._lock:
+            closing = self._closing.get(name)
+        if closing is not None:
+            closing.wait()
+        return self._announced(self._open_directory(name))
+
+    def _open_directory(self, name: str) -> SuffixCache:
         if self._root is None:
             return self._make(name, None)
         path, is_durable = self._root / name, self._scratch is None
@@ -208,15 +242,100 @@ class CacheSet:
             wake=None if self._inline else self._wake.set,
         )
 
-    def _close_least_used(self) -> None:
-        if len(self._caches) <= self._max_namespaces:
-            return
-        name = next(name for name in self._caches if name != self.namespace)
-        cache = self._caches.pop(name)
-        cache.close()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch[0] / name, ignore_errors=True)
-        log.info("closed namespace=%s: more than %d are in use", name, self._max_namespaces)
+    def _find(self, name: str) -> tuple[Namespace, HeldNamespace]:
+        """A namespace, held for the caller: what is held is not closed. Raises ConfigError."""
+        with self._lock:
+            namespace = self._namespaces.get(name)
+            if namespace is None:
+                namespace = self._namespaces[name] = Namespace(check_namespace(name), self._open_or_begin)
+            self._namespaces.move_to_end(name)
+            held = namespace.held()
+            leaving = self._take_least_used()
+        for cache in leaving:
+            if self._inline:
+                self._close_one(cache)
+            else:
+                self._run_aside(f"ssd-close-{cache.name}", cache.name, partial(self._close_one, cache))
+        return namespace, held
+
+    def _take_least_used(self) -> list[SuffixCache]:
+        """The caches to be closed, so that no more are open than may be, or than are held."""
+        leaving = []
+        for name, namespace in list(self._namespaces.items()):
+            if len(self._namespaces) <= self._max_namespaces:
+                break
+            if name == self.namespace or namespace.is_held:
+                continue
+            del self._namespaces[name]
+            if namespace.cache is not None:
+                self._closing[name] = threading.Event()
+                leaving.append(namespace.cache)
+        return leaving
+
+    def _close_one(self, cache: SuffixCache) -> None:
+        try:
+            cache.close()
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch[0] / cache.name, ignore_errors=True)
+            log.info("closed namespace=%s: more than %d are in use", cache.name, self._max_namespaces)
+        finally:
+            with self._lock:
+                self._closing.pop(cache.name).set()
+
+    def _open_held(self, namespace: Namespace) -> None:
+        """Open what somebody holds and goes on without meanwhile."""
+        try:
+            cache = namespace.opened()
+            if self._stopping:  # and nobody waits for it any more
+                cache.close()
+        except BaseException as error:
+            if self._inline and not is_fault(error):
+                raise
+            self._opening_failed(namespace.name, error)
+        finally:
+            namespace.end_opening()
+
+    def _opening_failed(self, name: str, error: BaseException) -> None:
+        self.num_failed_openings += 1
+        kind = f"{name[:80]} {type(error).__name__}"
+        if kind not in self._complained:
+            self._complained.add(kind)
+            log.error("namespace=%.80s was not opened, its requests go without (logged once): %s", name, error)
+
+    def _run_aside(self, title: str, name: str, call: Callable[[], None]) -> None:
+        """Run ``call`` on a thread of its own, which does not keep the process alive."""
+
+        def run() -> None:
+            try:
+                call()
+            finally:
+                with self._lock:
+                    self._aside.pop(threading.current_thread(), None)
+
+        thread = threading.Thread(target=run, name=title, daemon=True)
+        with self._lock:
+            self._aside[thread] = name
+        thread.start()
+
+    def _wait_for_others(self) -> None:
+        """Wait for what opens or closes namespaces: for closing until it is done, for opening some seconds."""
+        deadline = time.monotonic() + _CLOSE_WAIT_S
+        with self._lock:
+            others, closing = dict(self._aside), list(self._closing.values())
+        for closed in closing:
+            closed.wait()
+        for thread, name in others.items():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                log.error("namespace=%s is still being opened: it is left alone", name)
+
+    def _report_long_openings(self) -> None:
+        with self._lock:
+            slow = [each.name for each in self._namespaces.values() if each.opening_s > _LONG_OPENING_S]
+        for name in slow:
+            if (kind := f"{name} is slow") not in self._complained:
+                self._complained.add(kind)
+                self._opening_failed(name, TimeoutError(f"its files have been read for {_LONG_OPENING_S:.0f} s now"))
 
     def _run(self) -> None:
         interval_s = self.config.index.rebuild_interval_s
@@ -227,6 +346,7 @@ class CacheSet:
             is_due = time.monotonic() - sealed_at >= interval_s
             if is_due:
                 sealed_at = time.monotonic()
+            self._report_long_openings()
             for cache in self._open_caches():
                 if self._stopping:
                     return

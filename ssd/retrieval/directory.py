@@ -3,7 +3,7 @@
 ::
 
     manifest.json        the segments of one generation; replaced atomically, after the files it names exist
-    learned.bin          what drafting learned beside the text (``Companion``); replaced atomically, may be removed
+    learned.bin          what drafting learned beside the text (``LearnedState``); replaced atomically, may be removed
     <segment id>.seg     segment files, never changed
     writer.lock          held by the writing process (flock), freed by the kernel however the process ends
 
@@ -14,12 +14,13 @@ header has this tokenizer and namespace.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ssd.errors import CacheError, FormatVersion, SegmentCorrupt
-from ssd.retrieval.atomic_file import is_temporary, make_directory, sync_directory, write_file
+from ssd.retrieval.atomic_file import is_temporary, make_directory, open_file, sync_directory, write_file
 from ssd.retrieval.directory_lock import DirectoryLock
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.manifest import Manifest, read_manifest, write_manifest
@@ -27,6 +28,8 @@ from ssd.retrieval.names import is_segment_id
 from ssd.retrieval.recovery import LEFT_OUT, header_of_ours, recover
 from ssd.retrieval.segment_file import keep_text_only, open_segment, write_segment
 from ssd.retrieval.snapshot import Segment
+
+log = logging.getLogger(__name__)
 
 LEARNED_NAME = "learned.bin"
 _MOST_LEARNED_BYTES = 1 << 26
@@ -51,7 +54,9 @@ class DirectoryReader:
         manifest = read_manifest(path, fingerprint=fingerprint, namespace=namespace)
         if manifest is None:
             recovered = recover(path, fingerprint=fingerprint, namespace=namespace)
-            manifest = None if recovered is None else recovered.manifest
+            if recovered is not None:
+                log.warning("%s has no manifest: it is made up from the files: %s", path, recovered)
+                manifest = recovered.manifest
         self.manifest = manifest or Manifest(fingerprint=fingerprint, namespace=namespace)
 
     def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
@@ -68,8 +73,9 @@ class DirectoryReader:
     def read_learned(self) -> bytes | None:
         """What ``write_learned`` kept; None when nothing was. Raises OSError."""
         try:
-            path = self.path / LEARNED_NAME
-            return path.read_bytes() if path.stat().st_size <= _MOST_LEARNED_BYTES else None
+            with open_file(self.path / LEARNED_NAME) as file:
+                learned = file.read(_MOST_LEARNED_BYTES + 1)
+            return learned if len(learned) <= _MOST_LEARNED_BYTES else None
         except FileNotFoundError:
             return None
 
@@ -216,6 +222,7 @@ class SegmentDirectory(DirectoryReader):
                 with contextlib.suppress(OSError):  # not ours to read
                     sync_directory(parent)
         else:
+            log.warning("%s has no manifest: it is made anew: %s", self.path, recovered)
             self.manifest = recovered.manifest
             for path in recovered.left_out:
                 path.replace(path.with_name(path.name + LEFT_OUT))

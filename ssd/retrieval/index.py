@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import IndexConfig
-from ssd.retrieval.companion import Companion
 from ssd.retrieval.names import is_kept
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
@@ -46,19 +45,9 @@ class SuffixIndex:
     the capacity is always that of new text, and text that nobody said again pushes out only its own kind.
     """
 
-    def __init__(
-        self,
-        config: IndexConfig,
-        segments: Sequence[Segment] = (),
-        next_position: int = 0,
-        companion: Companion | None = None,
-    ) -> None:
-        """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty.
-
-        ``companion`` : handed on with every snapshot.
-        """
+    def __init__(self, config: IndexConfig, segments: Sequence[Segment] = (), next_position: int = 0) -> None:
+        """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty."""
         self.config = config
-        self._companion = companion
         self.max_segment_tokens = max(2, min(config.capacity_tokens // 8, MAX_SEGMENT_TOKENS))
         limit = min(config.capacity_tokens, max(_RING_SEALS * config.seal_tokens, _RING_TOKENS))
         self.max_piece_tokens = min(self.max_segment_tokens, max(2, limit // 2)) - 1
@@ -352,11 +341,5 @@ class SuffixIndex:
         self._generation += 1
         # One assignment of an immutable object: a reader has either the old one or the new one, whole.
         self._snapshot = make_snapshot(
-            self._generation,
-            self._searched,
-            self._table,
-            ring.tokens,
-            ring.tail_start,
-            ring.tail_stop,
-            self._companion,
+            self._generation, self._searched, self._table, ring.tokens, ring.tail_start, ring.tail_stop
         )

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from ssd.errors import FormatVersion, NamespaceMismatch, SegmentCorrupt, TokenizerMismatch
-from ssd.retrieval.atomic_file import sync_directory, write_file
+from ssd.retrieval.atomic_file import NotAFileError, open_file, sync_directory, write_file
 from ssd.retrieval.names import is_segment_id
 
 MANIFEST_NAME = "manifest.json"
@@ -48,10 +48,14 @@ def read_manifest(path: Path, *, fingerprint: str, namespace: str | None = None)
     """
     manifest_path = path / MANIFEST_NAME
     try:
-        with manifest_path.open("rb") as file:
+        with open_file(manifest_path) as file:
             text = file.read(_MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return None
+    except NotAFileError:
+        raise SegmentCorrupt(
+            f"{manifest_path} is no regular file. Remove it: then it is made anew from the segment files"
+        ) from None
     try:
         outer = json.loads(text)
         content = outer["manifest"]

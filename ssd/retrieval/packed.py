@@ -43,13 +43,17 @@ def pack(tokens: Tokens, width: int) -> Bytes:
     return packed
 
 
-def unpack(packed: Bytes, num_tokens: int, width: int, out: Tokens | None = None) -> Tokens:
-    """The tokens that ``pack`` was given: ``out``, int32[num_tokens], or a new array. O(n)."""
-    codes = packed[GUARD_BYTES : GUARD_BYTES + width * num_tokens].reshape(-1, width)
+def unpack(packed: Bytes, num_tokens: int, width: int, out: Tokens | None = None, *, start: int = 0) -> Tokens:
+    """``num_tokens`` of the tokens that ``pack`` was given, from the ``start``-th on. O(num_tokens).
+
+    ``out`` : int32[num_tokens] that is filled and returned; None makes a new array.
+    """
+    first = GUARD_BYTES + width * start
+    codes = packed[first : first + width * num_tokens].reshape(-1, width)
     tokens = np.empty(num_tokens, np.int32) if out is None else out
-    for start in range(0, num_tokens, _BLOCK_TOKENS):
-        block = codes[start : start + _BLOCK_TOKENS]
+    for done in range(0, num_tokens, _BLOCK_TOKENS):
+        block = codes[done : done + _BLOCK_TOKENS]
         wide = np.zeros((len(block), 4), np.uint8)
         wide[:, :width] = block
-        tokens[start : start + len(block)] = (wide.view("<u4")[:, 0] - np.uint32(1)).view(np.int32)
+        tokens[done : done + len(block)] = (wide.view("<u4")[:, 0] - np.uint32(1)).view(np.int32)
     return tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,27 @@ class Recovered:
     manifest: Manifest
     left_out: tuple[Path, ...]
 
+    def __str__(self) -> str:
+        tokens = sum(segment["num_tokens"] for segment in self.manifest.segments)
+        num_static = sum(segment["start"] is None for segment in self.manifest.segments)
+        return (
+            f"of {len(self.manifest.segments) + len(self.left_out)} segment files {num_static} static and "
+            f"{len(self.manifest.segments) - num_static} of the ring are kept, {tokens} tokens; {len(self.left_out)} "
+            "are left out, covered by others or damaged"
+        )
+
+
+def whose_segments(path: Path) -> tuple[str, str] | None:
+    """Tokenizer fingerprint and namespace of the first segment file in ``path`` that has a sound header; None without.
+
+    Raises OSError.
+    """
+    for file in sorted(path.glob("*.seg")):
+        with contextlib.suppress(CacheError):
+            header = read_header(file)
+            return header.fingerprint, header.namespace
+    return None
+
 
 def recover(path: Path, *, fingerprint: str, namespace: str) -> Recovered | None:
     """What the segment files in ``path`` hold, None when none of them is ours. Reads all of them. Nothing is changed.
@@ -68,11 +90,6 @@ def recover(path: Path, *, fingerprint: str, namespace: str) -> Recovered | None
     static.sort(key=lambda header: header.segment_id)
     ring.sort(key=lambda header: header.start or 0)
     kept = [*static, *ring]
-    log.warning(
-        "%s has no manifest: made anew from its %d segment files: %d static and %d of the ring are kept, %d tokens; "
-        "%d are left out, covered by others or damaged",
-        path, len(found), len(static), len(ring), sum(header.num_tokens for header in kept), len(left_out),
-    )  # fmt: skip
     manifest = Manifest(
         fingerprint=fingerprint,
         namespace=namespace,

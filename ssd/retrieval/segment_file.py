@@ -23,6 +23,7 @@ from ssd.retrieval.segment_header import (
     corrupt,
     fence_offset,
     num_posts,
+    open_segment_file,
     order_offset,
     segment_file_size,
 )
@@ -70,7 +71,7 @@ def open_segment(
     all. That the order is right is not checked: a checksum says it is what was written, the bounds that no reader can
     leave the text.
     """
-    with path.open("rb") as file:
+    with open_segment_file(path) as file:
         content = file.read(HEADER_LENGTH)
         header = _checked_header(path, content, fingerprint, namespace)
         n, width = header.num_tokens, header.width
@@ -101,7 +102,7 @@ def read_tokens(path: Path, *, fingerprint: str, namespace: str | None = None) -
 
     Reads no further: a file without order and fence, see ``keep_text_only``, is as good. Raises as ``open_segment``.
     """
-    with path.open("rb") as file:
+    with open_segment_file(path) as file:
         header = _checked_header(path, file.read(HEADER_LENGTH), fingerprint, namespace)
         n, width = header.num_tokens, header.width
         text = np.frombuffer(file.read(packed_size(n, width)), np.uint8)

@@ -30,11 +30,12 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 import xxhash
 
 from ssd.errors import FormatVersion, SegmentCorrupt
+from ssd.retrieval.atomic_file import NotAFileError, open_file
 from ssd.retrieval.names import is_segment_id
 from ssd.retrieval.packed import WIDTHS, packed_size
 from ssd.retrieval.snapshot import FENCE_STEP
@@ -168,8 +169,16 @@ class SegmentHeader:
 
 def read_header(path: Path) -> SegmentHeader:
     """The header of a segment file. O(1). Raises SegmentCorrupt, FormatVersion, OSError."""
-    with path.open("rb") as file:
+    with open_segment_file(path) as file:
         return SegmentHeader.from_bytes(path, file.read(HEADER_LENGTH))
+
+
+def open_segment_file(path: Path) -> BinaryIO:
+    """The file, to be read. Raises SegmentCorrupt where it is no regular one, and OSError."""
+    try:
+        return open_file(path)
+    except NotAFileError:
+        raise corrupt(path, "it is no regular file") from None
 
 
 def corrupt(path: Path, what: str) -> SegmentCorrupt:

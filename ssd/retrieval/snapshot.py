@@ -13,8 +13,8 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.compiled.addresses import address
+from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
 from ssd.errors import SegmentCorrupt
-from ssd.retrieval.companion import Companion
 from ssd.retrieval.packed import GUARD_BYTES, unpack
 
 SEPARATOR = -1
@@ -22,8 +22,6 @@ SEPARATOR = -1
 
 FENCE_STEP = 32
 """One post of a segment's fence for this many positions: a quarter byte a token."""
-
-TABLE_COLUMNS = 7
 
 _table_numbers = itertools.count(1)
 
@@ -79,6 +77,55 @@ class Segment:
         return unpack(self.text, len(self.order), self.width)
 
 
+class SegmentRecord(Record):
+    """A segment as kernels find it.
+
+    ``text`` : of the first code. ``order``, ``fence`` : of the segment's arrays. ``width`` : bytes of a code.
+    """
+
+    text: Address
+    order: Address
+    fence: Address
+    num_tokens: Int64
+    width: Int64
+
+
+class SnapshotRecord(Record):
+    """A snapshot as kernels find it.
+
+    ``segments`` : SegmentRecord[num_segments], the first ``num_static`` of which are static. ``table_number`` : of the
+    ``SegmentTable``. ``ring`` : int32[ring_size].
+    """
+
+    segments: Address
+    num_segments: Int64
+    num_static: Int64
+    table_number: Int64
+    ring: Address
+    ring_size: Int64
+    tail_start: Int64
+    tail_stop: Int64
+
+
+segments_at = views_of(SegmentRecord)
+snapshot_at = view_of(SnapshotRecord)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentTable:
+    """Segments as kernels find them; valid while these are alive.
+
+    ``number`` : no other table has it; 0 of one without segments. ``num_static`` : how many, the first, are static.
+    """
+
+    records: Records[SegmentRecord]
+    number: int
+    num_static: int
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """One generation of an index. Safe to read from any thread.
@@ -87,23 +134,20 @@ class Snapshot:
     held that long reads newer tokens there, never anything that was not a token. Take a fresh one for every lookup.
 
     ``segments`` : static ones first, then those of the ring, oldest first.
-    ``segment_table`` : int64[len(segments), TABLE_COLUMNS], for the kernels, see ``segment_table``.
+    ``segment_table`` : of ``segments``, for the kernels.
     ``ring`` : int32[power of two]. Absolute position p lies at ``ring[p & (len(ring) - 1)]``. Positions
         [tail_start, tail_stop) are the tail: stored, whole sequences, in no segment yet.
-    ``words`` : int64[6], what a kernel needs to find all this: address of ``segment_table``, number of segments,
-        address of ``ring``, its length, ``tail_start``, ``tail_stop``. ``address`` : where these words lie.
-    ``companion`` : what is learned beside the text of the namespace; None where nothing keeps it.
+    ``record`` : what a kernel needs to find all this; it lies at ``address``.
     """
 
     generation: int
     segments: tuple[Segment, ...]
-    segment_table: npt.NDArray[np.int64]
+    segment_table: SegmentTable
     ring: npt.NDArray[np.int32]
     tail_start: int
     tail_stop: int
-    words: npt.NDArray[np.int64]
+    record: Records[SnapshotRecord]
     address: int
-    companion: Companion | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -114,15 +158,18 @@ class Snapshot:
 def make_snapshot(
     generation: int,
     segments: tuple[Segment, ...],
-    table: npt.NDArray[np.int64],
+    table: SegmentTable,
     ring: npt.NDArray[np.int32],
     tail_start: int,
     tail_stop: int,
-    companion: Companion | None = None,
 ) -> Snapshot:
     """A snapshot of these; ``table`` is ``segment_table(segments)``."""
-    words = np.array([address(table), len(segments), address(ring), len(ring), tail_start, tail_stop], np.int64)
-    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, words, address(words), companion)
+    record = Records(SnapshotRecord)
+    at = record[0]
+    at.segments, at.num_segments, at.num_static = table.records.address, len(table), table.num_static
+    at.table_number = table.number
+    at.ring, at.ring_size, at.tail_start, at.tail_stop = address(ring), len(ring), tail_start, tail_stop
+    return Snapshot(generation, segments, table, ring, tail_start, tail_stop, record, record.address)
 
 
 def concatenate(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
@@ -155,15 +202,15 @@ def text_checksum(text: npt.NDArray[np.uint8]) -> int:
     return xxhash.xxh3_64_intdigest(text.data)
 
 
-def segment_table(segments: Sequence[Segment]) -> npt.NDArray[np.int64]:
-    """Where the kernels find ``segments``; valid while these are alive.
-
-    int64[segments, TABLE_COLUMNS]: address of the first code, of ``order``, n, width, address of ``fence``; and in
-    every row the same: a number that no other table has, and how many segments, the first, are static.
-    """
-    number, num_static = next(_table_numbers), sum(segment.start is None for segment in segments)
-    rows = [
-        (address(s.text) + GUARD_BYTES, address(s.order), len(s), s.width, address(s.fence), number, num_static)
-        for s in segments
-    ]
-    return np.array(rows, np.int64).reshape(-1, TABLE_COLUMNS)
+def segment_table(segments: Sequence[Segment]) -> SegmentTable:
+    """The table of ``segments``, static ones first."""
+    records = Records(SegmentRecord, len(segments))
+    for at, segment in zip(records, segments, strict=True):
+        at.text, at.order, at.fence = (
+            address(segment.text) + GUARD_BYTES,
+            address(segment.order),
+            address(segment.fence),
+        )
+        at.num_tokens, at.width = len(segment), segment.width
+    number = next(_table_numbers) if segments else 0
+    return SegmentTable(records, number, sum(segment.start is None for segment in segments))

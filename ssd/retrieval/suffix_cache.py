@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from ssd.config import IndexConfig
 from ssd.errors import CacheError, SegmentCorrupt
-from ssd.retrieval.companion import Companion
 from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.index import SuffixIndex
+from ssd.retrieval.learned_state import Copy, LearnedState
 from ssd.retrieval.marks import KeptMark, Mark, PendingMarks
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import is_kept, new_segment_id
@@ -159,12 +159,12 @@ class SuffixCache:
         self._own_static = tuple(segment for segment in segments if segment.start is None)
         self._marks = PendingMarks(self.kept_mark)
         self._parts: dict[str, tuple[Segment, ...]] = {}  # of a merged segment without a file: the files it came from
-        self.companion = Companion(self._read_learned(directory))
-        """What is learned beside the text; the directory keeps it."""
-        self._kept_learned = self.companion.to_bytes()
+        self.learned = LearnedState(self._read_learned(directory))
+        """What drafting learns beside the text; the directory keeps the copy published last."""
+        self._kept_learned: Copy | None = None
         self._keep_learned_at = time.monotonic() + _KEEP_LEARNED_S
         ring_born = [segment for segment in segments if segment.start is not None]
-        self._index = SuffixIndex(config, ring_born, next_position, self.companion)
+        self._index = SuffixIndex(config, ring_born, next_position)
         self._index.add_static(self._own_static)
         self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens)
 
@@ -558,10 +558,10 @@ class SuffixCache:
         if self._directory is None or not self._directory.durable:
             return
         try:
-            learned = self.companion.to_bytes()
-            if learned is not None and learned != self._kept_learned:
-                self._directory.write_learned(learned)
-                self._kept_learned = learned
+            newest = self.learned.newest
+            if newest is not None and newest is not self._kept_learned:
+                self._directory.write_learned(newest.to_bytes())
+                self._kept_learned = newest
         except OSError as error:
             self.report_failure("what was learned beside the text was not written", error)
 

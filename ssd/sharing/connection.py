@@ -18,24 +18,10 @@ URL_VARIABLE = "SSD_REDIS_URL"
 BLOCK_MS = 500
 """How long the server holds a read that finds nothing; well below the socket's time-out, which would end it first."""
 
-MAX_REPLY_BYTES = 8 << 20
-"""What one reply may take here, by ``bounded_parser``'s count: eight times what a page of full entries takes."""
-
 _CONNECT_TIMEOUT_S = 1.0
 _SOCKET_TIMEOUT_S = 2.0
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 3.0
-
-
-class OversizedReplyError(Exception):
-    """A reply would take more than MAX_REPLY_BYTES. The rest of it was not read, and the connection was closed.
-
-    ``unfinished`` : the arrays it broke off in, the outermost first, each with the elements that were read whole.
-    """
-
-    def __init__(self, unfinished: list[list[Any]]) -> None:
-        super().__init__(f"more than {MAX_REPLY_BYTES} bytes")
-        self.unfinished = unfinished
 
 
 def connect(url: str) -> redis.Redis:

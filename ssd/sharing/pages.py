@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssd.sharing.connection import OversizedReplyError
+from ssd.sharing.reply_limit import OversizedReplyError
 
 if TYPE_CHECKING:
     import redis

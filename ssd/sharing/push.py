@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import xxhash
 from ssd.errors import ConfigError, StoreUnavailable
 from ssd.retrieval.names import check_namespace
 from ssd.retrieval.prefixes import split_sequence
-from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.sequences import sequence_lengths, sequences_of
 from ssd.retrieval.static import load_static_directory
 from ssd.sharing.append import append
 from ssd.sharing.connection import address_of, connect, hide_password
@@ -54,7 +55,8 @@ def push_segments(
 
     ``fingerprint`` : the tokenizer's, as the directory's manifest has it. ``max_tokens`` : the log's bound, the same as
     the replicas'. ``progress`` : called with the tokens of each batch. An entry's sequence id is a hash of its place
-    and its tokens, so a replica that still knows a push stores nothing when it is repeated.
+    and its tokens, so a replica that still knows a push stores nothing when it is repeated. O(tokens), in memory of a
+    few blocks and the longest sequence.
 
     Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, and StoreUnavailable for both ends.
     """
@@ -62,7 +64,7 @@ def push_segments(
     if max_tokens < MAX_ENTRY_TOKENS:
         raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry, got {max_tokens}")
     segments = load_static_directory(directory, fingerprint=fingerprint)
-    lengths = [len(sequence) for sequence in sequences_of(segments)]
+    lengths = sequence_lengths(segments)
     first = _first_that_fits(lengths, max_tokens)
     client = connect(url)
     key = stream_key(fingerprint, namespace)
@@ -70,9 +72,7 @@ def push_segments(
     try:
         batch: list[bytes] = []
         num_batch_tokens = 0
-        for number, sequence in enumerate(sequences_of(segments)):
-            if number < first:
-                continue
+        for sequence in itertools.islice(sequences_of(segments), first, None):
             for part in split_sequence(sequence, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS):
                 batch.append(pack_entry(Entry(_REPLICA_ID, _sequence_id(num_entries, part), part)))
                 num_batch_tokens += len(part)
@@ -100,31 +100,16 @@ def push_segments(
         client.close()
     return PushResult(
         num_sequences=len(lengths) - first,
-        num_tokens=sum(lengths[first:]),
+        num_tokens=int(lengths[first:].sum()),
         num_entries=num_entries,
         num_left_out_sequences=first,
-        num_left_out_tokens=sum(lengths[:first]),
+        num_left_out_tokens=int(lengths[:first].sum()),
     )
 
 
-def sequences_of(segments: Sequence[Segment]) -> Iterator[Tokens]:
-    """The sequences of ``segments`` in order, as views without separators."""
-    for segment in segments:
-        start = 0
-        for stop in np.flatnonzero(segment.tokens == SEPARATOR):
-            if stop > start:
-                yield segment.tokens[start:stop]
-            start = int(stop) + 1
-
-
-def _first_that_fits(lengths: list[int], max_tokens: int) -> int:
+def _first_that_fits(lengths: npt.NDArray[np.int64], max_tokens: int) -> int:
     """Index of the first sequence so that it and all later ones hold at most ``max_tokens`` tokens."""
-    room = max_tokens
-    for number in range(len(lengths) - 1, -1, -1):
-        room -= lengths[number]
-        if room < 0:
-            return number + 1
-    return 0
+    return len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
 
 
 def _sequence_id(number: int, tokens: Tokens) -> bytes:

@@ -11,10 +11,11 @@ from typing import Any
 from ssd.retrieval.cache import SuffixCache
 from ssd.sharing.append import FIELD
 from ssd.sharing.bookmark import Bookmark
-from ssd.sharing.connection import BLOCK_MS, OversizedReplyError, connect
+from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
 from ssd.sharing.pages import BEGINNING, RawEntry, entries_after, entries_before, entry_at
+from ssd.sharing.reply_limit import OversizedReplyError
 from ssd.sharing.stream import PAGE, Stream
 
 _COMPARE_S = 2.0

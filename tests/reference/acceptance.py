@@ -132,11 +132,11 @@ class SlowModel:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request's situation: ``mood`` is that of its earlier drafts, ``prediction`` what is thought to come."""
+    """One request's situation: ``mean_error`` of its earlier drafts' estimates, ``prediction`` of what is to come."""
 
     context: Sequence[int]
     prompt_length: int = 0
-    mood: float = 0.0
+    mean_error: float = 0.0
     num_static: int = 0
     num_texts: int = 1
     prediction: Sequence[int] = ()
@@ -209,9 +209,9 @@ def candidates(
             if strongest[1] == 0:
                 strongest = length_bucket(length), bucket
             filled += 1
-        mood = min(7, max(0, int((asked.mood + 0.4) * 10)))
+        bucket = min(7, max(0, int((asked.mean_error + 0.4) * 10)))
         coarse = sum(strongest[0] >= b for b in (3, 5, 8)), sum(strongest[1] >= b for b in (3, 7))
-        views["request"] = mood, *strongest
+        views["request"] = bucket, *strongest
         views["token"] = ((token * 40503) >> 4) % 1024, *coarse
         views["before"] = ((before * 40503) >> 4) % 1024, *coarse
         views["pair"] = (((token * 40503) ^ (before * 69069 + (before >> 7))) >> 3) % 8192, *coarse

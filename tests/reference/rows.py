@@ -9,7 +9,7 @@ import numpy as np
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.retrieval.snapshot import Snapshot
-from tests.reference.step_cost import SlowStepCost
+from tests.reference.pricing import SlowRowPrices
 
 
 class SlowRowDrafter:
@@ -17,7 +17,7 @@ class SlowRowDrafter:
 
     def __init__(self, *, limit: int, max_length: int, vocab_size: int, end_of_text_ids: Sequence[int]) -> None:
         self.drafter = SuffixDrafter()
-        self.cost = SlowStepCost()
+        self.prices = SlowRowPrices()
         self.limit = limit
         self.max_length = max_length
         self.vocab_size = vocab_size
@@ -38,8 +38,8 @@ class SlowRowDrafter:
         rows = [row for row, new in enumerate(num_new) if new]
         asked = [names[row] for row in rows]
         if asked == self.asked and len(asked) == len(names):
-            self.cost.observe(self.num_positions, sum(num_new), seconds)
-        prices = self.cost.prices(len(asked))
+            self.prices.observe(self.num_positions, sum(num_new), seconds)
+        price = self.prices.price(len(asked))
         requests = [
             DraftRequest(
                 names[row],
@@ -47,14 +47,15 @@ class SlowRowDrafter:
                 prompts[row],
                 snapshot,
                 max(0, min(self.limit, self.max_length - len(texts[row]) - 1)),
-                prices,
+                np.array([price]) if price > 0 else None,
             )
             for row in rows
         ]
         drafts = [self.usable(self.drafter.propose([request])[0]) for request in requests]
         said: list[list[int]] = [[] for _ in names]
-        for row, draft in zip(rows, self.cost.paying(drafts), strict=True):
-            said[row] = draft.token_ids.tolist()
+        sizes = self.prices.sizes([[] if d.probabilities is None else d.probabilities.tolist() for d in drafts])
+        for row, draft, size in zip(rows, drafts, sizes, strict=True):
+            said[row] = draft.token_ids[:size].tolist()
         self.asked, self.num_positions = asked, len(names) + sum(map(len, said))
         return said
 

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ssd.drafting.baselines.frequency_kernel import make_continuations, propose_frequency
-from ssd.drafting.by_snapshot import propose_by_snapshot
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix.wishes import Wishes
+from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
 from ssd.drafting.suffix.workspace import Workspace, checked_lengths
 from ssd.retrieval.snapshot import Snapshot
-
-_USUAL = Wishes(np.zeros(1))
 
 
 class FrequencyDrafter:
@@ -36,7 +33,7 @@ class FrequencyDrafter:
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace = self._workspace
         workspace.room_for(len(requests), snapshot)
-        held = workspace.fill(requests, _USUAL)
+        held = workspace.fill(requests, 0.0)
         propose_frequency(
             workspace.address,
             snapshot.address,

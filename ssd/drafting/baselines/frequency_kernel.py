@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, TokenIds, int32_array, kernel
-from ssd.drafting.suffix.extend import MAX_DRAFT
-from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Texts, gather, next_token, no_hits
+from ssd.drafting.suffix.ask import MAX_DRAFT, asks_at, clear, drafts_at
+from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Texts, gather, next_token
 from ssd.drafting.suffix.workspace import frame_at
-from ssd.retrieval.lanes import open_lanes, search_lanes
+from ssd.retrieval.lanes import lanes_at, open_lanes, search_lanes, walkers_at
 from ssd.retrieval.scan import pattern_length
-from ssd.retrieval.search import table_at, tail_at
+from ssd.retrieval.snapshot import segments_at, snapshot_at
 
 
 @kernel
@@ -59,40 +59,53 @@ def propose_frequency(
 
     Writes tokens and results. ``continuations`` : int32[MAX_SAMPLES, MAX_DRAFT], scratch.
     """
-    frame = frame_at(workspace)
-    table, (ring, tail_start, tail_stop) = table_at(snapshot), tail_at(snapshot)
-    lanes, walkers, rows, pool, levels = frame.lanes, frame.walkers, frame.rows, frame.pool, frame.levels
-    own, num_segments = no_hits(), len(table)
+    frame, searched = frame_at(workspace), snapshot_at(snapshot)
+    asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
+    ring, evidence, num_lanes = int32_array(searched.ring, searched.ring_size), frame.evidence, searched.num_segments
+    segments = segments_at(searched.segments, num_lanes)
+    lanes, walkers = lanes_at(frame.lanes, num_lanes), walkers_at(frame.walkers, 2 * num_lanes)
     for row in range(num_rows):
-        context, limit = int32_array(rows[row, 0], rows[row, 1]), rows[row, 2]
-        frame.results[row] = 0
+        ask, out = asks[row], drafts[row]
+        context, limit = int32_array(ask.context, ask.context_length), ask.limit
+        clear(out)
         longest = pattern_length(context, max_length)
         if limit < 1 or longest < min_length:
             continue
-        open_lanes(table, context, longest, frame.patterns, lanes, walkers)
-        search_lanes(lanes, num_segments)
-        texts = Texts(context, ring, tail_start, tail_stop)
-        num_levels = gather(texts, table, lanes, walkers, longest, min_length, 1, own, frame.tail, pool, levels)
-        if num_levels == 0:
+        open_lanes(segments, context, longest, frame.patterns, lanes, walkers)
+        search_lanes(lanes, num_lanes)
+        texts = Texts(context, ring, searched.tail_start, searched.tail_stop)
+        gather(
+            texts,
+            lanes,
+            walkers,
+            num_lanes,
+            searched.num_static,
+            longest,
+            min_length,
+            1,
+            False,
+            frame.own,
+            frame.tail,
+            evidence,
+        )
+        if evidence.num_levels == 0:
             continue
-        for sample in range(levels.ends[0]):
+        for sample in range(evidence.ends[0]):
             depth = 0
             while depth < limit:
-                token = next_token(pool, sample, depth, texts)
+                token = next_token(evidence, sample, depth, texts)
                 continuations[sample, depth] = token
                 if token < 0:
                     break
                 depth += 1
             continuations[sample, depth:limit] = NOTHING
-        best = most_frequent(continuations, pool.weights, pool.recency, levels.ends[0], limit)
+        best = most_frequent(continuations, evidence.weights, evidence.recency, evidence.ends[0], limit)
         if best < 0:
             continue
-        size = 0
-        while size < limit and continuations[best, size] >= 0:
-            frame.tokens[row, size] = continuations[best, size]
-            size += 1
-        frame.results[row, 0] = size
-        frame.results[row, 1] = levels.lengths[0]
+        while out.size < limit and continuations[best, out.size] >= 0:
+            out.tokens[out.size] = continuations[best, out.size]
+            out.size += 1
+        out.match_length = evidence.lengths[0]
 
 
 def make_continuations() -> TokenIds:

@@ -11,12 +11,13 @@ because it looks better than others, so as it comes out of the mixer it looks be
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, float64_array, inlined, kernel
+from ssd.compiled.addresses import Int64s, inlined, kernel
+from ssd.compiled.records import Float64, Record, view_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -36,7 +37,7 @@ LENGTHS: Final = 13
 SUPPORTS: Final = 6
 SHARES: Final = 9
 ORIGINS: Final = 3
-MOODS: Final = 8
+ERROR_BUCKETS: Final = 8
 HASHES: Final = 1024
 PAIR_HASHES: Final = 8192
 COARSE_LENGTHS: Final = 4
@@ -50,7 +51,7 @@ _SHAPES: Final = (
     (LENGTHS, SUPPORTS, SHARES),
     (LENGTHS, SUPPORTS, SHARES),
     (LENGTHS, SUPPORTS, SHARES),
-    (MOODS, LENGTHS, SHARES),
+    (ERROR_BUCKETS, LENGTHS, SHARES),
     (HASHES, COARSE_LENGTHS, COARSE_SHARES),
     (HASHES, COARSE_LENGTHS, COARSE_SHARES),
     (PAIR_HASHES, COARSE_LENGTHS, COARSE_SHARES),
@@ -92,35 +93,22 @@ _TYPICAL_COARSE_LENGTH: Final = np.array([1.5, 4.0, 8.0, 24.0])
 _TYPICAL_COARSE_SHARE: Final = np.array([0.2, 0.6, 1.0])
 
 
-class Model(NamedTuple):
-    """What the kernels find at a model's address. Changed in place.
+class Model(Record):
+    """An acceptance model as kernels find it, changed in place.
 
-    ``chances``, ``counts``, ``log_odds`` : float64[ENTRIES], of each table entry: the chance, how many candidates it
-        rests on, and log(chance / (1 - chance)). ``weights`` : float64[SETS, INPUTS + 1], the last a constant.
-    ``learned`` : float64[1], candidates learned from.
+    ``chances``, ``counts``, ``log_odds`` : of each table entry: the chance, how many candidates it rests on, and
+    log(chance / (1 - chance)). ``weights`` : of each set, the last a constant. ``learned`` : candidates learned from.
     """
 
-    chances: Floats
-    counts: Floats
-    log_odds: Floats
-    weights: Floats
-    knots: Floats
-    learned: Floats
+    chances: Annotated[Floats, np.float64, ENTRIES]
+    counts: Annotated[Floats, np.float64, ENTRIES]
+    log_odds: Annotated[Floats, np.float64, ENTRIES]
+    weights: Annotated[Floats, np.float64, (SETS, INPUTS + 1)]
+    knots: Annotated[Floats, np.float64, (WHEN_SETS, KNOTS)]
+    learned: Float64
 
 
-@inlined
-def model_at(address: int) -> Model:
-    """The model in the MODEL_FLOATS numbers at ``address``."""
-    step = 8 * ENTRIES
-    knots = address + 3 * step + 8 * _NUM_WEIGHTS
-    return Model(
-        float64_array(address, ENTRIES),
-        float64_array(address + step, ENTRIES),
-        float64_array(address + 2 * step, ENTRIES),
-        float64_array(address + 3 * step, _NUM_WEIGHTS).reshape((SETS, INPUTS + 1)),
-        float64_array(knots, WHEN_SETS * KNOTS).reshape((WHEN_SETS, KNOTS)),
-        float64_array(address + 3 * step + 8 * NUM_LEARNED, 1),
-    )
+model_at = view_of(Model)
 
 
 @inlined
@@ -255,7 +243,7 @@ def learn(model: Model, inputs: Int64s, chosen: int, label: float) -> float:
         chance = min(max(chance, _LEAST_CHANCE), 1.0 - _LEAST_CHANCE)
         model.chances[at] = chance
         model.log_odds[at] = math.log(chance / (1.0 - chance))
-    model.learned[0] += 1.0
+    model.learned += 1.0
     return float(error)
 
 
@@ -294,7 +282,7 @@ def prior_model() -> npt.NDArray[np.float64]:
 
 
 def _expected(length: Floats, support: Floats | float, share: Floats) -> Floats:
-    """Log odds by rule of thumb: longer, more often, more of one voice."""
+    """Log odds by rule of thumb: longer, more often, more of one mind."""
     votes = np.maximum(share * support, 0.05)
     return (
         -1.3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from typing import Final, Self
 
@@ -21,7 +22,9 @@ from ssd.drafting.suffix.acceptance import (
     prior_model,
     within_reach,
 )
-from ssd.retrieval.companion import Companion
+from ssd.retrieval.learned_state import LearnedState
+
+log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"SSDACC\r\n"
 _VERSION: Final = 2
@@ -37,21 +40,35 @@ _prior: npt.NDArray[np.float64] | None = None
 class AcceptanceModel:
     """Tables, mixer weights and curves of one namespace, which the kernels read and change at ``address``.
 
-    Bounded: MODEL_FLOATS numbers, whatever was learned. Made with the prior.
+    Bounded: MODEL_FLOATS numbers, whatever was learned. Made with the prior. Owned by one drafter; other threads get
+    copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: npt.NDArray[np.float64] | None = None) -> None:
+        """``numbers`` : float64[MODEL_FLOATS], copied; None takes the prior's."""
         global _prior
         if _prior is None:
             _prior = prior_model()
-        self._buffer = _prior.copy()
+        self._buffer = (_prior if numbers is None else numbers).copy()
         assert len(self._buffer) == MODEL_FLOATS
         self.address = address(self._buffer)
 
     @classmethod
-    def of(cls, companion: Companion, /) -> Self:
-        """The one of a namespace, which the companion keeps; made where there is none yet."""
-        return companion.get(cls, cls.from_bytes)
+    def of(cls, learned: LearnedState) -> Self:
+        """A model that goes on where the copy published last ends, else what was stored, else the prior."""
+        if isinstance(learned.newest, AcceptanceModel):
+            return cls(learned.newest._buffer)
+        try:
+            return cls() if learned.stored is None else cls.from_bytes(learned.stored)
+        except ValueError as error:
+            log.warning("what was learned beside the text is not used, it begins anew: %s", error)
+            return cls()
+
+    def copy(self) -> Self:
+        """What was learned so far, never to be changed: the kernels must not get its address. O(MODEL_FLOATS)."""
+        copied = type(self)(self._buffer)
+        copied._buffer.setflags(write=False)
+        return copied
 
     @property
     def num_learned(self) -> int:

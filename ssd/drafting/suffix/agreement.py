@@ -7,21 +7,21 @@ from typing import Final
 import numpy as np
 
 from ssd.compiled.addresses import Int64s, inlined, kernel, load_uint64, trailing_zeros
-from ssd.drafting.suffix.gather import IN_SEGMENT, Pool, Texts, next_token
+from ssd.drafting.suffix.gather import IN_SEGMENT, Evidence, Texts, next_token
 
 MOST_IN_COMMON: Final = 8
 """Tokens that are looked at: two words of packed text, and hardly more than a draft goes on for."""
 
 
 @inlined
-def num_in_common(pool: Pool, one: int, other: int, passed: int, most: int, texts: Texts) -> int:
+def num_in_common(evidence: Evidence, one: int, other: int, passed: int, most: int, texts: Texts) -> int:
     """On how many tokens from ``passed`` places after them two samples agree, ``most`` at most.
 
     Asked only while neither has ended; the end of both counts as a token that they agree on.
     """
-    width = pool.width[one]
-    if pool.kind[one] == IN_SEGMENT and pool.kind[other] == IN_SEGMENT and width == pool.width[other]:
-        at, beside, agreeing = pool.at[one] + width * passed, pool.at[other] + width * passed, 0
+    width = evidence.width[one]
+    if evidence.kind[one] == IN_SEGMENT and evidence.kind[other] == IN_SEGMENT and width == evidence.width[other]:
+        at, beside, agreeing = evidence.at[one] + width * passed, evidence.at[other] + width * passed, 0
         while agreeing < most * width:
             different = load_uint64(at + agreeing) ^ load_uint64(beside + agreeing)
             if different != np.uint64(0):
@@ -30,8 +30,8 @@ def num_in_common(pool: Pool, one: int, other: int, passed: int, most: int, text
             agreeing += 8
         return int(min(most, agreeing // width))
     for depth in range(most):
-        token = next_token(pool, one, passed + depth, texts)
-        if token != next_token(pool, other, passed + depth, texts):
+        token = next_token(evidence, one, passed + depth, texts)
+        if token != next_token(evidence, other, passed + depth, texts):
             return depth
         if token < 0:
             return depth + 1
@@ -39,7 +39,7 @@ def num_in_common(pool: Pool, one: int, other: int, passed: int, most: int, text
 
 
 @kernel
-def same_voice(texts: Texts, pool: Pool, alive: Int64s, num_alive: int, passed: int, most: int) -> int:
+def num_unanimous(texts: Texts, evidence: Evidence, alive: Int64s, num_alive: int, passed: int, most: int) -> int:
     """For how many tokens, ``most`` or MOST_IN_COMMON at most, all samples ``alive[:num_alive]`` say the same.
 
     ``passed`` : tokens after each that are left out. None of them has ended there. Most positions of a long draft are
@@ -47,10 +47,10 @@ def same_voice(texts: Texts, pool: Pool, alive: Int64s, num_alive: int, passed: 
     """
     first, run = alive[0], min(most, MOST_IN_COMMON)
     for i in range(1, num_alive):
-        run = num_in_common(pool, first, alive[i], passed, run, texts)
+        run = num_in_common(evidence, first, alive[i], passed, run, texts)
         if run == 0:
             return 0
     for depth in range(run):
-        if next_token(pool, first, passed + depth, texts) < 0:
+        if next_token(evidence, first, passed + depth, texts) < 0:
             return depth
     return run

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ssd.drafting.by_snapshot import propose_by_snapshot
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenIds
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
+from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
-from ssd.drafting.suffix.wishes import Wishes, contiguous
-from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths
-from ssd.retrieval.companion import Companion
+from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 
@@ -28,7 +28,7 @@ class SuffixDrafter:
 
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
     Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
-    ``evidence.gather``.
+    `gather.gather`.
     """
 
     def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, price: float = 0.1) -> None:
@@ -37,21 +37,15 @@ class SuffixDrafter:
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
-        self._usual = Wishes(np.array([price]))
+        self._price = price
         self._workspace = Workspace()
-        self._own_model = self._model = AcceptanceModel()
-        self._companion: Companion | None = None  # whose model was asked for the last time
+        self._models = NamespaceModels()
         self._verified: dict[str, tuple[int, TokenIds]] = {}
-        self._models: dict[str, AcceptanceModel] = {}
+        self._learned: dict[str, LearnedState | None] = {}
 
-    def model_of(self, snapshot: Snapshot | None) -> AcceptanceModel:
-        """What was learned about acceptance in a snapshot's namespace; without one, of all requests that have none."""
-        companion = None if snapshot is None else snapshot.companion
-        if companion is None:
-            return self._own_model
-        if companion is not self._companion:
-            self._companion, self._model = companion, AcceptanceModel.of(companion)
-        return self._model
+    def model_of(self, learned: LearnedState | None) -> AcceptanceModel:
+        """What was learned about acceptance in a namespace; with None, of all requests that have none."""
+        return self._models.of(learned)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
@@ -62,14 +56,11 @@ class SuffixDrafter:
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
-        model, context, wishes = (
-            self.model_of(request.snapshot),
-            contiguous(request.context),
-            self._usual.of(request, workspace.spare[0]),
-        )
+        model, context = self._models.of(request.learned), contiguous(request.context)
+        held = workspace.ask(0, request, self._price)
         state, is_new = workspace.state_of(request.request_id)
         if is_new:
-            self._models[request.request_id] = model
+            self._learned[request.request_id] = request.learned
         propose_suffix_one(
             workspace.address,
             snapshot.address,
@@ -79,18 +70,19 @@ class SuffixDrafter:
             state,
             is_new,
             request.prompt_length,
-            wishes.address,
             self._longest,
             self._shortest,
         )
+        del held
         return workspace.draft(0, with_probabilities=True)
 
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
-        held = workspace.fill(requests, self._usual)
-        model = self.model_of(requests[0].snapshot)
-        self._models.update((request.request_id, model) for request in requests)
+        held = workspace.fill(requests, self._price)
+        learned = requests[0].learned
+        model = self._models.of(learned)
+        self._learned.update((request.request_id, learned) for request in requests)
         propose_suffix(workspace.address, snapshot.address, model.address, count, self._longest, self._shortest)
         del held
         return [workspace.draft(row, with_probabilities=True) for row in range(count)]
@@ -110,10 +102,15 @@ class SuffixDrafter:
     def finish(self, request_id: str) -> None:
         """Learn from the last step and forget the request: it has ended."""
         state, verified = self._workspace.known_state(request_id), self._verified.pop(request_id, None)
-        model = self._models.pop(request_id, None)
-        if state is not None and verified is not None and model is not None:
-            end_request(self._workspace.address, state, *verified, model.address)
+        learned = self._learned.pop(request_id, None)
+        if state is not None and verified is not None:
+            end_request(self._workspace.address, state, *verified, self._models.of(learned).address)
         self._workspace.forget(request_id)
+        self._models.ended(learned)
+
+    def publish(self) -> None:
+        """Leave what was learned for other threads and the next process, in every request's ``learned``."""
+        self._models.publish()
 
     def warm_up(self) -> None:
         """Compile the kernels, so that the first request compiles nothing."""

@@ -6,29 +6,49 @@ that came since, are still there at the next one: comparing those few tokens tak
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.drafting.suffix.gather import Levels, Pool, Texts, is_lost, move_sample, next_token
+from ssd.compiled.addresses import TokenIds, inlined, kernel
+from ssd.compiled.records import Int64, Record
+from ssd.drafting.suffix.gather import Evidence, Texts, is_lost, move_sample, next_token
 
 MAX_FOLLOWED: Final = 8
 """Places kept: those of the longest match, the first of them."""
 
 _COMPARED: Final = 8  # last tokens by which a context is known again
 
-_TABLE: Final = 0
-_LENGTH: Final = 1
-_AGREEING: Final = 2
-_COUNT: Final = 3
-_ENDS_WITH: Final = 4
-_HEADER: Final = 5
-_PLACE: Final = 5
-STATE_INT64S: Final = _HEADER + _PLACE * MAX_FOLLOWED
+_WEIGHT_ONE: Final = 65536.0
 
 NO_TABLE: Final = -1
-"""In the first word: nothing is kept."""
+"""The number of no segment table: nothing is kept."""
+
+
+class FollowedPlace(Record):
+    """A sample, see `gather.Evidence`. ``weight`` : in units of 2^-16."""
+
+    kind: Int64
+    at: Int64
+    width: Int64
+    recency: Int64
+    weight: Int64
+
+
+class Followed(Record):
+    """Places kept from one step to the next.
+
+    ``table`` : number of the segment table they are in. ``length`` : of the context they were kept for, ``ends_with`` :
+    a number of its last tokens. ``agreeing`` : tokens that agreed before them.
+    """
+
+    table: Int64
+    length: Int64
+    ends_with: Int64
+    agreeing: Int64
+    count: Int64
+    places: Annotated[Sequence[FollowedPlace], FollowedPlace, MAX_FOLLOWED]
 
 
 @inlined
@@ -41,48 +61,50 @@ def _end_of(context: TokenIds, length: int) -> int:
 
 
 @kernel
-def follow(state: Int64s, table: int, texts: Texts, max_length: int, pool: Pool, levels: Levels) -> int:
-    """Fill ``pool`` with the places kept that went on as the context did; 1 level, or 0 when a search is needed.
+def follow(followed: Followed, table: int, texts: Texts, max_length: int, evidence: Evidence) -> None:
+    """Make the places kept that went on as the context did the evidence: 1 level, or none when a search is needed.
 
     ``table`` : number of the segment table; places in another are not looked at, nor for a context that does not go on
     from the one they were kept for, nor places that the tail has lost since. The level is as sure as one that a search
     finds: at least ``max_length`` tokens agree.
     """
-    size, first = 0, state[_LENGTH]
+    evidence.num_levels = 0
+    size, first = 0, followed.length
     grown = len(texts.context) - first
-    if state[_TABLE] != table or grown < 0 or state[_AGREEING] + grown < max_length:
-        return 0
-    if _end_of(texts.context, first) != state[_ENDS_WITH]:
-        return 0
-    for i in range(state[_COUNT]):
-        place = state[_HEADER + _PLACE * i : _HEADER + _PLACE * (i + 1)]
-        pool.kind[size], pool.at[size], pool.width[size], pool.recency[size] = place[0], place[1], place[2], place[3]
-        pool.weights[size] = place[4] / 65536.0
-        if is_lost(pool, size, texts):
+    if followed.table != table or grown < 0 or followed.agreeing + grown < max_length:
+        return
+    if _end_of(texts.context, first) != followed.ends_with:
+        return
+    for i in range(followed.count):
+        place = followed.places[i]
+        evidence.kind[size], evidence.at[size], evidence.width[size] = place.kind, place.at, place.width
+        evidence.recency[size], evidence.weights[size] = place.recency, place.weight / _WEIGHT_ONE
+        if is_lost(evidence, size, texts):
             continue
         depth = 0
         while depth < grown:
-            token = next_token(pool, size, depth, texts)
+            token = next_token(evidence, size, depth, texts)
             if token < 0 or token != texts.context[first + depth]:
                 break
             depth += 1
         if depth == grown:
-            move_sample(pool, size, grown)
+            move_sample(evidence, size, grown)
             size += 1
-    levels.lengths[0], levels.ends[0] = min(max_length, state[_AGREEING] + grown), size
-    return 1 if size > 0 else 0
+    evidence.lengths[0], evidence.ends[0] = min(max_length, followed.agreeing + grown), size
+    evidence.num_levels = 1 if size > 0 else 0
 
 
 @kernel
-def keep(state: Int64s, table: int, texts: Texts, pool: Pool, levels: Levels, num_levels: int) -> None:
+def keep(followed: Followed, table: int, texts: Texts, evidence: Evidence) -> None:
     """Keep the places of the longest match for the next step."""
-    state[_TABLE] = NO_TABLE
-    if num_levels == 0:
+    followed.table = NO_TABLE
+    if evidence.num_levels == 0:
         return
-    count = min(MAX_FOLLOWED, levels.ends[0])
-    state[_TABLE], state[_LENGTH], state[_AGREEING], state[_COUNT] = table, len(texts.context), levels.lengths[0], count
-    state[_ENDS_WITH] = _end_of(texts.context, len(texts.context))
+    count = min(MAX_FOLLOWED, evidence.ends[0])
+    length = len(texts.context)
+    followed.table, followed.length, followed.ends_with = table, length, _end_of(texts.context, length)
+    followed.agreeing, followed.count = evidence.lengths[0], count
     for i in range(count):
-        place = state[_HEADER + _PLACE * i : _HEADER + _PLACE * (i + 1)]
-        place[0], place[1], place[2], place[3] = pool.kind[i], pool.at[i], pool.width[i], pool.recency[i]
-        place[4] = np.int64(pool.weights[i] * 65536.0)
+        place = followed.places[i]
+        place.kind, place.at, place.width = evidence.kind[i], evidence.at[i], evidence.width[i]
+        place.recency, place.weight = evidence.recency[i], int(evidence.weights[i] * _WEIGHT_ONE)

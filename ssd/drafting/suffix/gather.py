@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 
-from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int64_array, kernel, load_uint32, prefetch
+from ssd.compiled.addresses import Float64s, Int64s, TokenIds, inlined, kernel, load_uint32, prefetch
+from ssd.compiled.records import Int64, Record
 from ssd.retrieval.lanes import (
+    Lanes,
+    Walkers,
     ask_to_widen,
     code_address,
     longest_in_lanes,
@@ -15,11 +18,9 @@ from ssd.retrieval.lanes import (
     num_new,
     position_at,
     widen,
-    width_of,
 )
 from ssd.retrieval.pattern import MAX_MATCH_LENGTH
 from ssd.retrieval.scan import MAX_SCAN_HITS, scan
-from ssd.retrieval.search import num_static
 
 NOTHING: Final = -1
 """What follows the end of a sequence. Equal to SEPARATOR and to no token."""
@@ -48,19 +49,33 @@ _IN_TAIL: Final = 1
 _OWN: Final = 2
 
 
-class Pool(NamedTuple):
+class Evidence(Record):
     """Sampled places, MAX_SAMPLES at most; those of a longer match come before those of a shorter one.
 
     ``kind`` : where a place lies; ``at`` : address of the code there (segment) or the position (tail, own text);
     ``width`` : bytes of a code (segment). ``recency`` : greater is later; own text after tail after segments.
-    ``weights`` : float64, occurrences a sample stands for.
+    ``weights`` : occurrences a sample stands for.
+
+    Up to MAX_LEVELS match lengths, longest first: level i of ``num_levels`` has ``lengths[i]`` tokens and is the first
+    ``ends[i]`` samples.
     """
 
-    kind: Int64s
-    at: Int64s
-    width: Int64s
-    recency: Int64s
-    weights: np.ndarray[tuple[int], np.dtype[np.float64]]
+    kind: Annotated[Int64s, np.int64, MAX_SAMPLES]
+    at: Annotated[Int64s, np.int64, MAX_SAMPLES]
+    width: Annotated[Int64s, np.int64, MAX_SAMPLES]
+    recency: Annotated[Int64s, np.int64, MAX_SAMPLES]
+    weights: Annotated[Float64s, np.float64, MAX_SAMPLES]
+    num_levels: Int64
+    lengths: Annotated[Int64s, np.int64, MAX_LEVELS]
+    ends: Annotated[Int64s, np.int64, MAX_LEVELS]
+
+
+class Hits(Record):
+    """What a scan found: positions and agreeing lengths; and how many there are of each length."""
+
+    positions: Annotated[Int64s, np.int64, MAX_SCAN_HITS]
+    lengths: Annotated[Int64s, np.int64, MAX_SCAN_HITS]
+    counts: Annotated[Int64s, np.int64, MAX_MATCH_LENGTH + 1]
 
 
 class Texts(NamedTuple):
@@ -72,72 +87,22 @@ class Texts(NamedTuple):
     tail_stop: int
 
 
-class Levels(NamedTuple):
-    """Up to MAX_LEVELS match lengths, longest first. Level i is the pool's first ``ends[i]`` samples."""
-
-    lengths: Int64s
-    ends: Int64s
-
-
-class Hits(NamedTuple):
-    """What a scan found: int64[MAX_SCAN_HITS] twice; and how many of each length: int64[MAX_MATCH_LENGTH + 1]."""
-
-    positions: Int64s
-    lengths: Int64s
-    counts: Int64s
-
-
-POOL_INT64S: Final = 5 * MAX_SAMPLES
-LEVELS_INT64S: Final = 2 * MAX_LEVELS
-HITS_INT64S: Final = 2 * MAX_SCAN_HITS + MAX_MATCH_LENGTH + 1
+@inlined
+def num_samples(evidence: Evidence) -> int:
+    """Samples of all levels."""
+    return int(evidence.ends[evidence.num_levels - 1]) if evidence.num_levels > 0 else 0
 
 
 @inlined
-def pool_at(address: int) -> Pool:
-    """The pool in the POOL_INT64S words at ``address``."""
-    step = 8 * MAX_SAMPLES
-    return Pool(
-        int64_array(address, MAX_SAMPLES),
-        int64_array(address + step, MAX_SAMPLES),
-        int64_array(address + 2 * step, MAX_SAMPLES),
-        int64_array(address + 3 * step, MAX_SAMPLES),
-        float64_array(address + 4 * step, MAX_SAMPLES),
-    )
-
-
-@inlined
-def levels_at(address: int) -> Levels:
-    """The levels in the LEVELS_INT64S words at ``address``."""
-    return Levels(int64_array(address, MAX_LEVELS), int64_array(address + 8 * MAX_LEVELS, MAX_LEVELS))
-
-
-@inlined
-def hits_at(address: int) -> Hits:
-    """The hits in the HITS_INT64S words at ``address``."""
-    step = 8 * MAX_SCAN_HITS
-    return Hits(
-        int64_array(address, MAX_SCAN_HITS),
-        int64_array(address + step, MAX_SCAN_HITS),
-        int64_array(address + 2 * step, MAX_MATCH_LENGTH + 1),
-    )
-
-
-@inlined
-def no_hits() -> Hits:
-    """Hits without room: the text is not to be looked at."""
-    return Hits(int64_array(0, 0), int64_array(0, 0), int64_array(0, 0))
-
-
-@inlined
-def next_token(pool: Pool, sample: int, depth: int, texts: Texts) -> int:
+def next_token(evidence: Evidence, sample: int, depth: int, texts: Texts) -> int:
     """The token ``depth`` places after a sample's, NOTHING where its sequence ends.
 
     Not asked again after NOTHING. Own text that reaches the context's end goes on from its own begin, as in LZ77:
     repetition is taken to go on.
     """
-    kind, at = pool.kind[sample], pool.at[sample]
+    kind, at = evidence.kind[sample], evidence.at[sample]
     if kind == IN_SEGMENT:
-        width = pool.width[sample]
+        width = evidence.width[sample]
         code = load_uint32(at + width * depth) & ((1 << (8 * width)) - 1)
         return code - 1  # type: ignore[no-any-return]
     if kind == _IN_TAIL:
@@ -149,9 +114,9 @@ def next_token(pool: Pool, sample: int, depth: int, texts: Texts) -> int:
 
 
 @inlined
-def move_sample(pool: Pool, sample: int, tokens: int) -> None:
+def move_sample(evidence: Evidence, sample: int, tokens: int) -> None:
     """Put a sample ``tokens`` places further; its sequence must not end before."""
-    pool.at[sample] += tokens * (pool.width[sample] if pool.kind[sample] == IN_SEGMENT else 1)
+    evidence.at[sample] += tokens * (evidence.width[sample] if evidence.kind[sample] == IN_SEGMENT else 1)
 
 
 @inlined
@@ -167,15 +132,15 @@ def own_position(recency: int) -> int:
 
 
 @inlined
-def is_lost(pool: Pool, sample: int, texts: Texts) -> bool:
+def is_lost(evidence: Evidence, sample: int, texts: Texts) -> bool:
     """Whether a place of the tail is no longer in it."""
-    return bool(pool.kind[sample] == _IN_TAIL and pool.at[sample] < texts.tail_start)
+    return bool(evidence.kind[sample] == _IN_TAIL and evidence.at[sample] < texts.tail_start)
 
 
 @inlined
-def is_own(pool: Pool, sample: int) -> bool:
+def is_own(evidence: Evidence, sample: int) -> bool:
     """Whether a sample comes from the request's own text."""
-    return bool(pool.kind[sample] == _OWN)
+    return bool(evidence.kind[sample] == _OWN)
 
 
 @kernel
@@ -192,7 +157,7 @@ def _find_in(text: TokenIds, start: int, stop: int, context: TokenIds, longest: 
 
 @kernel
 def _take_scanned(
-    hits: Hits, found: int, below: int, length: int, kind: int, taken: int, pool: Pool, size: int
+    hits: Hits, found: int, below: int, length: int, kind: int, taken: int, evidence: Evidence, size: int
 ) -> tuple[int, int]:
     """Add the most recent hits that agree on ``length`` tokens or more but fewer than ``below``: (size, taken) then."""
     new = 0
@@ -208,22 +173,29 @@ def _take_scanned(
         if size == stop:
             break
         if length <= hits.lengths[i] < below:
-            pool.kind[size] = kind
-            pool.at[size] = hits.positions[i]
-            pool.recency[size] = recency + hits.positions[i]
-            pool.weights[size] = new / room
+            evidence.kind[size] = kind
+            evidence.at[size] = hits.positions[i]
+            evidence.recency[size] = recency + hits.positions[i]
+            evidence.weights[size] = new / room
             size += 1
     return size, taken + room
 
 
 @kernel
 def _take_segments(
-    lanes: Int64s, walkers: Int64s, num_lanes: int, static_lanes: int, length: int, taken: int, pool: Pool, size: int
+    lanes: Lanes,
+    walkers: Walkers,
+    num_lanes: int,
+    static_lanes: int,
+    length: int,
+    taken: int,
+    evidence: Evidence,
+    size: int,
 ) -> tuple[int, int]:
     """Add the new places that agree on ``length`` tokens, evenly strided if they are too many: (size, taken) then."""
     new = 0
     for lane in range(num_lanes):
-        ask_to_widen(lanes, lane, length)
+        ask_to_widen(lanes[lane], length)
     widen(lanes, walkers, num_lanes, MAX_SEGMENT_SAMPLES)
     for lane in range(num_lanes):
         new += num_new(walkers, lane)
@@ -238,16 +210,16 @@ def _take_segments(
         samples = (here + stride - 1) // stride
         if taken + samples > 2 * MAX_SEGMENT_SAMPLES:
             continue
-        width, base = width_of(lanes, lane), np.int64(_RING_RECENCY if lane >= static_lanes else 0)
+        width, base = lanes[lane].width, np.int64(_RING_RECENCY if lane >= static_lanes else 0)
         for i in range(samples):
             number = i if stride == 1 else i * here // samples
-            position = position_at(lanes, lane, new_rank(lanes, walkers, lane, number))
-            pool.kind[size] = IN_SEGMENT
-            pool.at[size] = code_address(lanes, lane, position)
-            pool.width[size] = width
-            prefetch(pool.at[size])
-            pool.recency[size] = base + (np.int64(lane) << _SEGMENT_BITS) + position
-            pool.weights[size] = here / samples
+            position = position_at(lanes[lane], new_rank(lanes, walkers, lane, number))
+            evidence.kind[size] = IN_SEGMENT
+            evidence.at[size] = code_address(lanes[lane], position)
+            evidence.width[size] = width
+            prefetch(evidence.at[size])
+            evidence.recency[size] = base + (np.int64(lane) << _SEGMENT_BITS) + position
+            evidence.weights[size] = here / samples
             size += 1
         taken += samples
     return size, taken
@@ -256,29 +228,31 @@ def _take_segments(
 @kernel
 def gather(
     texts: Texts,
-    table: Int64s,
-    lanes: Int64s,
-    walkers: Int64s,
+    lanes: Lanes,
+    walkers: Walkers,
+    num_lanes: int,
+    static_lanes: int,
     longest: int,
     min_length: int,
     max_levels: int,
+    with_own: bool,
     own: Hits,
     tail: Hits,
-    pool: Pool,
-    levels: Levels,
-) -> int:
-    """Sample the places where the context's last tokens stand, at up to ``max_levels`` match lengths; how many levels.
+    evidence: Evidence,
+) -> None:
+    """Sample the places where the context's last tokens stand, at up to ``max_levels`` match lengths.
 
-    ``lanes`` : of the segments of ``table``, searched for ``longest`` tokens of ``texts.context``. ``own`` : with room
-    for the request's own text, or of length 0 to leave that out. The levels are the longest match of own text and
+    ``lanes`` : the first ``num_lanes``, of which the first ``static_lanes`` are of static segments, have been searched
+    for ``longest`` tokens of ``texts.context``. ``with_own`` :
+    also in the request's own text. ``own``, ``tail`` : scratch. The levels are the longest match of own text and
     index, then shorter ones by halves and the longest of the other, until one has ENOUGH_SUPPORT occurrences.
 
     Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
     MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.
     """
-    context, num_lanes = texts.context, len(table)
+    context = texts.context
     num_own, own_length = 0, 0
-    if len(own.positions) > 0:
+    if with_own:
         num_own, own_length = _find_in(context, 0, len(context) - 1, context, longest, own)
     num_tail, index_length = _find_in(texts.ring, texts.tail_start, texts.tail_stop, context, longest, tail)
     index_length = max(index_length, longest_in_lanes(lanes, num_lanes))
@@ -287,14 +261,14 @@ def gather(
     own_taken, tail_taken, segments_taken = 0, 0, 0
     while length >= max(1, min_length) and num_levels < max_levels:
         first = size
-        size, own_taken = _take_scanned(own, num_own, below, length, _OWN, own_taken, pool, size)
-        size, tail_taken = _take_scanned(tail, num_tail, below, length, _IN_TAIL, tail_taken, pool, size)
+        size, own_taken = _take_scanned(own, num_own, below, length, _OWN, own_taken, evidence, size)
+        size, tail_taken = _take_scanned(tail, num_tail, below, length, _IN_TAIL, tail_taken, evidence, size)
         size, segments_taken = _take_segments(
-            lanes, walkers, num_lanes, num_static(table), length, segments_taken, pool, size
+            lanes, walkers, num_lanes, static_lanes, length, segments_taken, evidence, size
         )
         for sample in range(first, size):
-            support += pool.weights[sample]
-        levels.lengths[num_levels], levels.ends[num_levels] = length, size
+            support += evidence.weights[sample]
+        evidence.lengths[num_levels], evidence.ends[num_levels] = length, size
         num_levels += 1
         if support >= ENOUGH_SUPPORT:
             break
@@ -302,4 +276,4 @@ def gather(
         shorter = min(length - 1, length // 2)
         # The other source's own longest match is a level of its own: nothing more specific is known from there.
         length = other if shorter < other < length else shorter
-    return num_levels
+    evidence.num_levels = num_levels

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, float64_array, inlined, int64_array, prefetch
+from ssd.compiled.addresses import Float64s, Int64s, data_of, inlined, prefetch
+from ssd.compiled.records import Record
 from ssd.drafting.suffix.acceptance import (
     BEFORE,
     COARSE_LENGTHS,
@@ -38,59 +38,28 @@ from ssd.drafting.suffix.acceptance import (
     support_bucket,
     weight_set,
 )
-from ssd.drafting.suffix.gather import MAX_LEVELS, Levels, Pool, Texts, next_token, origin_of, own_position
-from ssd.drafting.suffix.vote import (
-    INDEX_VOTES,
-    MAX_CANDIDATES,
-    NOWHERE,
-    OWN_VOTES,
-    VOTES_WORDS,
-    Votes,
-    newest,
-    newest_say,
-    tops,
-    votes_at,
-)
-
-CANDIDATES_WORDS: Final = VOTES_WORDS + MAX_CANDIDATES * (INPUTS + 2) + 3 * MAX_LEVELS
+from ssd.drafting.suffix.gather import MAX_LEVELS, Evidence, Texts, next_token, origin_of, own_position
+from ssd.drafting.suffix.vote import MAX_CANDIDATES, NOWHERE, Votes
 
 assert MAX_LEVELS <= LEVEL_VIEWS, "a level without a view"
 
 
-class Candidates(NamedTuple):
+class Candidates(Record):
     """The candidates of one position: the first tokens of ``votes``.
 
-    Of each: ``inputs`` : int64[MAX_CANDIDATES, INPUTS], its table entries, ``sets`` : its weight set, ``chances`` :
-    float64, what the model says.
+    Of each: ``inputs`` : its table entries, ``sets`` : its weight set, ``chances`` : what the model says.
 
     Scratch of ``judge``, of each level with a place: ``filled`` : which one, ``keys`` : buckets of length and support,
-    ``supports`` : float64, places down to it.
+    ``supports`` : places down to it.
     """
 
     votes: Votes
-    inputs: Int64s
-    sets: Int64s
-    chances: npt.NDArray[np.float64]
-    filled: Int64s
-    keys: Int64s
-    supports: npt.NDArray[np.float64]
-
-
-@inlined
-def candidates_at(address: int) -> Candidates:
-    """The candidates in the CANDIDATES_WORDS words at ``address``."""
-    inputs = address + 8 * VOTES_WORDS
-    sets = inputs + 8 * MAX_CANDIDATES * INPUTS
-    filled = sets + 16 * MAX_CANDIDATES
-    return Candidates(
-        votes_at(address),
-        int64_array(inputs, MAX_CANDIDATES * INPUTS).reshape((MAX_CANDIDATES, INPUTS)),
-        int64_array(sets, MAX_CANDIDATES),
-        float64_array(sets + 8 * MAX_CANDIDATES, MAX_CANDIDATES),
-        int64_array(filled, MAX_LEVELS),
-        int64_array(filled + 8 * MAX_LEVELS, MAX_LEVELS),
-        float64_array(filled + 16 * MAX_LEVELS, MAX_LEVELS),
-    )
+    inputs: Annotated[Int64s, np.int64, (MAX_CANDIDATES, INPUTS)]
+    sets: Annotated[Int64s, np.int64, MAX_CANDIDATES]
+    chances: Annotated[Float64s, np.float64, MAX_CANDIDATES]
+    filled: Annotated[Int64s, np.int64, MAX_LEVELS]
+    keys: Annotated[Int64s, np.int64, MAX_LEVELS]
+    supports: Annotated[Float64s, np.float64, MAX_LEVELS]
 
 
 class Position(NamedTuple):
@@ -98,8 +67,7 @@ class Position(NamedTuple):
 
     ``depth`` : draft tokens before it, of which the pool's samples have passed ``passed``. ``before`` : the token
     before it. ``predicted`` : what the client's prediction says, NOTHING where it does not; ``agreed`` : for how many
-    tokens it has been right. ``mood`` : how the request's drafts fared, 0..MOODS - 1. ``prompt_length`` : of the
-    request.
+    tokens it has been right. ``error_bucket`` : see `learn.error_bucket`. ``prompt_length`` : of the request.
     """
 
     depth: int
@@ -108,37 +76,35 @@ class Position(NamedTuple):
     predicted: int
     agreed: int
     is_fresh: bool
-    mood: int
+    error_bucket: int
     prompt_length: int
 
 
 @inlined
-def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model, found: Candidates) -> None:
+def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Candidates) -> None:
     """Say of the first ``size`` tokens of a count what every view sees of them, and how probable they are."""
     votes = found.votes
-    index_top, own_top = tops(votes)
+    index_top, own_top = votes.index_top, votes.own_top
     own_key = index_key = 0
     if own_top < NOWHERE:
-        own_key = length_bucket(levels.lengths[own_top] + at.passed) * SUPPORTS + support_bucket(
-            votes.support[1, own_top]
+        own_key = length_bucket(evidence.lengths[own_top] + at.passed) * SUPPORTS + support_bucket(
+            votes.own_support[own_top]
         )
     if index_top < NOWHERE:
-        index_key = length_bucket(levels.lengths[index_top] + at.passed) * SUPPORTS + support_bucket(
-            votes.support[0, index_top]
+        index_key = length_bucket(evidence.lengths[index_top] + at.passed) * SUPPORTS + support_bucket(
+            votes.index_support[index_top]
         )
-    index_newest, own_newest = newest(votes)
-    index_says, own_says = newest_say(votes)
-    origin = origin_of(index_newest)
-    in_output = own_newest >= 0 and own_position(own_newest) >= at.prompt_length
+    origin = origin_of(votes.index_newest)
+    in_output = votes.own_newest >= 0 and own_position(votes.own_newest) >= at.prompt_length
     # What is the same for all of them comes first: of each level that has a place, which one it is and its key.
     filled, keys, num_filled = found.filled, found.keys, 0
     sum_support = 0.0
-    for level in range(num_levels):
-        here = votes.support[0, level] + votes.support[1, level]
+    for level in range(evidence.num_levels):
+        here = votes.index_support[level] + votes.own_support[level]
         if here <= 0.0:
             continue  # the same places as at the longer match
         sum_support += here
-        bucket = length_bucket(levels.lengths[level] + at.passed)
+        bucket = length_bucket(evidence.lengths[level] + at.passed)
         filled[num_filled], found.supports[num_filled] = level, sum_support
         keys[num_filled] = bucket * SUPPORTS + support_bucket(sum_support)
         num_filled += 1
@@ -147,11 +113,13 @@ def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model
         token, cast, inputs = votes.tokens[row], votes.by_token[row], found.inputs[row]
         inputs[:] = -1
         if own_top < NOWHERE:
-            share = share_bucket(cast[OWN_VOTES + own_top], votes.support[1, own_top])
-            inputs[OWN] = OFFSETS[OWN] + ((own_key * SHARES + share) * 2 + int(own_says == token)) * 2 + int(in_output)
+            share = share_bucket(cast.own[own_top], votes.own_support[own_top])
+            inputs[OWN] = (
+                OFFSETS[OWN] + ((own_key * SHARES + share) * 2 + int(votes.own_says == token)) * 2 + int(in_output)
+            )
         if index_top < NOWHERE:
-            share = share_bucket(cast[INDEX_VOTES + index_top], votes.support[0, index_top])
-            key = (index_key * SHARES + share) * 2 + int(index_says == token)
+            share = share_bucket(cast.index[index_top], votes.index_support[index_top])
+            key = (index_key * SHARES + share) * 2 + int(votes.index_says == token)
             inputs[INDEX] = OFFSETS[INDEX] + key * ORIGINS + origin
         if at.predicted >= 0:
             key = length_bucket(at.agreed) * 2 + int(at.is_fresh)
@@ -159,13 +127,13 @@ def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model
         sum_votes, length, voted = 0.0, 0, 0
         for view in range(num_filled):
             level = filled[view]
-            sum_votes += cast[INDEX_VOTES + level] + cast[OWN_VOTES + level]
+            sum_votes += cast.index[level] + cast.own[level]
             share = share_bucket(sum_votes, found.supports[view])
             inputs[LEVEL + view] = OFFSETS[LEVEL + view] + keys[view] * SHARES + share
             if voted == 0:
                 length, voted = keys[view] // SUPPORTS, share
         key = length * SHARES + voted
-        inputs[REQUEST] = OFFSETS[REQUEST] + at.mood * LENGTHS * SHARES + key
+        inputs[REQUEST] = OFFSETS[REQUEST] + at.error_bucket * LENGTHS * SHARES + key
         coarse = coarse_length(length) * COARSE_SHARES + coarse_share(voted)
         inputs[TOKEN] = OFFSETS[TOKEN] + hash_of(token) * COARSE_LENGTHS * COARSE_SHARES + coarse
         inputs[BEFORE] = OFFSETS[BEFORE] + hash_of(at.before) * COARSE_LENGTHS * COARSE_SHARES + coarse
@@ -175,16 +143,16 @@ def judge(levels: Levels, num_levels: int, size: int, at: Position, model: Model
 
 @inlined
 def bring_near(
-    texts: Texts, pool: Pool, sample: int, passed: int, run: int, before: int, model: Model, found: Candidates
+    texts: Texts, evidence: Evidence, sample: int, passed: int, run: int, before: int, model: Model, found: Candidates
 ) -> None:
     """Have what ``judge_again`` looks up at the next ``run`` positions brought near, where all say what a sample says.
 
     The tables are larger than the near caches. ``before`` : the token before the first of them.
     """
-    rows, log_odds = COARSE_LENGTHS * COARSE_SHARES, model.log_odds.ctypes.data
+    rows, log_odds = COARSE_LENGTHS * COARSE_SHARES, data_of(model.log_odds)
     coarse = (found.inputs[0, TOKEN] - OFFSETS[TOKEN]) % rows
     for ahead in range(run):
-        token = next_token(pool, sample, passed + ahead, texts)
+        token = next_token(evidence, sample, passed + ahead, texts)
         prefetch(log_odds + 8 * (OFFSETS[TOKEN] + hash_of(token) * rows + coarse))
         prefetch(log_odds + 8 * (OFFSETS[BEFORE] + hash_of(before) * rows + coarse))
         prefetch(log_odds + 8 * (OFFSETS[PAIR] + hash_of_pair(before, token) * rows + coarse))
@@ -192,12 +160,12 @@ def bring_near(
 
 
 @inlined
-def judge_again(levels: Levels, num_levels: int, at: Position, model: Model, found: Candidates) -> None:
-    """``judge`` where the same places, one token further, again have one voice: few views see a difference."""
-    for level in range(num_levels):
-        agreeing = levels.lengths[level] + at.passed
+def judge_again(evidence: Evidence, at: Position, model: Model, found: Candidates) -> None:
+    """``judge`` where the same places, one token further, again are unanimous: few views see a difference."""
+    for level in range(evidence.num_levels):
+        agreeing = evidence.lengths[level] + at.passed
         if length_bucket(agreeing) != length_bucket(agreeing - 1):
-            judge(levels, num_levels, 1, at, model, found)
+            judge(evidence, 1, at, model, found)
             return
     token, inputs, rows = found.votes.tokens[0], found.inputs[0], COARSE_LENGTHS * COARSE_SHARES
     coarse = (inputs[TOKEN] - OFFSETS[TOKEN]) % rows

@@ -6,98 +6,116 @@ draft, and one that was cut from it, was right or wrong.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import numpy as np
 
 from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.drafting.suffix.acceptance import INPUTS, MOODS, Model, learn
+from ssd.compiled.records import Int64, Record
+from ssd.drafting.suffix.acceptance import ERROR_BUCKETS, INPUTS, Model, learn
 
-MAX_LESSONS: Final = 48
+MAX_JUDGED: Final = 48
 """Candidates kept of one draft, the first of it."""
 
-_COUNT: Final = 0
-_START: Final = 1  # length of the context that was drafted after
-_MOOD: Final = 2  # running mean of label - chance, in units of 1 / _MOOD_ONE
-_DRAFTED: Final = 3  # of the lessons, those that were in the draft
-_HEADER: Final = 4
-_TOKEN: Final = 0
-_PARENT: Final = 1
-_DEPTH: Final = 2
-_CAME: Final = 3  # 1 when the token came, -1 when it did not
-_SET: Final = 4
-_INPUTS: Final = 5
-_COLUMNS: Final = _INPUTS + INPUTS
-LESSONS_INT64S: Final = _HEADER + MAX_LESSONS * _COLUMNS
+_ERROR_ONE: Final = 1 << 20
+_ERROR_RATE: Final = 0.1
 
-_MOOD_ONE: Final = 1 << 20
-_MOOD_RATE: Final = 0.1
+
+class JudgedCandidate(Record):
+    """A candidate and what it was judged by.
+
+    ``parent`` : the judged candidate it goes on from, -1 at the context's end. ``depth`` : draft tokens before it.
+    ``came`` : 1 when the token came, -1 when it did not, 0 while that is not known. ``weight_set``, ``inputs`` : see
+    `acceptance.chance_of`.
+    """
+
+    token: Int64
+    parent: Int64
+    depth: Int64
+    came: Int64
+    weight_set: Int64
+    inputs: Annotated[Int64s, np.int64, INPUTS]
+
+
+class JudgedDraft(Record):
+    """The candidates of a request's last draft: the drafted tokens, in their order, then those left out.
+
+    ``start`` : length of the context that was drafted after. ``num_drafted`` : of the candidates, those that were in
+    the draft. ``mean_error`` : of all drafts of the request, running mean of label - chance, in units of 2^-20.
+    """
+
+    count: Int64
+    start: Int64
+    num_drafted: Int64
+    mean_error: Int64
+    candidates: Annotated[Sequence[JudgedCandidate], JudgedCandidate, MAX_JUDGED]
 
 
 @inlined
-def forget_lessons(lessons: Int64s) -> None:
-    """A new request: nothing was drafted, in a neutral mood."""
-    lessons[:_HEADER] = 0
+def forget_draft(judged: JudgedDraft) -> None:
+    """A new request: nothing was drafted, and no error is known."""
+    judged.count, judged.start, judged.num_drafted, judged.mean_error = 0, 0, 0, 0
 
 
 @inlined
-def begin_lessons(lessons: Int64s, context_length: int) -> None:
+def begin_draft(judged: JudgedDraft, context_length: int) -> None:
     """A new draft."""
-    lessons[_COUNT], lessons[_START], lessons[_DRAFTED] = 0, context_length, 0
+    judged.count, judged.start, judged.num_drafted = 0, context_length, 0
 
 
 @inlined
-def mood_of(lessons: Int64s) -> int:
-    """How the request's drafts fared against their estimates lately: 0..MOODS - 1, MOODS / 2 as estimated."""
-    mood = lessons[_MOOD] / _MOOD_ONE
-    return int(min(MOODS - 1, max(0, int((mood + 0.4) * 10.0))))
+def error_bucket(judged: JudgedDraft) -> int:
+    """How the request's drafts fared against their estimates lately: 0..ERROR_BUCKETS - 1, half of it as estimated."""
+    error = judged.mean_error / _ERROR_ONE
+    return int(min(ERROR_BUCKETS - 1, max(0, int((error + 0.4) * 10.0))))
 
 
 @inlined
-def add_lesson(
-    lessons: Int64s, token: int, parent: int, depth: int, chosen: int, inputs: Int64s, drafted: bool
+def keep_judged(
+    judged: JudgedDraft, token: int, parent: int, depth: int, weight_set: int, inputs: Int64s, drafted: bool
 ) -> None:
-    """Keep what a candidate was judged by. ``parent`` : the lesson it goes on from, -1 at the context's end."""
-    count = lessons[_COUNT]
-    if count == MAX_LESSONS:
+    """Keep what a candidate was judged by. ``parent`` : the judged one it goes on from, -1 at the context's end."""
+    count = judged.count
+    if count == MAX_JUDGED:
         return
-    lesson = lessons[_HEADER + count * _COLUMNS : _HEADER + (count + 1) * _COLUMNS]
-    lesson[_TOKEN], lesson[_PARENT], lesson[_DEPTH], lesson[_SET] = token, parent, depth, chosen
+    candidate = judged.candidates[count]
+    candidate.token, candidate.parent, candidate.depth, candidate.weight_set = token, parent, depth, weight_set
     for i in range(INPUTS):
-        lesson[_INPUTS + i] = inputs[i]
-    lessons[_COUNT] = count + 1
-    lessons[_DRAFTED] += int(drafted)
+        candidate.inputs[i] = inputs[i]
+    judged.count = count + 1
+    judged.num_drafted += int(drafted)
 
 
 @inlined
-def _learn_one(lessons: Int64s, lesson: Int64s, came: bool, model: Model) -> None:
-    lesson[_CAME] = 1 if came else -1
-    error = learn(model, lesson[_INPUTS:], lesson[_SET], 1.0 if came else 0.0)
-    lessons[_MOOD] += int(_MOOD_RATE * (error * _MOOD_ONE - lessons[_MOOD]))
+def _learn_one(judged: JudgedDraft, candidate: JudgedCandidate, came: bool, model: Model) -> None:
+    candidate.came = 1 if came else -1
+    error = learn(model, candidate.inputs, candidate.weight_set, 1.0 if came else 0.0)
+    judged.mean_error += int(_ERROR_RATE * (error * _ERROR_ONE - judged.mean_error))
 
 
 @kernel
-def learn_from_context(lessons: Int64s, context: TokenIds, model: Model) -> None:
-    """Learn from what came after the context that was drafted after. Lessons behind a wrong token teach nothing."""
-    start = lessons[_START]
-    for i in range(lessons[_COUNT]):
-        lesson = lessons[_HEADER + i * _COLUMNS : _HEADER + (i + 1) * _COLUMNS]
-        place, parent = start + lesson[_DEPTH], lesson[_PARENT]
-        lesson[_CAME] = 0
-        if place < len(context) and (parent < 0 or lessons[_HEADER + parent * _COLUMNS + _CAME] == 1):
-            _learn_one(lessons, lesson, context[place] == lesson[_TOKEN], model)
-    lessons[_COUNT] = 0
+def learn_from_context(judged: JudgedDraft, context: TokenIds, model: Model) -> None:
+    """Learn from what came after the context that was drafted after. What is behind a wrong token teaches nothing."""
+    for i in range(judged.count):
+        candidate = judged.candidates[i]
+        place, parent = judged.start + candidate.depth, candidate.parent
+        candidate.came = 0
+        if place < len(context) and (parent < 0 or judged.candidates[parent].came == 1):
+            _learn_one(judged, candidate, context[place] == candidate.token, model)
+    judged.count = 0
 
 
 @kernel
-def learn_from_path(lessons: Int64s, num_verified: int, path: TokenIds, model: Model) -> None:
+def learn_from_path(judged: JudgedDraft, num_verified: int, path: TokenIds, model: Model) -> None:
     """Learn from what was accepted of the last draft: the request has ended, its text is not seen again.
 
     ``num_verified`` : tokens of the draft that were not cut before it was verified. ``path`` : int32[n], the indices
-    of the n accepted ones; 0, 1, 2 ... of a chain. Those whose predecessors all are on it were tested. The first
-    lessons are the drafted tokens, in their order.
+    of the n accepted ones; 0, 1, 2 ... of a chain. Those whose predecessors all are on it were tested.
     """
-    for i in range(min(lessons[_DRAFTED], num_verified)):
-        lesson = lessons[_HEADER + i * _COLUMNS : _HEADER + (i + 1) * _COLUMNS]
-        depth = lesson[_DEPTH]
-        if depth <= len(path) and (depth == 0 or path[depth - 1] == lesson[_PARENT]):
-            _learn_one(lessons, lesson, depth < len(path) and path[depth] == i, model)
-    lessons[_COUNT] = 0
+    for i in range(min(judged.num_drafted, num_verified)):
+        candidate = judged.candidates[i]
+        depth = candidate.depth
+        if depth <= len(path) and (depth == 0 or path[depth - 1] == candidate.parent):
+            _learn_one(judged, candidate, depth < len(path) and path[depth] == i, model)
+    judged.count = 0

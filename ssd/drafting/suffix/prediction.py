@@ -8,50 +8,51 @@ from __future__ import annotations
 
 from typing import Final
 
-from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
+from ssd.compiled.addresses import TokenIds, inlined, kernel
+from ssd.compiled.records import Int64, Record
 from ssd.drafting.suffix.gather import Hits
 from ssd.retrieval.scan import scan
-
-_PLACE: Final = 0  # in the prediction, where the output is thought to go on
-_AGREED: Final = 1  # tokens before it that agree, since the last difference
-_FOLLOWED: Final = 2  # length of the context that was followed so far
-_WAS_WRONG: Final = 3
-PREDICTION_INT64S: Final = 4
 
 _LONGEST: Final = 32
 _FAR: Final = 64
 """A single token that agrees means little so far from where the output left."""
 
 
-@inlined
-def place_of(state: Int64s) -> tuple[int, int, bool]:
-    """Where the output is thought to go on, for how many tokens it agreed, and whether it was never wrong."""
-    return int(state[_PLACE]), int(state[_AGREED]), state[_WAS_WRONG] == 0
+class PredictionPlace(Record):
+    """Where in its prediction a request's output is.
+
+    ``place`` : where it is thought to go on; ``agreed`` : tokens before that which agree, since the last difference.
+    ``num_followed`` : length of the context that was followed so far. ``was_wrong`` : whether any token differed.
+    """
+
+    place: Int64
+    agreed: Int64
+    num_followed: Int64
+    was_wrong: Int64
 
 
 @inlined
-def begin_prediction(state: Int64s, prompt_length: int) -> None:
+def begin_prediction(state: PredictionPlace, prompt_length: int) -> None:
     """A new request: the output is thought to begin as the prediction does."""
-    state[:] = 0
-    state[_FOLLOWED] = prompt_length
+    state.place, state.agreed, state.num_followed, state.was_wrong = 0, 0, prompt_length, 0
 
 
 @kernel
-def follow_prediction(state: Int64s, prediction: TokenIds, context: TokenIds, hits: Hits) -> None:
+def follow_prediction(state: PredictionPlace, prediction: TokenIds, context: TokenIds, hits: Hits) -> None:
     """Follow what came since. O(new tokens), and O(prediction) for each of which that differs.
 
     Where a token differs the place moves on by one, as if one was replaced by one, and the context's last tokens are
     sought in all of the prediction: the longest agreement wins, the nearest to the old place among equals.
     """
-    place, agreed = state[_PLACE], state[_AGREED]
-    for i in range(state[_FOLLOWED], len(context)):
+    place, agreed = state.place, state.agreed
+    for i in range(state.num_followed, len(context)):
         if place < len(prediction) and prediction[place] == context[i]:
             place, agreed = place + 1, agreed + 1
             continue
         place, agreed = min(place + 1, len(prediction)), 0
-        state[_WAS_WRONG] = 1
-    state[_FOLLOWED] = len(context)
-    if state[_WAS_WRONG] and agreed < _LONGEST:
+        state.was_wrong = 1
+    state.num_followed = len(context)
+    if state.was_wrong and agreed < _LONGEST:
         found = scan(prediction, 0, len(prediction), context, min(len(context), _LONGEST), hits.positions, hits.lengths)
         best, longest = place, agreed
         for hit in range(found):
@@ -60,4 +61,4 @@ def follow_prediction(state: Int64s, prediction: TokenIds, context: TokenIds, hi
             if (length > longest or is_nearer) and (length > 1 or distance <= _FAR):
                 best, longest = hits.positions[hit], length
         place, agreed = best, longest
-    state[_PLACE], state[_AGREED] = place, agreed
+    state.place, state.agreed = place, agreed

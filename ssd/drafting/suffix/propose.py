@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int32_array, kernel
-from ssd.drafting.suffix.acceptance import model_at
-from ssd.drafting.suffix.extend import Out, Wish, chain, expansion_at, grow_tree
-from ssd.drafting.suffix.follow import follow, keep
+from ssd.compiled.addresses import TokenIds, inlined, int32_array, kernel
+from ssd.drafting.suffix.acceptance import Model, model_at
+from ssd.drafting.suffix.ask import Ask, DraftRecord, asks_at, clear, drafts_at
+from ssd.drafting.suffix.chain import chain
+from ssd.drafting.suffix.follow import NO_TABLE, follow, keep
 from ssd.drafting.suffix.gather import MAX_LEVELS, Texts, gather
-from ssd.drafting.suffix.judge import candidates_at
-from ssd.drafting.suffix.learn import begin_lessons, learn_from_context, learn_from_path
-from ssd.drafting.suffix.prediction import follow_prediction, place_of
-from ssd.drafting.suffix.workspace import CONTINUED_CONTEXT, Frame, frame_at, place
-from ssd.retrieval.lanes import open_lanes, search_lanes
+from ssd.drafting.suffix.learn import begin_draft, learn_from_context, learn_from_path
+from ssd.drafting.suffix.prediction import follow_prediction
+from ssd.drafting.suffix.tree import grow_tree
+from ssd.drafting.suffix.workspace import CONTINUED_CONTEXT, Frame, RequestState, frame_at, place, states_at
+from ssd.retrieval.lanes import lanes_at, open_lanes, search_lanes, walkers_at
 from ssd.retrieval.scan import pattern_length
-from ssd.retrieval.search import table_at, table_number, tail_at
+from ssd.retrieval.snapshot import SnapshotRecord, segments_at, snapshot_at
 
 _MOST_CONTINUED: Final = 4
 """Times that a draft is carried on past the end of all it was drawn from."""
@@ -24,93 +25,130 @@ _LEAST_CONTINUED: Final = 4
 """Shorter matches do not carry on a draft whose sources have ended: they mostly begin something else."""
 
 
+@inlined
+def _texts(context: TokenIds, snapshot: SnapshotRecord) -> Texts:
+    return Texts(context, int32_array(snapshot.ring, snapshot.ring_size), snapshot.tail_start, snapshot.tail_stop)
+
+
 @kernel
-def _search(frame: Frame, table: Int64s, texts: Texts, max_length: int, min_length: int) -> int:
-    """Fill the pool with what stands after the context's last tokens elsewhere; how many levels."""
+def _search(frame: Frame, snapshot: SnapshotRecord, texts: Texts, max_length: int, min_length: int) -> None:
+    """Make what stands after the context's last tokens elsewhere the evidence."""
+    frame.evidence.num_levels = 0
     longest = pattern_length(texts.context, max_length)
     if longest < min_length:
-        return 0
-    open_lanes(table, texts.context, longest, frame.patterns, frame.lanes, frame.walkers)
-    search_lanes(frame.lanes, len(table))
-    return gather(
+        return
+    num_lanes = snapshot.num_segments
+    lanes, walkers = lanes_at(frame.lanes, num_lanes), walkers_at(frame.walkers, 2 * num_lanes)
+    open_lanes(segments_at(snapshot.segments, num_lanes), texts.context, longest, frame.patterns, lanes, walkers)
+    search_lanes(lanes, num_lanes)
+    gather(
         texts,
-        table,
-        frame.lanes,
-        frame.walkers,
+        lanes,
+        walkers,
+        num_lanes,
+        snapshot.num_static,
         longest,
         min_length,
         MAX_LEVELS,
+        True,
         frame.own,
         frame.tail,
-        frame.pool,
-        frame.levels,
+        frame.evidence,
     )
 
 
 @inlined
-def _continued(frame: Frame, context: TokenIds, out: Out) -> TokenIds:
+def _continued(frame: Frame, context: TokenIds, out: DraftRecord) -> TokenIds:
     """The end of the context and the draft after it, one text."""
-    kept, drafted = min(len(context), CONTINUED_CONTEXT), out.result[0]
+    kept, drafted = min(len(context), CONTINUED_CONTEXT), out.size
     frame.continued[:kept] = context[len(context) - kept :]
     frame.continued[kept : kept + drafted] = out.tokens[:drafted]
     return frame.continued[: kept + drafted]
 
 
 @kernel
+def _draft_tree(
+    frame: Frame,
+    snapshot: SnapshotRecord,
+    texts: Texts,
+    ask: Ask,
+    state: RequestState,
+    model: Model,
+    max_length: int,
+    min_length: int,
+    out: DraftRecord,
+) -> None:
+    _search(frame, snapshot, texts, max_length, min_length)
+    grow_tree(texts, frame.evidence, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
+    out.is_tree = 1
+    state.followed.table = NO_TABLE
+
+
+@kernel
+def _draft_chain(
+    frame: Frame,
+    snapshot: SnapshotRecord,
+    texts: Texts,
+    ask: Ask,
+    state: RequestState,
+    model: Model,
+    max_length: int,
+    min_length: int,
+    out: DraftRecord,
+) -> None:
+    evidence, prediction, judged = frame.evidence, state.prediction, state.judged
+    found, space = frame.candidates, frame.chain
+    follow(state.followed, snapshot.table_number, texts, max_length, evidence)
+    has_ended = True
+    if evidence.num_levels > 0:
+        has_ended = chain(texts, evidence, 0, ask, prediction, model, found, space, judged, out)
+    if out.size < ask.limit:  # there is nothing to follow, or it does not lead far enough
+        begin_draft(judged, len(texts.context))
+        clear(out)
+        _search(frame, snapshot, texts, max_length, min_length)
+        has_ended = chain(texts, evidence, 0, ask, prediction, model, found, space, judged, out)
+    keep(state.followed, snapshot.table_number, texts, evidence)
+    context = texts.context
+    for _ in range(_MOST_CONTINUED):
+        # All that agreed has ended and the draft is still worth more: what it ends with may go on elsewhere.
+        drafted = out.size
+        if not has_ended or drafted == 0 or drafted == ask.limit:
+            break
+        texts = _texts(_continued(frame, context, out), snapshot)
+        _search(frame, snapshot, texts, max_length, max(min_length, _LEAST_CONTINUED))
+        if evidence.num_levels == 0:
+            break
+        has_ended = chain(texts, evidence, drafted, ask, prediction, model, found, space, judged, out)
+        if out.size == drafted:
+            break
+
+
+@kernel
 def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max_length: int, min_length: int) -> None:
     """Draft for the first ``num_rows`` rows of the workspace at an address, all of the snapshot and model at theirs.
 
-    Learns first, of every row, what came of its last draft. Writes tokens, probabilities (the estimate of each),
-    parents, results, and what the next step of each request may rely on.
+    Learns first, of every row, what came of its last draft. Writes drafts and what the next step of each request may
+    rely on.
     """
-    frame, mixer = frame_at(workspace), model_at(model)
-    table, (ring, tail_start, tail_stop) = table_at(snapshot), tail_at(snapshot)
-    found, space = candidates_at(frame.candidates), expansion_at(frame.expansion)
-    pool, levels, number = frame.pool, frame.levels, table_number(table)
+    frame, searched, learned = frame_at(workspace), snapshot_at(snapshot), model_at(model)
+    asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
+    states = states_at(frame.states, frame.num_states)
     for row in range(num_rows):
-        asked = frame.rows[row]
-        context, limit, is_tree = int32_array(asked[0], asked[1]), asked[2], asked[9] != 0
-        state, lessons, predicting = frame.states[asked[3]], frame.lessons[asked[3]], frame.predicting[asked[3]]
-        out = Out(frame.tokens[row], frame.probabilities[row], frame.parents[row], frame.results[row])
-        out.result[:] = 0
-        learn_from_context(lessons, context, mixer)
-        if limit < 1 or len(context) == 0:
+        ask, out = asks[row], drafts[row]
+        context, state = int32_array(ask.context, ask.context_length), states[ask.state]
+        clear(out)
+        learn_from_context(state.judged, context, learned)
+        if ask.limit < 1 or len(context) == 0:
             continue
-        begin_lessons(lessons, len(context))
-        prediction = int32_array(asked[5], asked[6])
-        if len(prediction) > 0:
-            follow_prediction(predicting, prediction, context, frame.own)
-        at, agreed, is_fresh = place_of(predicting)
-        wish = Wish(limit, float64_array(asked[7], asked[8]), asked[4], prediction[at:], agreed, is_fresh)
-        texts = Texts(context, ring, tail_start, tail_stop)
-        if is_tree:
-            num_levels = _search(frame, table, texts, max_length, min_length)
-            grow_tree(texts, pool, levels, num_levels, wish, mixer, found, space, lessons, out)
-            out.result[3] = 1
-            keep(state, number, texts, pool, levels, 0)
-            continue
-        num_levels = follow(state, number, texts, max_length, pool, levels)
-        has_ended = True
-        if num_levels > 0:
-            has_ended = chain(texts, pool, levels, num_levels, 0, wish, mixer, found, space, lessons, out)
-        if out.result[0] < limit:  # there is nothing to follow, or it does not lead far enough
-            begin_lessons(lessons, len(context))
-            out.result[:] = 0
-            num_levels = _search(frame, table, texts, max_length, min_length)
-            has_ended = chain(texts, pool, levels, num_levels, 0, wish, mixer, found, space, lessons, out)
-        keep(state, number, texts, pool, levels, num_levels)
-        for _ in range(_MOST_CONTINUED):
-            # All that agreed has ended and the draft is still worth more: what it ends with may go on elsewhere.
-            drafted = out.result[0]
-            if not has_ended or drafted == 0 or drafted == limit:
-                break
-            texts = Texts(_continued(frame, context, out), ring, tail_start, tail_stop)
-            num_levels = _search(frame, table, texts, max_length, max(min_length, _LEAST_CONTINUED))
-            if num_levels == 0:
-                break
-            has_ended = chain(texts, pool, levels, num_levels, drafted, wish, mixer, found, space, lessons, out)
-            if out.result[0] == drafted:
-                break
+        begin_draft(state.judged, len(context))
+        if ask.prediction_length > 0:
+            prediction = int32_array(ask.prediction, ask.prediction_length)
+            follow_prediction(state.prediction, prediction, context, frame.own)
+        texts = _texts(context, searched)
+        if ask.is_tree:
+            _draft_tree(frame, searched, texts, ask, state, learned, max_length, min_length, out)
+        else:
+            _draft_chain(frame, searched, texts, ask, state, learned, max_length, min_length, out)
 
 
 @kernel
@@ -123,16 +161,17 @@ def propose_suffix_one(
     state: int,
     is_new: bool,
     prompt_length: int,
-    wish: int,
     max_length: int,
     min_length: int,
 ) -> None:
     """Place one request in row 0 and draft for it: one call from Python instead of two."""
-    place(workspace, 0, context, limit, state, is_new, prompt_length, wish)
+    place(workspace, 0, context, limit, state, is_new, prompt_length)
     propose_suffix(workspace, snapshot, model, 1, max_length, min_length)
 
 
 @kernel
 def end_request(workspace: int, state: int, num_verified: int, path: TokenIds, model: int) -> None:
     """Learn what came of a request's last draft: it has ended after the tokens of it that ``path`` names."""
-    learn_from_path(frame_at(workspace).lessons[state], num_verified, path, model_at(model))
+    frame = frame_at(workspace)
+    judged = states_at(frame.states, frame.num_states)[state].judged
+    learn_from_path(judged, num_verified, path, model_at(model))

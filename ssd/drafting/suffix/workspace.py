@@ -3,184 +3,126 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, address, float64_array, inlined, int32_array, int64_array, kernel
+from ssd.compiled.addresses import TokenIds, address, data_of, inlined, kernel
+from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.drafting.suffix.extend import EXPANSION_WORDS, MAX_DRAFT, SOURCES
-from ssd.drafting.suffix.follow import NO_TABLE, STATE_INT64S
-from ssd.drafting.suffix.gather import (
-    HITS_INT64S,
-    LEVELS_INT64S,
-    POOL_INT64S,
-    Hits,
-    Levels,
-    Pool,
-    hits_at,
-    levels_at,
-    pool_at,
-)
-from ssd.drafting.suffix.judge import CANDIDATES_WORDS
-from ssd.drafting.suffix.learn import LESSONS_INT64S, forget_lessons
-from ssd.drafting.suffix.prediction import PREDICTION_INT64S, begin_prediction
-from ssd.drafting.suffix.wishes import Wishes, contiguous
+from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
+from ssd.drafting.suffix.chain import ChainScratch
+from ssd.drafting.suffix.follow import NO_TABLE, Followed
+from ssd.drafting.suffix.gather import Evidence, Hits
+from ssd.drafting.suffix.judge import Candidates
+from ssd.drafting.suffix.learn import JudgedDraft, forget_draft
+from ssd.drafting.suffix.prediction import PredictionPlace, begin_prediction
+from ssd.drafting.suffix.tree import TreeScratch
 from ssd.errors import ConfigError
-from ssd.retrieval.lanes import LANE_COLUMNS, WALKER_COLUMNS
-from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES
-from ssd.retrieval.snapshot import TABLE_COLUMNS, Snapshot, make_snapshot
-
-ROW_COLUMNS: Final = 10
-"""Of a row: address of the context, its length, the draft's limit, the request's state, the prompt's length; address
-and length of the prediction, address and number of the prices, 1 for a tree."""
-
-RESULT_COLUMNS: Final = 4
-"""Of a result: length of the draft, of the match, what most of the first token's evidence is, 1 for a tree."""
+from ssd.retrieval.lanes import Lane, Walker
+from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
+from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 
 CONTINUED_CONTEXT: Final = 4096
 """Tokens of a context that are looked at where a draft is carried on past the end of its sources."""
 
 _MAX_STATES: Final = 4096  # requests remembered; when there are more, all begin anew
 
-# Words of a frame.
-_LANES: Final = 0
-_NUM_LANES: Final = 1
-_WALKERS: Final = 2
-_PATTERNS: Final = 3
-_OWN: Final = 4
-_TAIL: Final = 5
-_POOL: Final = 6
-_LEVELS: Final = 7
-_CANDIDATES: Final = 8
-_EXPANSION: Final = 9
-_CONTINUED: Final = 10
-_ROWS: Final = 11
-_NUM_ROWS: Final = 12
-_TOKENS: Final = 13
-_PROBABILITIES: Final = 14
-_PARENTS: Final = 15
-_RESULTS: Final = 16
-_STATES: Final = 17
-_NUM_STATES: Final = 18
-_LESSONS: Final = 19
-_PREDICTING: Final = 20
-_FRAME_WORDS: Final = 21
+_INT32: Final = np.dtype(np.int32)
 
-NO_SNAPSHOT = make_snapshot(0, (), np.zeros((0, TABLE_COLUMNS), np.int64), np.zeros(1, np.int32), 0, 0)
+NO_SNAPSHOT = make_snapshot(0, (), segment_table(()), np.zeros(1, np.int32), 0, 0)
 
 
-class Frame(NamedTuple):
-    """What the kernels find in a workspace."""
+class RequestState(Record):
+    """What is kept of a request from one step to the next."""
 
-    lanes: Int64s
-    walkers: Int64s
-    patterns: int
+    followed: Followed
+    judged: JudgedDraft
+    prediction: PredictionPlace
+
+
+class Frame(Record):
+    """What kernels find in a workspace.
+
+    ``lanes`` : Lane[num_lanes]; ``walkers`` : Walker[2 * num_lanes]; ``patterns`` : uint8[PATTERNS_BYTES]. ``asks`` :
+    Ask[num_rows]; ``drafts`` : DraftRecord[num_rows]. ``states`` : RequestState[num_states]. All else is scratch.
+    """
+
+    num_lanes: Int64
+    lanes: Address
+    walkers: Address
+    patterns: Address
+    num_rows: Int64
+    asks: Address
+    drafts: Address
+    num_states: Int64
+    states: Address
     own: Hits
     tail: Hits
-    pool: Pool
-    levels: Levels
-    candidates: int
-    expansion: int
-    continued: TokenIds
-    rows: Int64s
-    tokens: TokenIds
-    probabilities: npt.NDArray[np.float64]
-    parents: TokenIds
-    results: Int64s
-    states: Int64s
-    lessons: Int64s
-    predicting: Int64s
+    evidence: Evidence
+    candidates: Candidates
+    chain: ChainScratch
+    tree: TreeScratch
+    continued: Annotated[TokenIds, np.int32, CONTINUED_CONTEXT + MAX_DRAFT]
+
+
+frame_at = view_of(Frame)
+states_at = views_of(RequestState)
 
 
 @inlined
-def frame_at(address: int) -> Frame:
-    """The frame whose words lie at an address."""
-    words = int64_array(address, _FRAME_WORDS)
-    lanes, rows, states = words[_NUM_LANES], words[_NUM_ROWS], words[_NUM_STATES]
-    return Frame(
-        int64_array(words[_LANES], lanes * LANE_COLUMNS).reshape((lanes, LANE_COLUMNS)),
-        int64_array(words[_WALKERS], 2 * lanes * WALKER_COLUMNS).reshape((2 * lanes, WALKER_COLUMNS)),
-        words[_PATTERNS],
-        hits_at(words[_OWN]),
-        hits_at(words[_TAIL]),
-        pool_at(words[_POOL]),
-        levels_at(words[_LEVELS]),
-        words[_CANDIDATES],
-        words[_EXPANSION],
-        int32_array(words[_CONTINUED], CONTINUED_CONTEXT + MAX_DRAFT),
-        int64_array(words[_ROWS], rows * ROW_COLUMNS).reshape((rows, ROW_COLUMNS)),
-        int32_array(words[_TOKENS], rows * MAX_DRAFT).reshape((rows, MAX_DRAFT)),
-        float64_array(words[_PROBABILITIES], rows * MAX_DRAFT).reshape((rows, MAX_DRAFT)),
-        int32_array(words[_PARENTS], rows * MAX_DRAFT).reshape((rows, MAX_DRAFT)),
-        int64_array(words[_RESULTS], rows * RESULT_COLUMNS).reshape((rows, RESULT_COLUMNS)),
-        int64_array(words[_STATES], states * STATE_INT64S).reshape((states, STATE_INT64S)),
-        int64_array(words[_LESSONS], states * LESSONS_INT64S).reshape((states, LESSONS_INT64S)),
-        int64_array(words[_PREDICTING], states * PREDICTION_INT64S).reshape((states, PREDICTION_INT64S)),
-    )
+def begin_state(state: RequestState, prompt_length: int) -> None:
+    """Nothing is kept of a request yet."""
+    state.followed.table = NO_TABLE
+    forget_draft(state.judged)
+    begin_prediction(state.prediction, prompt_length)
 
 
 @kernel
-def begin_state(address: int, state: int, prompt_length: int) -> None:
-    """What is kept of a request in the workspace at an address: nothing yet."""
-    words = int64_array(address, _FRAME_WORDS)
-    int64_array(words[_STATES] + 8 * STATE_INT64S * state, 1)[0] = NO_TABLE
-    forget_lessons(int64_array(words[_LESSONS] + 8 * LESSONS_INT64S * state, LESSONS_INT64S))
-    begin_prediction(int64_array(words[_PREDICTING] + 8 * PREDICTION_INT64S * state, PREDICTION_INT64S), prompt_length)
+def begin_request(workspace: int, state: int, prompt_length: int) -> None:
+    """Keep nothing of a request yet, in a state of the workspace at an address."""
+    frame = frame_at(workspace)
+    begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
 
 
 @kernel
 def place(
-    address: int, row: int, context: TokenIds, limit: int, state: int, is_new: bool, prompt_length: int, wish: int
+    workspace: int, row: int, context: TokenIds, limit: int, state: int, is_new: bool, prompt_length: int
 ) -> None:
-    """Write row ``row`` of the workspace at an address.
+    """Write the context and numbers of what is asked for in row ``row`` of the workspace at an address.
 
-    ``is_new`` : nothing is kept of the request yet. ``wish`` : address of the last five columns, see ROW_COLUMNS.
+    ``is_new`` : nothing is kept of the request yet.
     """
-    words = int64_array(address, _FRAME_WORDS)
-    at = int64_array(words[_ROWS] + 8 * ROW_COLUMNS * row, ROW_COLUMNS)
-    at[0], at[1], at[2], at[3] = context.ctypes.data, len(context), max(0, min(limit, MAX_DRAFT)), state
-    at[4] = prompt_length
-    at[5:] = int64_array(wish, ROW_COLUMNS - 5)
+    frame = frame_at(workspace)
+    ask = asks_at(frame.asks, frame.num_rows)[row]
+    ask.context, ask.context_length, ask.prompt_length = data_of(context), len(context), prompt_length
+    ask.limit, ask.state = max(0, min(limit, MAX_DRAFT)), state
     if is_new:
-        begin_state(address, state, prompt_length)
+        begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
 
 
 class Workspace:
-    """Rows, results and scratch memory of one drafter; grows, never shrinks. ``address`` : of the frame's words."""
+    """Rows, drafts and scratch memory of one drafter; grows, never shrinks. ``address`` : of its ``Frame``."""
 
     def __init__(self) -> None:
-        self._words: Int64s = np.zeros(_FRAME_WORDS, np.int64)
-        self.address = address(self._words)
-        self._scratch: dict[int, npt.NDArray[Any]] = {}
-        self._put(_OWN, np.empty(HITS_INT64S, np.int64))
-        self._put(_TAIL, np.empty(HITS_INT64S, np.int64))
-        self._put(_POOL, np.empty(POOL_INT64S, np.int64))
-        self._put(_LEVELS, np.empty(LEVELS_INT64S, np.int64))
-        self._put(_CANDIDATES, np.zeros(CANDIDATES_WORDS, np.int64))
-        self._put(_EXPANSION, np.zeros(EXPANSION_WORDS, np.int64))
-        self._put(_CONTINUED, np.zeros(CONTINUED_CONTEXT + MAX_DRAFT, np.int32))
+        self._memory = Records(Frame)
+        self._frame, self.address = self._memory[0], self._memory.address
+        self._patterns = np.zeros(PATTERNS_BYTES, np.uint8)
+        self._frame.patterns = address(self._patterns)
         self._make_lanes(32)
         self._make_rows(16)
         self._make_states(32)
 
-    def _put(self, word: int, array: npt.NDArray[Any]) -> None:
-        self._scratch[word] = array
-        self._words[word] = address(array)
-
     def _make_lanes(self, count: int) -> None:
-        self._num_lanes = self._words[_NUM_LANES] = count
-        self._put(_LANES, np.empty((count, LANE_COLUMNS), np.int64))
-        self._put(_WALKERS, np.empty((2 * count, WALKER_COLUMNS), np.int64))
-        self._put(_PATTERNS, np.zeros(PATTERNS_BYTES, np.uint8))
+        self._lanes, self._walkers = Records(Lane, count), Records(Walker, 2 * count)
+        frame, self._num_lanes = self._frame, count
+        frame.num_lanes, frame.lanes, frame.walkers = count, self._lanes.address, self._walkers.address
 
     def _make_states(self, count: int) -> None:
         """Forgets what is kept of all requests; they search again at their next step."""
-        self._num_states = self._words[_NUM_STATES] = count
-        self._put(_STATES, np.full((count, STATE_INT64S), NO_TABLE, np.int64))
-        self._put(_LESSONS, np.zeros((count, LESSONS_INT64S), np.int64))
-        self._put(_PREDICTING, np.zeros((count, PREDICTION_INT64S), np.int64))
+        self.states = Records(RequestState, count)
+        self._frame.num_states, self._frame.states = count, self.states.address
         self._state_of: dict[str, int] = {}
         self._free_states = list(range(count))
 
@@ -191,28 +133,22 @@ class Workspace:
             self._free_states.append(state)
 
     def _make_rows(self, count: int) -> None:
-        self._num_rows = self._words[_NUM_ROWS] = count
-        tokens, parents = np.empty((count, MAX_DRAFT), np.int32), np.empty((count, MAX_DRAFT), np.int32)
-        probabilities, results = np.empty((count, MAX_DRAFT), np.float64), np.zeros((count, RESULT_COLUMNS), np.int64)
+        self._asks, self._drafts = Records(Ask, count), Records(DraftRecord, count)
+        frame = self._frame
+        frame.num_rows, frame.asks, frame.drafts = count, self._asks.address, self._drafts.address
         # Views of each row, made once: they are read at every step.
-        self._tokens, self._parents, self._probabilities = list(tokens), list(parents), list(probabilities)
-        self._results = memoryview(results.reshape(-1))  # type: ignore[arg-type]
-        self.spare = [Wishes(np.zeros(1)) for _ in range(count)]
-        """Of each row, wishes that are written anew at every call."""
-        self._put(_ROWS, np.zeros((count, ROW_COLUMNS), np.int64))
-        self._put(_TOKENS, tokens)
-        self._put(_PROBABILITIES, probabilities)
-        self._put(_PARENTS, parents)
-        self._put(_RESULTS, results)
+        self._tokens, self._parents, self._probabilities = (
+            list(self._drafts.array[name]) for name in ("tokens", "parents", "probabilities")
+        )
 
     def room_for(self, num_requests: int, snapshot: Snapshot) -> None:
         """Grow, if a call for so many requests of ``snapshot`` asks for it."""
-        if num_requests > self._num_rows:
+        if num_requests > len(self._asks):
             self._make_rows(2 * num_requests)
         if len(snapshot.segments) > self._num_lanes:
             self._make_lanes(2 * len(snapshot.segments))
         if len(self._free_states) < num_requests:
-            self._make_states(min(max(_MAX_STATES, num_requests), 2 * self._num_states + num_requests))
+            self._make_states(min(max(_MAX_STATES, num_requests), 2 * len(self.states) + num_requests))
 
     def state_of(self, request_id: str) -> tuple[int, bool]:
         """Where what is kept of a request lies, and whether nothing is yet."""
@@ -226,31 +162,62 @@ class Workspace:
         """Where what is kept of a request lies; begun here when nothing is yet."""
         state, is_new = self.state_of(request_id)
         if is_new:
-            begin_state(self.address, state, prompt_length)
+            begin_request(self.address, state, prompt_length)
         return state
 
     def known_state(self, request_id: str) -> int | None:
         """Where what is kept of a request lies; None when nothing is."""
         return self._state_of.get(request_id)
 
-    def fill(self, requests: Sequence[DraftRequest], usual: Wishes) -> list[tuple[TokenIds, Wishes]]:
+    def ask(self, row: int, request: DraftRequest, price: float) -> tuple[npt.NDArray[Any], ...]:
+        """Write what is asked for in a row, but for what ``place`` writes. ``price`` : where the request has none.
+
+        The result keeps alive what was written: hold it until the kernel returns.
+        """
+        ask, prices, prediction = self._asks[row], request.prices, request.prediction
+        ask.is_tree = request.tree
+        ask.num_prices = ask.prediction_length = 0
+        ask.price = price if prices is None or not len(prices) else prices[0]
+        held: tuple[npt.NDArray[Any], ...] = ()
+        if prices is not None and len(prices) > 1:
+            prices = np.ascontiguousarray(prices, np.float64)
+            ask.prices, ask.num_prices = address(prices), len(prices)
+            held += (prices,)
+        if prediction is not None:
+            prediction = contiguous(prediction)
+            ask.prediction, ask.prediction_length = address(prediction), len(prediction)
+            held += (prediction,)
+        return held
+
+    def fill(self, requests: Sequence[DraftRequest], price: float) -> list[tuple[npt.NDArray[Any], ...]]:
         """Write a row for every request. The result keeps what they bring alive: hold it until the kernel returns."""
         held = []
         for row, request in enumerate(requests):
             context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
-            wishes = usual.of(request, self.spare[row])
-            held.append((context, wishes))
-            place(self.address, row, context, request.limit, state, is_new, request.prompt_length, wishes.address)
+            held.append((context, *self.ask(row, request, price)))
+            place(self.address, row, context, request.limit, state, is_new, request.prompt_length)
         return held
 
     def draft(self, row: int, *, with_probabilities: bool = False) -> Draft:
         """The draft that a kernel wrote in ``row``."""
-        size, match_length, source, is_tree = self._results[RESULT_COLUMNS * row : RESULT_COLUMNS * (row + 1)].tolist()
+        written = self._drafts[row]
+        size = written.size
         if size == 0:
             return EMPTY_DRAFT
         estimates = self._probabilities[row][:size].copy() if with_probabilities else None
-        parents = self._parents[row][:size].copy() if is_tree else None
-        return Draft(self._tokens[row][:size].copy(), match_length, SOURCES[source], estimates, parents)
+        parents = self._parents[row][:size].copy() if written.is_tree else None
+        return Draft(self._tokens[row][:size].copy(), written.match_length, SOURCES[written.source], estimates, parents)
+
+
+def contiguous(context: TokenIds) -> TokenIds:
+    """``context`` as the kernels take it: itself, or a copy. Ids that int32 cannot hold become -1, which is no token.
+
+    A copy also of what is read-only: the kernels are compiled for one kind of array.
+    """
+    if context.dtype is _INT32 and context.flags.carray:
+        return context
+    context = as_context(context)
+    return context if context.flags.writeable else context.copy()
 
 
 def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:

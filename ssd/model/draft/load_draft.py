@@ -7,7 +7,7 @@ from pathlib import Path
 from ssd.errors import ModelError
 from ssd.model.draft.model import DraftModelDrafter
 from ssd.model.draft.slots import READ_WIDTH
-from ssd.model.load_target import load_model, model_limit, open_target
+from ssd.model.loading.load_target import load_model, model_limit, open_target
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 

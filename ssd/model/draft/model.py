@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, RequestSampling
-from ssd.drafting.rates import AcceptanceRates
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow
 from ssd.errors import ModelError
-from ssd.model.draft.chances import ChanceModel
-from ssd.model.draft.pass_seconds import PassSeconds
 from ssd.model.draft.sampling import draw
 from ssd.model.draft.slots import DraftSlot, DraftSlots
 from ssd.model.sampling.rejection import SampledDraft
-from ssd.model.sampling.target_tokens import SamplingRow
 from ssd.model.target import Target
+from ssd.pricing.acceptance_rates import AcceptanceRates
+from ssd.pricing.gain import price_of
+from ssd.pricing.pass_costs import OUTLIER
+from ssd.pricing.platt_scaling import PlattScaling
+from ssd.pricing.price_list import PriceList
 
 SOURCE = "model"
 """``Draft.source`` of what a draft model proposes."""
 
-_UNKNOWN_SAMPLING = RequestSampling(params=SamplingParams(temperature=0.0), seed=0)
+_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), seed=0)
 _WARM_UP_ROWS = 8
 _WARM_UP_TOKENS = 64
 
@@ -36,7 +36,7 @@ class _Row:
 
     index: int
     request: DraftRequest
-    sampling: RequestSampling
+    sampling: SamplingRow
     limit: int
     state: DraftSlot
     rate: float
@@ -56,16 +56,8 @@ class _Row:
 
     def sampling_row(self) -> SamplingRow:
         """What drawing the next token needs: the draft so far counts as output."""
-        prompt_length, end = self.request.prompt_length, len(self.request.context) + len(self.token_ids)
-        return SamplingRow(
-            params=self.sampling.params,
-            seed=self.sampling.seed,
-            choice_index=self.sampling.choice_index,
-            stop_ids=self.sampling.held_back_ids,
-            prompt=self.state.text[:prompt_length],
-            output=self.state.text[prompt_length:end],
-            draft=np.empty(0, np.int32),
-        )
+        end = len(self.request.context) + len(self.token_ids)
+        return self.sampling.at(self.state.text[:end], self.request.prompt_length)
 
 
 class DraftModelDrafter:
@@ -100,9 +92,9 @@ class DraftModelDrafter:
         self._price = np.array([price])
         self._slots = DraftSlots(target, chunk_tokens)
         self._rates = AcceptanceRates()
-        self._greedy_chances = ChanceModel(shift=0.5, scale=1.0)
-        self._sampled_chances = ChanceModel(shift=1.0, scale=0.5)
-        self._pass_seconds = PassSeconds()
+        self._greedy_chances = PlattScaling(shift=0.5, scale=1.0)
+        self._sampled_chances = PlattScaling(shift=1.0, scale=0.5)
+        self._price_list = PriceList()
         self._last: dict[str, _Row] = {}
 
     @property
@@ -112,10 +104,10 @@ class DraftModelDrafter:
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
-        return self._pass_seconds.of(num_rows)
+        return self._price_list.seconds(num_rows)
 
     def seconds_to_begin(self, request: DraftRequest) -> float:
-        """Expected time to read what it has not read of the context; 0 where that is little or not known."""
+        """Expected time for the model to read what is new to it in the context; 0 where that is little or not known."""
         return self._slots.seconds_to_read(request.request_id, len(request.context))
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -163,7 +155,7 @@ class DraftModelDrafter:
         while writing := [row for row in writing if self._pays(row)]:
             began = time.perf_counter()
             self._draw(self._slots.feed([row.state for row in writing]), writing)
-            self._pass_seconds.observe(len(writing), time.perf_counter() - began)
+            self._observe_pass(len(writing), time.perf_counter() - began)
         for row in rows:
             self._last[row.request.request_id] = row
             drafts[row.index] = _finished(row)
@@ -180,12 +172,15 @@ class DraftModelDrafter:
         rate = self._rates.rate(request.request_id)
         return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, state, rate)
 
+    def _observe_pass(self, num_rows: int, seconds: float) -> None:
+        expected = self._price_list.seconds(num_rows)
+        # One that took many times as long was probably interrupted: it counts as slow, but not as that slow.
+        self._price_list.observe(num_rows, 0, min(seconds, OUTLIER * expected) if expected else seconds)
+
     @torch.inference_mode()
     def _draw(self, logits: torch.Tensor, rows: Sequence[_Row]) -> None:
         """Append one token to the draft of each row."""
-        drawn = draw(
-            logits[:, : self._vocab_size], [row.sampling_row() for row in rows], [row.by_rejection for row in rows]
-        )
+        drawn = draw(logits[:, : self._vocab_size], [row.sampling_row() for row in rows])
         for b, row in enumerate(rows):
             row.state.text[len(row.request.context) + len(row.token_ids)] = drawn.token_ids[b]
             row.token_ids.append(int(drawn.token_ids[b]))
@@ -201,13 +196,10 @@ class DraftModelDrafter:
     def _pays(self, row: _Row) -> bool:
         """Whether one more token is worth its price, going by what is known before it is drawn."""
         depth = len(row.token_ids)
-        return depth < row.limit and row.chance * row.rate >= self._price_of(row.request, depth)
+        prices = self._price if row.request.prices is None else row.request.prices
+        return depth < row.limit and row.chance * row.rate >= price_of(prices, depth)
 
-    def _price_of(self, request: DraftRequest, depth: int) -> float:
-        prices: npt.NDArray[np.float64] = request.prices if request.prices is not None else self._price
-        return float(prices[min(depth, len(prices) - 1)])
-
-    def _chances_of(self, row: _Row) -> ChanceModel:
+    def _chances_of(self, row: _Row) -> PlattScaling:
         return self._greedy_chances if row.greedy else self._sampled_chances
 
 

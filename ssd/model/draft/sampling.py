@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.drafting.protocol import SamplingRow
 from ssd.model.sampling.noise import CHOICE, DRAFT, UInt64, position_keys
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
-from ssd.model.sampling.target_tokens import SamplingRow, truncated_scores, with_prefix_rules
+from ssd.model.sampling.target_tokens import truncated_scores, with_prefix_rules
 
 
 @dataclass(slots=True, eq=False)
@@ -27,14 +28,15 @@ class Drawn:
     law: torch.Tensor | None
 
 
-def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], by_rejection: Sequence[bool]) -> Drawn:
+def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
     """One token for each row, chosen by the target's own rules.
 
-    logits : [B, V], the draft model's; V may be smaller than the target's vocabulary. rows : with an empty draft; the
-    output is what came before the token to draw. by_rejection : rows whose noise must be one that nothing else uses.
+    logits : [B, V], the draft model's; V may be smaller than the target's vocabulary. rows : without a draft; the
+    context is what comes before the token to draw.
 
-    The others draw with the very noise the target uses at this position, so that a draft model with the target's law
-    draws the target's token, and one with a similar law mostly does (the Gumbel coupling: Maddison et al. 2014).
+    Rows whose drafts are verified by rejection draw with noise that nothing else uses, the others with the very noise
+    the target uses at this position, so that a draft model with the target's law draws the target's token, and one
+    with a similar law mostly does (the Gumbel coupling: Maddison et al. 2014).
     """
     logits = with_prefix_rules(logits[:, None], rows)[:, 0].float()
     sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
@@ -43,14 +45,14 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], by_rejection: Sequen
         return Drawn(token_ids.cpu().numpy(), _chances(logits, token_ids), None)
     scores = logits.clone()
     scores[sampled] = truncated_scores(logits[sampled], [rows[b].params for b in sampled])
-    keys = np.concatenate([_key(rows[b], DRAFT if by_rejection[b] else CHOICE) for b in sampled])
+    keys = np.concatenate([_key(rows[b], DRAFT if rows[b].acceptance == "rejection" else CHOICE) for b in sampled])
     token_ids[sampled] = torch.from_numpy(argmax_with_noise(scores[sampled], keys)).to(token_ids.device)
     return Drawn(token_ids.cpu().numpy(), _chances(scores, token_ids), scores)
 
 
 def _key(row: SamplingRow, stream: int) -> UInt64:
     """The generator key of the token to draw: uint64[1]."""
-    position = np.array([len(row.prompt) + len(row.output)])
+    position = np.array([len(row.context)])
     return position_keys(row.seed, row.choice_index, position, stream)
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.model.target import Target
-from ssd.model.verification import pad_rows
+from ssd.model.target import Target, pad_rows
 
 READ_WIDTH = 8
 """Most positions of a pass that reads several rows at once; longer text is read row by row."""
@@ -96,7 +95,7 @@ class DraftSlots:
             states[index].text[self._target.length(states[index].slot) : states[index].num_known] for index in ready
         ]
         counts = [len(part) for part in parts]
-        logits = self._target.forward([states[index].slot for index in ready], pad_rows(parts), counts)
+        logits = self._target.forward([states[index].slot for index in ready], pad_rows(parts), counts).logits
         last = torch.tensor(counts, device=logits.device) - 1
         return ready, logits[torch.arange(len(ready), device=logits.device), last]
 
@@ -118,7 +117,7 @@ class DraftSlots:
     def feed(self, states: Sequence[DraftSlot]) -> torch.Tensor:
         """Read one more token of each text, which was put there after what the slot holds: logits [R, V]."""
         tokens = np.array([state.text[self._target.length(state.slot)] for state in states], np.int64)[:, None]
-        return self._target.forward([state.slot for state in states], tokens, [1] * len(states))[:, 0]
+        return self._target.forward([state.slot for state in states], tokens, [1] * len(states)).logits[:, 0]
 
     def close(self, request_id: str) -> None:
         """Free the request's slot, if it has one."""

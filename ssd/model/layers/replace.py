@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.errors import first_line
+from ssd.model.layers.probe_logits import plain_logits
 from ssd.model.layers.replaced import Replace
-from ssd.model.way_probe import plain_logits
 
 log = logging.getLogger(__name__)
 

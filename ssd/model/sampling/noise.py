@@ -57,7 +57,7 @@ def position_keys(seed: int, choice_index: int, positions: npt.NDArray[np.int64]
 
 
 def keys_of(seeds: UInt64, choices: UInt64, positions: npt.NDArray[np.int64], stream: int = CHOICE) -> UInt64:
-    """As `position_keys`, of many sequences at once: arguments of shapes that broadcast, uint64 of their shape."""
+    """Generator keys of many sequences at once, see `position_keys`: arguments broadcast, uint64 of their shape."""
     gamma = np.uint64(GAMMA)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         key = _mix(seeds + gamma)

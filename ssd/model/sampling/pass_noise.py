@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ssd.drafting.protocol import SamplingRow
 from ssd.model.sampling.noise import Noise, keys_of
-from ssd.model.sampling.target_tokens import SamplingRow, is_ruled, positions_of
+from ssd.model.sampling.target_tokens import draft_law, is_ruled, positions_of
 
 
 def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
@@ -38,4 +39,4 @@ def _is_by_temperature(row: SamplingRow) -> bool:
     if not np.float32(params.temperature) > 0:  # greedy, or so near to it that a float32 does not tell
         return False
     is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-    return not (is_cut or is_ruled(row) or row.draft_law is not None)
+    return not (is_cut or is_ruled(row) or draft_law(row) is not None)

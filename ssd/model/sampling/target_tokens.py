@@ -7,103 +7,73 @@ before it), so the token at a position is the one plain decoding would have chos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
-from ssd.model.sampling.constraints import Constraints, rule_out
+from ssd.drafting.protocol import SamplingRow
+from ssd.model.kv.tree import Parents, depths, path_to
+from ssd.model.sampling.device_rules import DeviceRules, rule_out
 from ssd.model.sampling.noise import ACCEPT, CHOICE, LOWEST_TEMPERATURE, RECOVER, Noise, UInt64, position_keys
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
-from ssd.model.sampling.rejection import rejection_tokens
-from ssd.model.tree import Parents, depths, path_to
-from ssd.text.grammar import GrammarState
+from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.rejection import SampledDraft, rejection_tokens
 from ssd.token_rules import BadWords
 
 _FIRST_LOOK = 256
 
 
-@dataclass(slots=True, eq=False)
-class SamplingRow:
-    """What choosing tokens for one sequence needs.
-
-    ``seed`` : the request's, or one drawn for it. ``stop_ids`` : tokens that ``min_tokens`` holds back.
-    ``prompt`` and ``output`` : int32, tokens so far. ``draft`` : int32[k], the tokens fed after the last one.
-    ``draft_law`` : what the draft was drawn from where it is to be verified by rejection, as ``SampledDraft`` has it;
-    None where each token is to be the target's own choice. ``parents`` : int32[k] where the draft is a tree, see
-    ``Draft``: a position's prefix then is the path to it. ``grammar`` : after ``output``; None where there is none, and
-    of a tree.
-    """
-
-    params: SamplingParams
-    seed: int
-    choice_index: int
-    stop_ids: tuple[int, ...]
-    prompt: npt.NDArray[np.int32]
-    output: npt.NDArray[np.int32]
-    draft: npt.NDArray[np.int32]
-    draft_law: torch.Tensor | None = None
-    parents: Parents | None = None
-    grammar: GrammarState | None = None
-
-    def at_node(self, node: int) -> SamplingRow:
-        """The row that chooses the token after ``node`` of a tree alone: the path to it counts as output."""
-        assert self.parents is not None and self.draft_law is None and self.grammar is None
-        path = self.draft[path_to(self.parents, node)]
-        return replace(self, output=np.concatenate([self.output, path]), draft=self.draft[:0], parents=None)
-
-
-def target_tokens(
-    logits: torch.Tensor,
-    rows: Sequence[SamplingRow],
-    best: torch.Tensor | None = None,
-    noise: Noise | None = None,
-) -> npt.NDArray[np.int64]:
+def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
     """The token the target chooses at each position.
 
-    logits : [B, T, V], any float type; row b is used at its first ``len(rows[b].draft) + 1`` positions. best :
-    int64[B, T], where the pass chose tokens itself: by ``noise``, of `noise_of`, or their argmax.
+    output : of a pass over [last token, draft ...] of ``rows``, T wide; row b is used at its first ``rows[b].width``
+    positions. Its noise is that of `noise_of`, if it has any.
     Returns int64[B, T]; what lies past a row's positions is meaningless. Where a draft is verified by rejection, the
     row holds the draft as far as it was accepted and then the token that follows it.
     """
-    known = set() if best is None else {b for b, row in enumerate(rows) if _is_known(row, b, noise)}
-    if best is not None and len(known) == len(rows):
-        return best.cpu().numpy()
-    logits = with_prefix_rules(logits, rows)
+    known = [] if output.chosen is None else [b for b, row in enumerate(rows) if _is_known(row, b, output.noise)]
+    if output.chosen is not None and len(known) == len(rows):
+        return output.chosen.cpu().numpy()
+    logits = with_prefix_rules(output.logits, rows)
     sampled = [b for b, row in enumerate(rows) if not row.params.greedy and b not in known]
     if not sampled and not known:
         return logits.argmax(-1).cpu().numpy()
     chosen = np.zeros(logits.shape[:2], np.int64)
     if len(sampled) + len(known) < len(rows):
         chosen[:] = logits.argmax(-1).cpu().numpy()
-    if best is not None and known:
-        at = list(known)
-        chosen[at] = best.cpu().numpy()[at]
+    if output.chosen is not None and known:
+        chosen[known] = output.chosen.cpu().numpy()[known]
     if not sampled:
         return chosen
     # Only real positions: a short draft's padding would cost as much as its tokens.
-    picks = [(b, t) for b in sampled for t in range(len(rows[b].draft) + 1)]
+    picks = [(b, t) for b in sampled for t in range(rows[b].width)]
     at_row, at_position = (list(index) for index in zip(*picks, strict=True))
     scores = truncated_scores(logits[at_row, at_position], [rows[b].params for b, _ in picks])
     keys = np.concatenate([_keys(rows[b], CHOICE) for b in sampled])
     chosen[at_row, at_position] = argmax_with_noise(scores, keys)
     first = 0
     for b in sampled:
-        row, last = rows[b], first + len(rows[b].draft)
-        if row.draft_law is not None and last > first:
-            bonus = int(chosen[b, len(row.draft)])
+        row, last = rows[b], first + rows[b].width - 1
+        law = draft_law(row)
+        if law is not None and last > first:
+            bonus = int(chosen[b, row.width - 1])
             keys_of_draft = _keys(row, ACCEPT)[:-1], _keys(row, RECOVER)[:-1]
-            output = rejection_tokens(scores[first : last + 1], row.draft, row.draft_law, *keys_of_draft, bonus)
-            chosen[b, : len(output)] = output
+            output_ids = rejection_tokens(scores[first : last + 1], row.draft.token_ids, law, *keys_of_draft, bonus)
+            chosen[b, : len(output_ids)] = output_ids
         first = last + 1
     return chosen
 
 
 def is_ruled(row: SamplingRow) -> bool:
-    """Whether the logits themselves are changed."""
+    """Whether the row's rules change the logits themselves."""
     return needs_prefix(row.params) or row.grammar is not None
+
+
+def draft_law(row: SamplingRow) -> torch.Tensor | None:
+    """The law of a draft that is to be verified by rejection, see `SampledDraft`; None where tokens are compared."""
+    return row.draft.law if row.acceptance == "rejection" and isinstance(row.draft, SampledDraft) else None
 
 
 def _is_known(row: SamplingRow, b: int, noise: Noise | None) -> bool:
@@ -120,12 +90,19 @@ def with_prefix_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torc
         logits = logits.clone()
         for b in ruled:
             row = rows[b]
-            if row.parents is None:
+            if row.draft.parents is None:
                 apply_prefix_rules(logits[b], row)
             else:
-                for node in range(len(row.draft) + 1):
-                    apply_prefix_rules(logits[b, node : node + 1], row.at_node(node))
+                for node in range(row.width):
+                    apply_prefix_rules(logits[b, node : node + 1], _at_node(row, row.draft.parents, node))
     return logits
+
+
+def _at_node(row: SamplingRow, parents: Parents, node: int) -> SamplingRow:
+    """The row that chooses the token after ``node`` of a tree alone: the path to it counts as output."""
+    assert row.grammar is None
+    path = row.draft.token_ids[path_to(parents, node)]
+    return row.at(np.concatenate([row.context, path]), row.prompt_length)
 
 
 def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -167,7 +144,10 @@ def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams], look: int =
     among = best.double().masked_fill(~within, float("-inf"))
     whole = torch.where(top_k <= look, among.logsumexp(-1), scores.double().logsumexp(-1))
     probability = torch.exp(among - whole[:, None])
-    kept = within & ((probability.cumsum(-1) - probability < top_p[:, None]) | (rank == 0))
+    is_within_p = (probability.cumsum(-1) - probability < top_p[:, None]) | (top_p >= 1.0)[
+        :, None
+    ]  # a sum may round to 1
+    kept = within & (is_within_p | (rank == 0))
     lowest = best.gather(-1, kept.sum(-1, keepdim=True) - 1)
     cut = scores.masked_fill(scores < lowest, float("-inf"))
     if look < vocab_size:
@@ -203,15 +183,15 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
     seen = counts > 0
     if params.repetition_penalty != 1.0:
         seen[row.prompt] = True
-    num_positions = len(row.draft) + 1
-    constraints = Constraints.of(params.rules, vocab_size, logits.device)
-    constraints.add_bias(logits[:num_positions])
+    draft = row.draft.token_ids
+    rules = DeviceRules.of(params.rules, vocab_size, logits.device)
+    rules.add_bias(logits[: row.width])
     bad_words = params.rules.bad_words
     said = BadWords.START if bad_words is None else bad_words.after(row.output)
-    by_grammar = row.grammar.masks(row.draft) if row.grammar is not None else []
-    for t in range(num_positions):
+    by_grammar = row.grammar.masks(draft) if row.grammar is not None else []
+    for t in range(row.width):
         if t:
-            token = int(row.draft[t - 1])
+            token = int(draft[t - 1])
             counts[token] += 1
             seen[token] = True
             if bad_words is not None:
@@ -227,14 +207,14 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
             scores -= torch.from_numpy(penalty.astype(np.float32)).to(scores)
         forbidden = set() if bad_words is None else bad_words.ends(said)
         if len(row.output) + t < params.min_tokens:
-            forbidden |= set(row.stop_ids)
+            forbidden |= set(row.held_back_ids)
         # Positions after a token that the grammar refuses are never used.
-        rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, constraints.allowed, forbidden)
+        rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, rules.allowed, forbidden)
 
 
 def positions_of(row: SamplingRow) -> npt.NDArray[np.int64]:
     """Where the tokens to choose stand in the text: int64[k + 1]."""
-    return len(row.prompt) + len(row.output) + depths(row.parents, len(row.draft))
+    return len(row.context) + depths(row.draft.parents, len(row.draft.token_ids))
 
 
 def _keys(row: SamplingRow, stream: int) -> UInt64:

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import Sampler
-from ssd.model.tree import TreeShape
 
 Ints = npt.NDArray[np.int64]
 
@@ -69,7 +69,7 @@ class StepBuffers:
         """Numbers of each position: token, position, place, and what it is sampled with: key, temperature."""
         self._ints = torch.zeros(self._grids * max_positions + 2 * max_rows, dtype=torch.int64, device=device)
         self._sees = torch.zeros(max_positions * max_width, dtype=torch.bool, device=device)
-        self._best = torch.zeros(max_positions, dtype=torch.int64, device=device)
+        self._chosen = torch.zeros(max_positions, dtype=torch.int64, device=device)
         self._logits: torch.Tensor | None = None
         self._max_positions = max_positions
 
@@ -146,17 +146,17 @@ class StepBuffers:
         kept = self._logits[: len(flat)]
         kept.copy_(flat)
         if self._sampler is None:
-            best = flat.argmax(-1)
+            chosen = flat.argmax(-1)
         else:
             assert inputs.keys is not None and inputs.temperatures is not None
-            best = self._sampler(kept, inputs.keys, inputs.temperatures)
-        self._best[: len(flat)].copy_(best)
+            chosen = self._sampler(kept, inputs.keys, inputs.temperatures)
+        self._chosen[: len(flat)].copy_(chosen)
 
     def outputs(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [rows, width, V] and the tokens chosen, int64[rows, width], of the last pass: views."""
         assert self._logits is not None
         n, grid = shape.num_positions, (shape.rows, shape.width)
-        return self._logits[:n].view(*grid, -1), self._best[:n].view(grid)
+        return self._logits[:n].view(*grid, -1), self._chosen[:n].view(grid)
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ssd.errors import first_line
-from ssd.model.kv_cache import SlotKVCache
+from ssd.model.kv.kv_cache import SlotKVCache
 from ssd.model.steps.buffers import Ints, powers_of_two
 from ssd.model.steps.graphs import Recorder, Step
 

@@ -6,18 +6,18 @@ import logging
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from ssd.errors import first_line
-from ssd.model.kv_cache import AttentionKernel, SlotKVCache, SlotRows
+from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
+from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
+from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.sampler import Sampler, check_tokens, random_noise
 from ssd.model.steps.buffers import Ints, StepBuffers, StepShape, powers_of_two
 from ssd.model.steps.graphs import Recorder, Step
 from ssd.model.steps.static_moves import StaticMoves
-from ssd.model.tree import TreeShape
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +33,6 @@ _MOST_SHAPES = 96
 _FEWEST_KEYS = 256
 
 _CHECKED_POSITIONS = 8
-
-
-class Scored(NamedTuple):
-    """Logits [B, T, V] and, where a pass chooses tokens itself, those, int64[B, T]: see `Target.best`."""
-
-    logits: torch.Tensor
-    best: torch.Tensor | None
 
 
 class StaticSteps:
@@ -110,7 +103,7 @@ class StaticSteps:
 
     def run(
         self, slots: Sequence[int], tokens: Ints, trees: TreeShape | None, noise: Noise | None = None
-    ) -> Scored | None:
+    ) -> PassOutput | None:
         """Write and score ``tokens``, int64[B, T], behind what ``slots`` hold; lengths stay as they are.
 
         noise : only where it `takes_noise`. None where there is no static step for it: make a plain pass.
@@ -126,8 +119,8 @@ class StaticSteps:
             self._steps[shape]()
         elif not self._open(shape, num_rows):
             return None
-        logits, best = self._buffers.outputs(shape)
-        return Scored(logits[:num_rows, :width], best[:num_rows, :width])
+        logits, chosen = self._buffers.outputs(shape)
+        return PassOutput(logits[:num_rows, :width], chosen[:num_rows, :width], noise)
 
     @torch.inference_mode()
     def warm_up(self, *, with_trees: bool) -> None:

@@ -1,0 +1,166 @@
+"""Does text that nobody needs push out what everybody drafts from? Traffic, a flood of random tokens, traffic again.
+
+``python -m benchmarks.flooding [TRACE...] [--tokenizer DIR] [--cache-tokens N] [--flood N...] [--small N...]``
+
+For every policy of eviction and every trace, on an empty cache: the trace is replayed twice, which is how much a step
+emits while the cache is young, and once it is known; then, for every flood, so many random tokens are stored, as
+prompts that came once, and the trace is replayed again. After that, without any flood, each trace once through caches
+that are too small for it. Default are all traces in $SSD_TRACES; without, the traffic is pieces of Python's library,
+each half continued. Every output is checked token by token. Prints tables; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.environment import head
+from benchmarks.replay.contenders import OurDrafters
+from benchmarks.replay.replaying import replay_stream
+from benchmarks.replay.settings import Setting
+from benchmarks.replay.stream import Turn, limited, stream
+from benchmarks.traces import (
+    Row,
+    TraceTokenizer,
+    all_traces,
+    find_tokenizer,
+    find_trace,
+    read_records,
+    read_sessions,
+    trace_name,
+)
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.config import DraftConfig, EvictionPolicy, IndexConfig
+from ssd.errors import ConfigError
+from ssd.text.codec import TextCodec
+
+MADE = "python"
+"""What the traffic is called that needs no trace."""
+
+POLICIES: tuple[EvictionPolicy, ...] = ("fifo", "used")
+
+Streams = dict[str, list[Turn]]
+
+_FLOOD_PROMPT_TOKENS = 1000
+_MAX_DRAFT = 64
+
+
+def traffic(name: str, tokenizer: str | None, max_output_tokens: int) -> list[Turn]:
+    """The requests of a trace, or made ones, in order. Raises ConfigError."""
+    if name == MADE:
+        return stream(limited(_made_sessions(), max_output_tokens))
+    if tokenizer is None:
+        raise ConfigError("a trace needs --tokenizer: a directory with tokenizer.json, or a name in $SSD_TOKENIZERS")
+    sessions = read_sessions(read_records(find_trace(name)), TraceTokenizer(find_tokenizer(tokenizer)))
+    return stream(limited(sessions, max_output_tokens))
+
+
+def _made_sessions() -> Iterator[list[Row]]:
+    codec = TextCodec.load(str(MODEL_PATH))
+    for piece in snippets(0):
+        text = np.array(codec.encode_prompt(piece), np.int32)
+        yield [Row(text[: len(text) // 2], text[len(text) // 2 :])]
+
+
+def flood(num_tokens: int, vocabulary: int, seed: int) -> Iterator[Turn]:
+    """Requests of random tokens, ``num_tokens`` together: long prompts and an output of one token."""
+    random = np.random.default_rng(seed)
+    for start in range(0, num_tokens, _FLOOD_PROMPT_TOKENS):
+        size = min(_FLOOD_PROMPT_TOKENS, num_tokens - start)
+        tokens = random.integers(0, vocabulary, max(2, size)).astype(np.int32)
+        yield Turn(Row(tokens[:-1], tokens[-1:]), is_scored=False)
+
+
+def run(
+    turns: Sequence[Turn], policy: EvictionPolicy, capacity: int, floods: Sequence[int], seed: int = 0
+) -> list[float]:
+    """Tokens a step of the traffic after each of ``floods``, one after another through one cache; 0 floods nothing.
+
+    Raises AssertionError where an output is not the trace's, or more is stored than may be.
+    """
+    index = IndexConfig(capacity_tokens=capacity, eviction=policy)
+    vocabulary = 1 + max(int(max(turn.row.context.max(initial=0), turn.row.output.max(initial=0))) for turn in turns)
+    draft = DraftConfig(num_speculative_tokens=_MAX_DRAFT)
+    figures = []
+    with OurDrafters([Setting("ssd", policy, _MAX_DRAFT)], draft=draft, index=index) as contender:
+        for number, size in enumerate(floods):
+            for flooding in flood(size, vocabulary, seed + number):
+                contender.learn("", flooding.row)
+            counts = replay_stream(turns, contender)[0]
+            if contender.num_cached_tokens() > capacity:
+                raise AssertionError(f"{contender.num_cached_tokens()} tokens are stored, the capacity is {capacity}")
+            figures.append(round(counts.num_output_tokens / max(1, counts.num_verify_steps), 4))
+    return figures
+
+
+def flooded(streams: Streams, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every trace and policy: tokens a step while young, once known, and after every flood."""
+    columns = ["young", "known", *(f"after {size:,}" for size in options.flood)]
+    print(f"{'tokens a step':<18} {'policy':<8}" + "".join(f" {column:>16}" for column in columns), flush=True)
+    rows: list[dict[str, Any]] = []
+    for name, turns in streams.items():
+        for policy in POLICIES:
+            found = run(turns, policy, options.cache_tokens, (0, 0, *options.flood), options.seed)
+            print(f"{name:<18} {policy:<8}" + "".join(f" {figure:>16.3f}" for figure in found), flush=True)
+            rows.append({"trace": name, "policy": policy, "tokens_per_step": dict(zip(columns, found, strict=True))})
+    return rows
+
+
+def unflooded(streams: Streams, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for every small capacity and trace: tokens a step under every policy."""
+    print(f"{'without a flood':<18} {'capacity':>8}" + "".join(f" {policy:>16}" for policy in POLICIES), flush=True)
+    rows: list[dict[str, Any]] = []
+    for capacity in options.small:
+        for name, turns in streams.items():
+            found = {policy: run(turns, policy, capacity, (0,))[0] for policy in POLICIES}
+            print(f"{name:<18} {capacity:>8}" + "".join(f" {figure:>16.3f}" for figure in found.values()), flush=True)
+            rows.append({"trace": name, "cache_tokens": capacity, "tokens_per_step": found})
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.flooding", description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("traces", nargs="*", metavar="TRACE", help=f"a .jsonl.gz file, a name in $SSD_TRACES, or {MADE}")
+    add("--tokenizer", help="of the traces: directory with tokenizer.json, or a name in $SSD_TOKENIZERS")
+    add("--cache-tokens", type=int, default=200_000, metavar="N", help="capacity (default: %(default)s)")
+    add("--flood", type=int, nargs="+", default=[266_000, 2_000_000], metavar="N", help="random tokens, in turn")
+    add("--traffic-tokens", type=int, default=20_000, metavar="N", help="most output tokens of the traffic")
+    add("--small", type=int, nargs="*", default=[8192, 32768, 131072], metavar="N", help="capacities without a flood")
+    add("--small-traffic-tokens", type=int, default=60_000, metavar="N", help="most output tokens of that traffic")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="also write the JSON line to this file")
+    options = parser.parse_args(arguments)
+    try:
+        names = options.traces or (all_traces() if "SSD_TRACES" in os.environ else [MADE])
+        known, long = (
+            {trace_name(Path(name)): traffic(name, options.tokenizer, most) for name in names}
+            for most in (options.traffic_tokens, options.small_traffic_tokens)
+        )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    parameters = {
+        "traces": list(known),
+        "tokenizer": None if options.tokenizer is None else Path(options.tokenizer).name,
+        **{
+            name: getattr(options, name)
+            for name in ("cache_tokens", "flood", "traffic_tokens", "small", "small_traffic_tokens", "seed")
+        },
+    }
+    print(f"flooding: {json.dumps(parameters)}")
+    found = {"flooded": flooded(known, options), "unflooded": unflooded(long, options)}
+    line = json.dumps({**head("flooding"), "parameters": parameters, **found})
+    if options.out is not None:
+        options.out.write_text(line + "\n")
+    print(line)
+    return 0

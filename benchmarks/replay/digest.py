@@ -1,0 +1,222 @@
+"""Are all drafts still the same, byte by byte? One digest for each way to draft on each recorded trace.
+
+``python -m benchmarks.replay.digest [TRACE...] --tokenizer DIR [--max-output-tokens N] [--jobs N]``
+
+Run it before and after a change that must not change a draft, and compare what it prints. A digest is of tokens,
+parents, estimates, source and match length of every draft, and of what the acceptance model has learned in the end.
+Ways: one request at a time, chains and trees; several requests in one call, with prices and predictions; rows of a
+matrix, whose steps take made-up times; the frequency baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from benchmarks.replay.contenders import OurDrafters
+from benchmarks.replay.replaying import replay_stream
+from benchmarks.replay.settings import Setting
+from benchmarks.replay.stream import limited, stream
+from benchmarks.traces import (
+    Row,
+    TokenIds,
+    TraceTokenizer,
+    all_traces,
+    find_tokenizer,
+    find_trace,
+    read_records,
+    read_sessions,
+    trace_name,
+)
+from ssd.config import CacheConfig, DraftConfig, IndexConfig
+from ssd.drafting import Draft, Drafter, DraftRequest, make_drafter
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.suffix.row_drafter import RowDrafter, Text
+from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.learned_state import LearnedState
+
+_LIMIT = 16
+_AT_ONCE = 6
+_PRICES = (None, np.array([0.02]), np.linspace(0.01, 0.3, 9))
+_INDEX = IndexConfig(capacity_tokens=1 << 18)
+
+
+class _Digest:
+    """Of drafts, in order."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+        self.num_drafts = 0
+
+    def add(self, draft: Draft) -> None:
+        self.num_drafts += 1
+        self._state.update(f"{len(draft.token_ids)} {draft.match_length} {draft.source}".encode())
+        for array in (draft.token_ids, draft.probabilities, draft.parents):
+            self._state.update(b"-" if array is None else np.ascontiguousarray(array).tobytes())
+
+    def add_bytes(self, data: bytes) -> None:
+        self._state.update(data)
+
+    def line(self) -> str:
+        return f"{self.num_drafts} {self._state.hexdigest()}"
+
+
+class _Digesting:
+    """A drafter, whose drafts are digested."""
+
+    def __init__(self, drafter: Drafter, digest: _Digest) -> None:
+        self._drafter, self._digest = drafter, digest
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = self._drafter.propose(requests)
+        for draft in drafts:
+            self._digest.add(draft)
+        return drafts
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        self._drafter.observe(request_id, draft, num_accepted)
+
+    def finish(self, request_id: str) -> None:
+        self._drafter.finish(request_id)
+
+
+def _alone(rows: Sequence[Row], name: str, *, tree: bool) -> _Digest:
+    """One request at a time."""
+    digest, setting = _Digest(), Setting(name, "default", _LIMIT)
+    drafter = make_drafter(name, DraftConfig(num_speculative_tokens=_LIMIT))
+    digesting = _Digesting(drafter, digest)
+    with OurDrafters([setting], draft=DraftConfig(), index=_INDEX, tree=tree, drafters=[digesting]) as contender:
+        replay_stream(stream([list(rows)]), contender)
+    if isinstance(drafter, SuffixDrafter):
+        digest.add_bytes(drafter.model_of(None).to_bytes())
+    return digest
+
+
+def _accepted(draft: Sequence[int], text: TokenIds, at: int) -> int:
+    length = 0
+    while length < min(len(draft), len(text) - at) and draft[length] == text[at + length]:
+        length += 1
+    return length
+
+
+def _batches(rows: Sequence[Row], cache: SuffixCache) -> Iterator[tuple[list[TokenIds], list[int]]]:
+    """Texts and prompts' lengths of some rows at a time; the cache learns them when they are done."""
+    for first in range(0, len(rows), _AT_ONCE):
+        some = rows[first : first + _AT_ONCE]
+        texts = [np.concatenate([row.context, row.output]) for row in some]
+        yield texts, [len(row.context) for row in some]
+        for text, row in zip(texts, some, strict=True):
+            cache.append(text, prompt_length=len(row.context))
+        cache.maintain()
+
+
+def _together(rows: Sequence[Row]) -> _Digest:
+    """Several requests in one call, some with prices, some with a prediction."""
+    digest, ours = _Digest(), SuffixDrafter()
+    drafter = _Digesting(ours, digest)
+    with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
+        for number, (texts, prompts) in enumerate(_batches(rows, caches.get())):
+            snapshot = caches.get().snapshot()
+            at = [max(1, prompt) for prompt in prompts]
+            while True:
+                going = [i for i, text in enumerate(texts) if at[i] < len(text)]
+                if not going:
+                    break
+                requests = [
+                    DraftRequest(
+                        f"{number}-{i}", texts[i][: at[i]], prompts[i], snapshot, _LIMIT - i % 3,
+                        prices=_PRICES[i % 3],
+                        prediction=texts[i][prompts[i] + 7 :] if i % 4 == 1 else None,
+                    )
+                    for i in going
+                ]  # fmt: skip
+                for i, draft in zip(going, drafter.propose(requests), strict=True):
+                    accepted = _accepted(draft.token_ids.tolist(), texts[i], at[i])
+                    drafter.observe(f"{number}-{i}", draft, accepted)
+                    at[i] += accepted + 1
+            for i in range(len(texts)):
+                drafter.finish(f"{number}-{i}")
+    digest.add_bytes(ours.model_of(None).to_bytes())
+    return digest
+
+
+def _rows(rows: Sequence[Row]) -> _Digest:
+    """Rows of a matrix, each of which has a text till the batch ends."""
+    digest, learned = _Digest(), LearnedState()
+    width = max((len(row.context) + len(row.output) for row in rows), default=1) + 1
+    drafter = RowDrafter(limit=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
+    matrix, lengths = np.zeros((_AT_ONCE, width), np.int32), np.zeros(_AT_ONCE, np.int32)
+    with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
+        for number, (texts, prompts) in enumerate(_batches(rows, caches.get())):
+            snapshot = caches.get().snapshot()
+            names = [Text(f"{number}-{i}", prompts[i], len(text)) for i, text in enumerate(texts)]
+            at = [max(1, prompt) for prompt in prompts]
+            for i, text in enumerate(texts):
+                matrix[i, : len(text)], lengths[i] = text, at[i]
+            sampled: list[list[int]] = [[int(text[at[i] - 1])] for i, text in enumerate(texts)]
+            drafter.seat(names, lengths[: len(texts)].tolist())
+            seconds, is_seated = 0.0, True
+            while any(at[i] < len(text) for i, text in enumerate(texts)):
+                drafts = drafter.draft(sampled, lengths, matrix, snapshot, seconds, is_seated=is_seated)
+                assert drafts is not None
+                for i, draft in enumerate(drafts):
+                    digest.add(Draft(np.array(draft, np.int32)))
+                    accepted = _accepted(draft, texts[i], at[i])
+                    taken = texts[i][at[i] : at[i] + accepted + 1].tolist()
+                    sampled[i], at[i] = taken, at[i] + len(taken)
+                    lengths[i] = at[i]
+                seconds, is_seated = 0.02 + 0.0004 * (len(texts) + sum(map(len, drafts))), False
+            drafter.forget(names)
+    drafter.publish()
+    digest.add_bytes(learned.newest.to_bytes() if learned.newest is not None else b"")
+    return digest
+
+
+def digests(trace: Path, tokenizer: Path, max_output_tokens: int) -> list[str]:
+    """One line for each way to draft."""
+    sessions = read_sessions(read_records(trace), TraceTokenizer(tokenizer))
+    rows = [row for session in limited(sessions, max_output_tokens) for row in session]
+    ways: dict[str, Callable[[], _Digest]] = {
+        "chain": lambda: _alone(rows, "ssd", tree=False),
+        "tree": lambda: _alone(rows, "ssd", tree=True),
+        "together": lambda: _together(rows),
+        "rows": lambda: _rows(rows),
+        "frequency": lambda: _alone(rows, "frequency", tree=False),
+    }
+    return [f"{tokenizer.parent.name} {trace_name(trace)} {name} {way().line()}" for name, way in ways.items()]
+
+
+def _digests_of(arguments: tuple[Path, Path, int]) -> list[str]:
+    return digests(*arguments)
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay.digest", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("traces", nargs="*", metavar="TRACE", help="as for benchmarks.replay (default: all)")
+    parser.add_argument("--tokenizer", action="append", required=True, help="as for benchmarks.replay")
+    parser.add_argument("--max-output-tokens", type=int, default=20_000, metavar="N", help="of each trace")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    traces = [find_trace(name) for name in options.traces or all_traces()]
+    tokenizers = [find_tokenizer(name) for name in options.tokenizer]
+    pairs = [(trace, tokenizer, options.max_output_tokens) for tokenizer, trace in product(tokenizers, traces)]
+    # Kernels do not survive a fork.
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for lines in pool.map(_digests_of, pairs):
+            print(*lines, sep="\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What is asked of the drafting kernels for one request, and where its draft goes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import Float64s, TokenIds, float64_array, inlined, int32_array
+from ssd.compiled.records import Address, Float64, Int64, Record, views_of
+from ssd.drafting.suffix.gather import NOTHING, Evidence
+from ssd.drafting.suffix.judge import Candidates
+from ssd.drafting.suffix.prediction import PredictionPlace
+from ssd.drafting.suffix.vote import votes_by_source
+
+MAX_DRAFT: Final = 128
+"""Longest draft; a greater limit is cut to it."""
+
+SOURCES: Final = ("index", "own", "prediction")
+"""By the number in a draft."""
+
+
+class Ask(Record):
+    """A ``DraftRequest`` as kernels find it.
+
+    ``context`` : int32[context_length]. ``state`` : number of the request's state in the workspace. ``prediction`` :
+    int32[prediction_length], the client's text. ``price`` : of every token, where ``num_prices`` is 0; else ``prices``
+    : float64[num_prices], of the i-th token, not falling; the last one holds beyond.
+    """
+
+    context: Address
+    context_length: Int64
+    prompt_length: Int64
+    limit: Int64
+    state: Int64
+    is_tree: Int64
+    price: Float64
+    prices: Address
+    num_prices: Int64
+    prediction: Address
+    prediction_length: Int64
+
+
+class DraftRecord(Record):
+    """A draft as kernels write it.
+
+    ``source`` : what most of the first token's evidence is, a number in SOURCES. ``probabilities`` : the estimate of
+    each token.
+    """
+
+    size: Int64
+    match_length: Int64
+    source: Int64
+    is_tree: Int64
+    tokens: Annotated[TokenIds, np.int32, MAX_DRAFT]
+    parents: Annotated[TokenIds, np.int32, MAX_DRAFT]
+    probabilities: Annotated[Float64s, np.float64, MAX_DRAFT]
+
+
+asks_at = views_of(Ask)
+drafts_at = views_of(DraftRecord)
+
+
+@inlined
+def clear(out: DraftRecord) -> None:
+    """No draft."""
+    out.size, out.match_length, out.source, out.is_tree = 0, 0, 0, 0
+
+
+@inlined
+def price_of(ask: Ask, number: int) -> float:
+    """The price of a draft's token."""
+    if ask.num_prices == 0:
+        return ask.price
+    return float(float64_array(ask.prices, ask.num_prices)[min(number, ask.num_prices - 1)])
+
+
+@inlined
+def predicted_token(ask: Ask, prediction: PredictionPlace, depth: int) -> int:
+    """What the client's prediction has ``depth`` tokens on, NOTHING where it has ended."""
+    at = prediction.place + depth
+    return int(int32_array(ask.prediction, ask.prediction_length)[at]) if at < ask.prediction_length else NOTHING
+
+
+@inlined
+def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int, out: DraftRecord) -> None:
+    """Note the length of the longest match, and which source gave most of a candidate's votes."""
+    index, own = votes_by_source(found.votes, row)
+    out.match_length = evidence.lengths[0] if evidence.num_levels > 0 else 0
+    out.source = 2 if found.votes.tokens[row] == predicted else int(own >= index)

@@ -1,0 +1,106 @@
+"""From candidates to a draft: a chain of the most probable."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import Int64s, kernel
+from ssd.compiled.records import Float64, Int64, Record
+from ssd.drafting.suffix.acceptance import Model
+from ssd.drafting.suffix.agreement import num_unanimous
+from ssd.drafting.suffix.ask import Ask, DraftRecord, name_source, predicted_token, price_of
+from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples
+from ssd.drafting.suffix.judge import Candidates, Position, bring_near, judge, judge_again
+from ssd.drafting.suffix.learn import JudgedDraft, error_bucket, keep_judged
+from ssd.drafting.suffix.prediction import PredictionPlace
+from ssd.drafting.suffix.vote import count_again, count_votes
+
+_CANDIDATES: Final = 4
+"""Tokens judged at a position: the best of them is hardly ever one with fewer votes."""
+
+
+class ChainScratch(Record):
+    """Scratch memory. ``alive`` : samples that agree with the draft.
+
+    Where a chain ended because nothing was found: ``product`` : the chance that all of it is accepted. ``follows`` :
+    whether the prediction agrees with it.
+    """
+
+    alive: Annotated[Int64s, np.int64, MAX_SAMPLES]
+    product: Float64
+    follows: Int64
+
+
+@kernel
+def chain(
+    texts: Texts,
+    evidence: Evidence,
+    begin: int,
+    ask: Ask,
+    prediction: PredictionPlace,
+    model: Model,
+    found: Candidates,
+    space: ChainScratch,
+    judged: JudgedDraft,
+    out: DraftRecord,
+) -> bool:
+    """Draft the most probable token while the chance that all of the draft is accepted is worth the next one's price.
+
+    ``begin`` : tokens of ``out`` that are there already and that ``texts.context`` ends with. Returns whether it ended
+    because nothing was found to go on with.
+    """
+    alive, count = space.alive, num_samples(evidence)
+    for i in range(count):
+        alive[i] = i
+    follows = begin == 0 or space.follows == 1
+    product = 1.0 if begin == 0 else space.product
+    before = int(np.int64(texts.context[-1]))
+    error, votes, size = error_bucket(judged), found.votes, 0
+    was_right = prediction.was_wrong == 0
+    is_unanimous, run = False, 0  # the last count found one token; so many more it is known to find one
+    for depth in range(begin, ask.limit + 1):
+        predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
+        at = Position(
+            depth, depth - begin, before, predicted, prediction.agreed + depth, was_right, error, ask.prompt_length
+        )
+        if is_unanimous and run == 0:
+            run = num_unanimous(texts, evidence, alive, count, depth - begin, ask.limit + 1 - depth)
+            bring_near(texts, evidence, alive[0], depth - begin, run, before, model, found)
+        is_again = is_unanimous and run > 0
+        if is_again:
+            size, run = 1, run - 1
+            count_again(next_token(evidence, alive[0], depth - begin, texts), votes)
+            judge_again(evidence, at, model, found)
+        else:
+            size = count_votes(texts, evidence, alive, count, depth - begin, predicted, _CANDIDATES, votes)
+            judge(evidence, size, at, model, found)
+        if size == 0:
+            space.product, space.follows = product, int(follows)
+            return True
+        best = 0
+        for row in range(1, size):
+            if found.chances[row] > found.chances[best]:
+                best = row
+        token, chance = votes.tokens[best], found.chances[best]
+        product *= chance
+        pays = depth < ask.limit and product >= price_of(ask, depth)
+        # The first one that is left out is learned from too: it may have been worth its price.
+        keep_judged(judged, token, depth - 1, depth, found.sets[best], found.inputs[best], pays)
+        if not pays:
+            return False
+        if depth == 0:
+            name_source(found, best, evidence, predicted, out)
+        before = token
+        out.tokens[depth], out.probabilities[depth] = token, chance
+        out.size = depth + 1
+        follows = follows and predicted == token
+        if not is_again:
+            kept = 0
+            for i in range(count):
+                alive[kept] = alive[i]
+                kept += votes.nexts[i] == token
+            is_unanimous = kept == count and count > 0 and predicted < 0
+            count = kept
+    return False

@@ -1,0 +1,199 @@
+"""From candidates to a draft: a tree grown best first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import Int64s, inlined, kernel
+from ssd.compiled.records import Float64, Int64, Record
+from ssd.drafting.suffix.acceptance import INPUTS, Model
+from ssd.drafting.suffix.ask import MAX_DRAFT, Ask, DraftRecord, name_source, predicted_token, price_of
+from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples
+from ssd.drafting.suffix.judge import Candidates, Position, judge
+from ssd.drafting.suffix.learn import JudgedDraft, error_bucket, keep_judged
+from ssd.drafting.suffix.prediction import PredictionPlace
+from ssd.drafting.suffix.vote import MAX_CANDIDATES, count_votes
+
+_MOST_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
+_KEPT: Final = -1
+
+
+class Node(Record):
+    """A drafted token.
+
+    ``depth`` : draft tokens before it. ``first``, ``num_alive`` : the samples that agree with the path to it, where in
+    ``alive`` they begin and how many they are. ``follows`` : whether the prediction agrees with that path. ``best`` :
+    the most probable candidate after it: its number, NOTHING where there is none.
+    """
+
+    depth: Int64
+    first: Int64
+    num_alive: Int64
+    follows: Int64
+    best: Int64
+
+
+class OpenCandidate(Record):
+    """A candidate for the tree.
+
+    ``parent`` : the node before it, -1 at the context's end. ``weight_set``, ``inputs`` : what it was judged by; the
+    first is _KEPT once that is kept. ``chance`` : of it, once those before it are accepted; ``product`` : of all these.
+    """
+
+    parent: Int64
+    token: Int64
+    weight_set: Int64
+    inputs: Annotated[Int64s, np.int64, INPUTS]
+    product: Float64
+    chance: Float64
+
+
+class TreeScratch(Record):
+    """Scratch memory.
+
+    ``alive`` : samples that agree with the path to a node, those of every node one after another. ``heap`` : numbers of
+    the candidates that may enter the tree, the greatest product first.
+    """
+
+    alive: Annotated[Int64s, np.int64, (MAX_DRAFT + 2) * MAX_SAMPLES]
+    nodes: Annotated[Sequence[Node], Node, MAX_DRAFT]
+    opened: Annotated[Sequence[OpenCandidate], OpenCandidate, _MOST_OPEN]
+    heap: Annotated[Int64s, np.int64, _MOST_OPEN]
+
+
+@inlined
+def _sift_up(space: TreeScratch, place: int) -> None:
+    heap, opened = space.heap, space.opened
+    while place > 0 and opened[heap[place]].product > opened[heap[(place - 1) // 2]].product:
+        above = (place - 1) // 2
+        heap[place], heap[above] = heap[above], heap[place]
+        place = above
+
+
+@inlined
+def _pop(space: TreeScratch, size: int) -> int:
+    """Take the first of a heap of ``size``."""
+    heap, opened = space.heap, space.opened
+    first = heap[0]
+    heap[0] = heap[size - 1]
+    place = 0
+    while True:
+        child = 2 * place + 1
+        if child >= size - 1:
+            break
+        if child + 1 < size - 1 and opened[heap[child + 1]].product > opened[heap[child]].product:
+            child += 1
+        if opened[heap[child]].product <= opened[heap[place]].product:
+            break
+        heap[place], heap[child] = heap[child], heap[place]
+        place = child
+    return int(first)
+
+
+@inlined
+def _keep_once(space: TreeScratch, number: int, judged: JudgedDraft, drafted: bool) -> None:
+    """Keep what a candidate was judged by."""
+    candidate = space.opened[number]
+    if candidate.weight_set != _KEPT:
+        parent = candidate.parent
+        depth = space.nodes[parent].depth + 1 if parent >= 0 else 0
+        keep_judged(judged, candidate.token, parent, depth, candidate.weight_set, candidate.inputs, drafted)
+        candidate.weight_set = _KEPT
+
+
+@kernel
+def grow_tree(
+    texts: Texts,
+    evidence: Evidence,
+    ask: Ask,
+    prediction: PredictionPlace,
+    model: Model,
+    found: Candidates,
+    space: TreeScratch,
+    judged: JudgedDraft,
+    out: DraftRecord,
+) -> None:
+    """Add the node that is most probably accepted while that is worth the next one's price: best first.
+
+    A node's chance is the product of those on its path, so none is above its parent's and the order is that of all
+    nodes there could be: no tree of as many nodes from these candidates has a greater expected number of accepted
+    tokens. The best candidate of every place that was looked at is learned from, however little it seems worth:
+    what is never drafted could else never be found to be underrated. O(limit * samples).
+    """
+    alive, nodes, heap = space.alive, space.nodes, space.heap
+    count = num_samples(evidence)
+    for i in range(count):
+        alive[i] = i
+    first, num_nodes, num_open, num_opened, parent, follows, best_of_all = 0, 0, 0, 0, -1, True, NOTHING
+    product, depth, before = 1.0, 0, int(np.int64(texts.context[-1]))
+    error, votes, was_right = error_bucket(judged), found.votes, prediction.was_wrong == 0
+    while True:
+        predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
+        at = Position(depth, depth, before, predicted, prediction.agreed + depth, was_right, error, ask.prompt_length)
+        size = count_votes(texts, evidence, alive[first:], count, depth, predicted, MAX_CANDIDATES, votes)
+        judge(evidence, size, at, model, found)
+        if num_nodes == 0 and size > 0:
+            name_source(found, 0, evidence, predicted, out)
+        best = 0
+        for row in range(1, size):
+            if found.chances[row] > found.chances[best]:
+                best = row
+        best_here = NOTHING
+        for row in range(size):
+            chance = found.chances[row]
+            is_hopeful = product * chance >= 0.5 * price_of(ask, num_nodes)
+            if not is_hopeful and row != best:
+                continue
+            entry = space.opened[num_opened]
+            entry.parent, entry.token, entry.weight_set = parent, votes.tokens[row], found.sets[row]
+            for i in range(INPUTS):
+                entry.inputs[i] = found.inputs[row, i]
+            entry.product, entry.chance = product * chance, chance
+            if row == best:
+                best_here = num_opened
+            if is_hopeful:
+                heap[num_open] = num_opened
+                _sift_up(space, num_open)
+                num_open += 1
+            num_opened += 1
+        if parent >= 0:
+            nodes[parent].best = best_here
+        else:
+            best_of_all = best_here
+        if num_open == 0:
+            break
+        taken = _pop(space, num_open)
+        num_open -= 1
+        entry = space.opened[taken]
+        product, parent = entry.product, entry.parent
+        depth = nodes[parent].depth + 1 if parent >= 0 else 0
+        pays = num_nodes < ask.limit and product >= price_of(ask, num_nodes)
+        _keep_once(space, taken, judged, pays)
+        if not pays:
+            break
+        before = entry.token
+        out.tokens[num_nodes], out.probabilities[num_nodes] = before, entry.chance
+        out.parents[num_nodes] = parent
+        out.size = num_nodes + 1
+        # Its samples are those of its parent that go on with it.
+        from_first = nodes[parent].first if parent >= 0 else 0
+        from_count = nodes[parent].num_alive if parent >= 0 else num_samples(evidence)
+        first = nodes[num_nodes - 1].first + nodes[num_nodes - 1].num_alive if num_nodes > 0 else from_count
+        count = 0
+        for i in range(from_count):
+            alive[first + count] = alive[from_first + i]
+            count += next_token(evidence, alive[from_first + i], depth, texts) == before
+        follows = (parent < 0 or nodes[parent].follows == 1) and predicted_token(ask, prediction, depth) == before
+        node = nodes[num_nodes]
+        node.depth, node.first, node.num_alive, node.follows = depth, first, count, int(follows)
+        parent = num_nodes
+        depth += 1
+        num_nodes += 1
+    # Those left out come after those drafted: what is kept of a node has the node's number.
+    for place in range(-1, num_nodes):
+        left_out = nodes[place].best if place >= 0 else best_of_all
+        if left_out != NOTHING:
+            _keep_once(space, left_out, judged, False)

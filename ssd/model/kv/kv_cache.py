@@ -1,0 +1,223 @@
+"""The attention cache: one slot per running sequence, each with a length of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd.model.kv.tree import TreeShape
+
+
+class SlotKVCache:
+    """Keys and values of every layer, at (slot, position).
+
+    Per layer two tensors ``[num_slots, num_kv_heads, max_length, head_dim]``, allocated when the layer first writes,
+    because only then its number of heads and head sizes are known for every architecture.
+
+    ``lengths`` : int64[num_slots], valid positions of each slot. A query at position p sees keys at positions <= p
+    only, so what lies at or beyond a slot's length is never read before it is written again: **rollback is lowering
+    the length**, and padding may be written past it.
+    """
+
+    def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self.lengths: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.reach: dict[int, int | None] = {}
+        """How many positions back each layer attended in its last pass: its window or chunk, None is all."""
+        self.device = device
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def write(
+        self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values and return all that ``rows`` may see.
+
+        keys, values : [B, num_kv_heads, T, head_dim] at ``rows.places``.
+        Returns two tensors [B, num_kv_heads, rows.num_keys, head_dim]: views when the rows are neighbouring slots in
+        order, else copies.
+        """
+        stored_keys, stored_values = self.store(layer, rows, keys, values)
+        return self._read(stored_keys, rows), self._read(stored_values, rows)
+
+    def store(
+        self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``write``, but returns all the layer holds, two tensors [num_slots, num_kv_heads, max_length, dim]."""
+        if layer not in self._layers:
+            self._layers[layer] = (self._allocate(keys), self._allocate(values))
+        stored_keys, stored_values = self._layers[layer]
+        if rows.only_place is not None:  # two copies instead of two scatters
+            slot, place = rows.only_place
+            stored_keys[slot, :, place] = keys[0]
+            stored_values[slot, :, place] = values[0]
+        else:
+            at = (rows.slots[:, None], slice(None), rows.places)
+            stored_keys[at] = keys.transpose(1, 2)
+            stored_values[at] = values.transpose(1, 2)
+        return stored_keys, stored_values
+
+    def move(
+        self, slots: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+    ) -> None:
+        """Copy single positions inside their slots, in every layer: entry i from ``sources[i]`` to ``targets[i]``.
+
+        All int64[n]; the pairs (slot, target) are distinct. Everything is read before anything is written. One gather
+        and one scatter per tensor, of n positions.
+        """
+        self.move_at(*(torch.from_numpy(each).to(self.device) for each in (slots, sources, targets)))
+
+    def move_at(self, at: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """``move`` by tensors on the device, int64[n]; pairs (slot, target) that are equal must have equal sources."""
+        for layer in self._layers.values():
+            for stored in layer:
+                stored[at, :, target] = stored[at, :, source]
+
+    def copy(self, source: int, slot: int, start: int, end: int) -> None:
+        """Overwrite positions ``start`` to ``end`` of ``slot`` with those of ``source``; lengths stay as they are."""
+        for stored in (stored for pair in self._layers.values() for stored in pair):
+            stored[slot, :, start:end] = stored[source, :, start:end]
+
+    def spoil(self, slot: int, position: int) -> None:
+        """Change what every layer holds at one position that holds no text."""
+        for stored in (stored for pair in self._layers.values() for stored in pair):
+            stored[slot, :, position] += 1
+
+    def is_equal(self, slot: int, first: int, second: int) -> bool:
+        """Whether two positions hold the same in every layer."""
+        tensors = [stored for pair in self._layers.values() for stored in pair]
+        return all(torch.equal(stored[slot, :, first], stored[slot, :, second]) for stored in tensors)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one position of one slot takes over all layers written so far."""
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self._layers.values() for t in pair)
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.
+        shape = (self.num_slots, like.shape[1], self.max_length, like.shape[3])
+        return torch.zeros(shape, dtype=like.dtype, device=self.device)
+
+    @staticmethod
+    def _read(stored: torch.Tensor, rows: SlotRows) -> torch.Tensor:
+        if rows.first_slot is not None:
+            return stored[rows.first_slot : rows.first_slot + rows.batch_size, :, : rows.num_keys]
+        return stored[:, :, : rows.num_keys].index_select(0, rows.slots)
+
+
+class AttentionKernel(Protocol):
+    """Attention over a layer's slots in place, each row over its own keys: no copies, no mask."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        stored_keys: torch.Tensor,
+        stored_values: torch.Tensor,
+        rows: SlotRows,
+        *,
+        scale: float,
+        window: int | None,
+        chunk: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention from new positions, whose keys and values are stored already.
+
+        query : [B, num_heads, T, head_dim]. stored_keys, stored_values : what `SlotKVCache.store` returns.
+        window, chunk : as in `SlotRows.mask`. softcap, sinks : as in `slot_attention`. Returns [B, T, num_heads,
+        value_dim], contiguous.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class SlotRows:
+    """The rows of one forward pass.
+
+    ``slots`` : int64[B]. ``positions`` : int64[B, T], where each new token stands in its text. ``places`` :
+    int64[B, T], where it is written: one behind the other. The same tensor, unless rows are trees.
+    ``starts`` : int64[B, 1], keys before the new ones: a row's first place, but for rows that only pad a pass.
+    ``num_keys`` : at least the keys visible to the furthest query. ``first_slot`` : where the slots are neighbours in
+    order. ``sees`` : where rows are trees bool[B, T, T], which new tokens are on the path to which, itself included.
+    ``kernel`` : what attends; None is torch. ``only_place`` : of a single row its slot and places. ``is_full`` : every
+    query sees all of ``num_keys``.
+    """
+
+    kv_cache: SlotKVCache
+    slots: torch.Tensor
+    positions: torch.Tensor
+    places: torch.Tensor
+    starts: torch.Tensor
+    num_keys: int
+    first_slot: int | None
+    sees: torch.Tensor | None
+    kernel: AttentionKernel | None = None
+    only_place: tuple[int, slice] | None = None
+    is_full: bool = False
+    _masks: dict[tuple[int | None, int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        kv_cache: SlotKVCache,
+        slots: list[int],
+        num_tokens: int,
+        device: torch.device,
+        trees: TreeShape | None = None,
+    ) -> SlotRows:
+        """Rows that append ``num_tokens`` positions to each of ``slots``, of chains or ``trees``."""
+        starts = kv_cache.lengths[slots]
+        first, last = int(starts.min()), int(starts.max())
+        places = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)
+        positions = places if trees is None else torch.from_numpy(starts[:, None] + trees.depths).to(device)
+        return cls(
+            kv_cache,
+            torch.tensor(slots, device=device),
+            positions,
+            places,
+            places[:, :1],
+            last + num_tokens,
+            slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None,
+            None if trees is None else torch.from_numpy(trees.sees).to(device),
+            only_place=(slots[0], slice(first, first + num_tokens)) if len(slots) == 1 else None,
+            is_full=num_tokens == 1 and first == last,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of this pass."""
+        return len(self.slots)
+
+    def mask(self, window: int | None, chunk: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """What each query may see, to be added to the scores: 0 or -inf, [B, 1, groups * T, num_keys]; None: all.
+
+        A query at position p sees keys j with j <= p, with a sliding ``window`` only j > p - window, and with chunked
+        attention only keys of p's own ``chunk``. A node of a tree sees the text before the tree and the path to
+        itself; the rules go by where keys stand in the text. Built once a pass for each kind of layer, repeated for the
+        query heads that share a key head.
+        """
+        if self.is_full and all(reach is None or self.num_keys <= reach for reach in (window, chunk)):
+            return None
+        key = (window, chunk, groups, dtype)
+        if key not in self._masks:
+            query = self.positions[:, :, None]
+            keys = torch.arange(self.num_keys, device=query.device)
+            if self.sees is None:
+                visible = keys <= query
+            else:
+                width = self.places.shape[1]
+                new = self.starts + torch.arange(width, device=query.device)
+                visible = (keys < self.starts)[:, None].repeat(1, width, 1)
+                visible.scatter_(2, new[:, None].expand(-1, width, -1), self.sees)
+                keys = keys.repeat(len(self.slots), 1).scatter_(1, new, self.positions)[:, None]
+            if window is not None:
+                visible &= keys > query - window
+            if chunk is not None:
+                visible &= keys >= query - query % chunk
+            mask = torch.zeros(visible.shape, dtype=dtype, device=query.device)
+            mask.masked_fill_(~visible, float("-inf"))
+            self._masks[key] = mask[:, None].repeat(1, 1, groups, 1)
+        return self._masks[key]

@@ -1,0 +1,87 @@
+"""Drafts that are trees: what each token's place in the tree means for a pass and for sampling.
+
+A pass feeds a row's last token and then its draft, so token i of the draft is **node** i + 1 and the last token is node
+0, the root. ``Draft.parents`` counts tokens of the draft (-1 is the root); a pass counts nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Parents = npt.NDArray[np.int32]
+
+
+def is_tree(parents: Parents, num_tokens: int) -> bool:
+    """True when ``num_tokens`` parents are there and each is -1 or before its child."""
+    return parents.shape == (num_tokens,) and bool(np.all((parents >= -1) & (parents < np.arange(num_tokens))))
+
+
+def leading_chain(parents: Parents) -> int:
+    """How many of the first tokens are a chain: each goes on from the one before it."""
+    branches = np.flatnonzero(parents != np.arange(-1, len(parents) - 1))
+    return int(branches[0]) if len(branches) else len(parents)
+
+
+def depths(parents: Parents | None, num_tokens: int) -> Ints:
+    """Draft tokens on the path to each node, int64[num_tokens + 1]: how far behind the root it stands. O(k)."""
+    if parents is None:
+        return np.arange(num_tokens + 1)
+    found = np.zeros(num_tokens + 1, np.int64)
+    for token, parent in enumerate(parents.tolist()):
+        found[token + 1] = found[parent + 1] + 1
+    return found
+
+
+def path_to(parents: Parents, node: int) -> list[int]:
+    """The draft's tokens on the path to ``node``, oldest first, as indices into the draft. O(depth)."""
+    path = []
+    token = node - 1
+    while token >= 0:
+        path.append(token)
+        token = int(parents[token])
+    return path[::-1]
+
+
+def node_parents(rows: Sequence[Parents | None], width: int) -> Ints:
+    """The parent's node of each node of a pass, int64[B, width]; -1 of the root.
+
+    rows : each draft's parents, None where it is a chain. Padding goes on as a chain: nobody looks at it.
+    """
+    nodes = np.tile(np.arange(-1, width - 1), (len(rows), 1))
+    for b, parents in enumerate(rows):
+        if parents is not None:
+            nodes[b, 1 : len(parents) + 1] = parents + 1
+    return nodes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeShape:
+    """The trees of one pass.
+
+    ``depths`` : int64[B, T], of each node. ``sees`` : bool[B, T, T], ``[b, i, j]`` where node j is node i or on the
+    path to it.
+    """
+
+    depths: Ints
+    sees: npt.NDArray[np.bool_]
+
+    @classmethod
+    def build(cls, parents: Ints) -> TreeShape:
+        """Of trees as ``node_parents`` gives them. O(B T^2), in T vectorised steps."""
+        num_rows, width = parents.shape
+        assert (parents[:, 0] == -1).all() and (parents[:, 1:] >= 0).all()
+        assert (parents < np.arange(width)).all()
+        found, sees = np.zeros((num_rows, width), np.int64), np.zeros((num_rows, width, width), np.bool_)
+        rows = np.arange(num_rows)
+        sees[:, 0, 0] = True
+        for node in range(1, width):
+            parent = parents[:, node]
+            found[:, node] = found[rows, parent] + 1
+            sees[:, node] = sees[rows, parent]
+            sees[:, node, node] = True
+        return cls(found, sees)

@@ -1,0 +1,217 @@
+"""Attention of a few new positions over the slot KV cache, in place: a Triton kernel.
+
+Keys are split among programs (flash-decoding, Dao et al. 2023), each with a running softmax (Milakov and Gimelshein
+2018); a second kernel combines what the splits found by their log-sum-exps. Each row goes over its own keys only, so
+one launch, and one recorded graph, serves any lengths. The query heads that share a key head are one tile. Import this
+module only where triton is installed: it comes with CUDA builds of torch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from ssd.model.kv.kv_cache import SlotRows
+
+_MOST_SPLITS = 32
+_BLOCKS_PER_PROCESSOR = 2
+
+
+def triton_attention(
+    query: torch.Tensor,
+    stored_keys: torch.Tensor,
+    stored_values: torch.Tensor,
+    rows: SlotRows,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
+
+    Same result as `slot_attention` in torch but for rounding. O(keys visible) per row: what lies before a window or
+    chunk is not read.
+    """
+    batch, heads, width, dim = query.shape
+    kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
+    groups = heads // kv_heads
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
+    is_wide = max(block_dim, block_value) > 128
+    block_queries = min(32 if is_wide else 64, max(16, triton.next_power_of_2(groups * width)))
+    block_keys = 32 if is_wide or query.dtype == torch.float32 else 64
+    tiles = triton.cdiv(groups * width, block_queries)
+    most_keys = min(rows.num_keys, *(limit + width for limit in (window, chunk) if limit is not None), 1 << 31)
+    splits = num_splits(query.device, batch * kv_heads * tiles, min(triton.cdiv(most_keys, block_keys), _MOST_SPLITS))
+    partial = torch.empty(batch, heads, width, splits, value_dim, dtype=torch.float32, device=query.device)
+    weights = torch.empty(batch, heads, width, splits, dtype=torch.float32, device=query.device)
+    out = torch.empty(batch, width, heads, value_dim, dtype=query.dtype, device=query.device)
+    _attend_split[(tiles, batch * kv_heads, splits)](
+        query, stored_keys, stored_values, partial, weights,
+        rows.slots, rows.starts.contiguous(), rows.positions,
+        rows.sees.view(torch.uint8) if rows.sees is not None else rows.slots,
+        scale, softcap or 0.0, width,
+        *query.stride()[:3], *stored_keys.stride()[:3], *stored_values.stride()[:3],
+        GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim, SPLITS=splits,
+        WINDOW=window or 0, CHUNK=chunk or 0, IS_CAPPED=softcap is not None, IS_TREE=rows.sees is not None,
+        BLOCK_QUERIES=block_queries, BLOCK_KEYS=block_keys, BLOCK_DIM=block_dim, BLOCK_VALUE=block_value,
+        num_stages=2,
+    )  # fmt: skip
+    _combine_splits[(batch * heads * width,)](
+        partial, weights, out, sinks if sinks is not None else weights, heads, width,
+        VALUE_DIM=value_dim, SPLITS=splits, HAS_SINKS=sinks is not None, BLOCK_VALUE=block_value,
+    )  # fmt: skip
+    return out
+
+
+def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
+    """Programs to split each of ``num_programs`` into: a power of two, so that few kernels are compiled.
+
+    Enough to keep the device busy, and not twice ``most_splits``.
+    """
+    wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * _num_processors(device), num_programs)
+    splits = 1
+    while splits < min(wanted, most_splits):
+        splits *= 2
+    return splits
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":  # interpreted
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def _attend_split(  # type: ignore[no-untyped-def]
+    query, keys, values, partial, weights,
+    slots, starts, positions, sees,
+    scale, softcap, width,
+    query_row, query_head, query_position, key_slot, key_head, key_position, value_slot, value_head, value_position,
+    GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_TREE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries, of one row and key head, over one split of the keys.
+
+    Leaves their weighted mean in partial, float32[B, H, T, SPLITS, VALUE_DIM], and the logarithm of the weights' sum in
+    weights, float32[B, H, T, SPLITS]: -inf where no key of the split is visible. Grid (tiles, B * KV_HEADS, SPLITS).
+    """
+    tile, row, split = tl.program_id(0), tl.program_id(1) // KV_HEADS, tl.program_id(2)
+    kv_head = tl.program_id(1) % KV_HEADS
+    # Query q of a tile is position q % width of the q // width-th head of the group.
+    q = tile * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    is_query = q < GROUPS * width
+    at, head = q % width, kv_head * GROUPS + q // width
+    position = tl.load(positions + row * width + at, mask=is_query, other=0).to(tl.int32)
+    slot = tl.load(slots + row)
+    start = tl.load(starts + row).to(tl.int32)
+
+    dims, value_dims = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
+    query_at = query + row * query_row + head[:, None] * query_head + at[:, None] * query_position + dims[None, :]
+    queries = tl.load(query_at, mask=is_query[:, None] & (dims < DIM)[None, :], other=0.0)
+
+    end = start + width
+    first = 0
+    if WINDOW > 0:  # the first query stands at start, all others behind it
+        first = tl.maximum(start - WINDOW + 1, 0)
+    if CHUNK > 0:
+        first = tl.maximum(start - start % CHUNK, first)
+    first = first // BLOCK_KEYS * BLOCK_KEYS
+    blocks = (end - first + BLOCK_KEYS - 1) // BLOCK_KEYS
+    length = (blocks + SPLITS - 1) // SPLITS * BLOCK_KEYS
+    low = first + split * length
+    high = tl.minimum(low + length, end)
+
+    highest = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_QUERIES], tl.float32)
+    mean = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
+    for begin in range(low, high, BLOCK_KEYS):
+        key = begin + tl.arange(0, BLOCK_KEYS)
+        is_key = key < high
+        key_at = keys + slot * key_slot + kv_head * key_head + key[:, None] * key_position + dims[None, :]
+        some_keys = tl.load(key_at, mask=is_key[:, None] & (dims < DIM)[None, :], other=0.0)
+        scores = tl.dot(queries, tl.trans(some_keys), input_precision="ieee") * scale
+        if IS_CAPPED:  # softcap * tanh(scores / softcap)
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+        if IS_TREE:
+            is_new = is_key & (key >= start)
+            seen = tl.load(
+                sees + (row * width + at)[:, None] * width + (key - start)[None, :],
+                mask=is_query[:, None] & is_new[None, :],
+                other=0,
+            )
+            visible = (key < start)[None, :] | (seen != 0)
+            stands = tl.load(positions + row * width + key - start, mask=is_new, other=0).to(tl.int32)
+            stands = tl.where(is_new, stands, key)
+        else:
+            stands = key
+            visible = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            visible = visible & (stands[None, :] > position[:, None] - WINDOW)
+        if CHUNK > 0:
+            visible = visible & (stands[None, :] >= (position - position % CHUNK)[:, None])
+        scores = tl.where(visible & is_key[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        grown = tl.exp(highest - base)
+        chances = tl.exp(scores - base[:, None])
+        value_at = (
+            values + slot * value_slot + kv_head * value_head + key[:, None] * value_position + value_dims[None, :]
+        )
+        some_values = tl.load(value_at, mask=is_key[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
+        mean = mean * grown[:, None] + tl.dot(chances.to(some_values.dtype), some_values, input_precision="ieee")
+        total = total * grown + tl.sum(chances, 1)
+        highest = new_highest
+
+    is_some = total > 0
+    divisor = tl.where(is_some, total, 1.0)
+    found = tl.where(is_some, highest + tl.log(divisor), float("-inf"))
+    place = ((row * KV_HEADS * GROUPS + head) * width + at) * SPLITS + split
+    tl.store(weights + place, found, mask=is_query)
+    tl.store(
+        partial + place[:, None] * VALUE_DIM + value_dims[None, :],
+        mean / divisor[:, None],
+        mask=is_query[:, None] & (value_dims < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit
+def _combine_splits(  # type: ignore[no-untyped-def]
+    partial, weights, out, sinks, heads, width,
+    VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+):  # fmt: skip
+    """The mean of the splits' means by their weights: out [B, T, H, VALUE_DIM]. Grid (B * H * T,).
+
+    sinks : [H], takes weight but carries no value.
+    """
+    query = tl.program_id(0)
+    at, head = query % width, query // width % heads
+    row = query // width // heads
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_VALUE)
+    found = tl.load(weights + query * SPLITS + splits)
+    highest = tl.max(found, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    shares = tl.exp(found - highest)
+    total = tl.sum(shares, 0)
+    if HAS_SINKS:
+        total += tl.exp(sink - highest)
+    means = tl.load(
+        partial + (query * SPLITS + splits)[:, None] * VALUE_DIM + dims[None, :],
+        mask=(dims < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    mean = tl.sum(means * shares[:, None], 0) / total
+    tl.store(
+        out + ((row * width + at) * heads + head) * VALUE_DIM + dims,
+        mean.to(out.dtype.element_ty),
+        mask=dims < VALUE_DIM,
+    )

@@ -1,0 +1,114 @@
+"""Load a Hugging Face model and open the slots it is driven through."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ssd.errors import ModelError, first_line
+from ssd.model.loading.kv_budget import fit_slots, usable_bytes
+from ssd.model.loading.rope import settle_rope
+from ssd.model.loading.weights import ADVICE, check_weights_fit
+from ssd.model.target import Target
+from ssd.model.ways.find_way import find_way, row_bytes_per_token
+from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.steps_probe import attach_steps
+from ssd.model.ways.tree_probe import verifies_trees
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_MAX_LENGTH = 4096
+"""Context where the model's configuration states none."""
+
+
+def load_model(name_or_path: str | Path, *, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+    """An unmodified Hugging Face causal language model, in evaluation mode on its device.
+
+    dtype : "auto" is float32 on the CPU and the checkpoint's own on CUDA and for quantised weights; else a name of
+    ``DTYPES``. device : "auto" is CUDA where there is one. Raises ModelError with what to do.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not known: use auto, {', '.join(DTYPES)}")
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device 'cuda' was asked for, but torch sees no CUDA device: use --device cpu")
+    name = str(name_or_path)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        quantised = getattr(config, "quantization_config", None) is not None
+        wanted: Any = "auto"
+        if dtype != "auto":
+            wanted = DTYPES[dtype]
+        elif place.type == "cpu" and not quantised:
+            wanted = torch.float32
+        if not quantised:
+            check_weights_fit(name, config, wanted, place)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"cannot load model {name!r}: {first_line(error)} "
+            "Give a directory with config.json and weights, or the id of a model that is in the local hub cache."
+        ) from error
+    try:
+        return model.eval() if model.device == place else model.eval().to(place)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"model {name!r} does not fit into the memory of {place}: {ADVICE}") from error
+
+
+def open_target(
+    model: PreTrainedModel,
+    *,
+    num_slots: int,
+    max_length: int | None = None,
+    max_draft_tokens: int = 16,
+    kv_cache_memory_bytes: int | None = None,
+    enforce_eager: bool = False,
+    fuse_linears: bool = False,
+) -> Target:
+    """The fastest way to drive ``model`` that reproduces its own logits.
+
+    num_slots : most slots; fewer where memory lacks, see `fit_slots`. max_length : tokens a slot holds; None takes the
+    model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use; None takes half of what is free.
+    enforce_eager: record no CUDA graphs. fuse_linears: on CUDA too, compute layers that read the same input as one.
+    Raises ModelError when an explicit ``max_length`` cannot be had.
+    """
+    limit = model_limit(model)
+    if max_length is not None and limit is not None and max_length > limit:
+        raise ModelError(f"max_model_len {max_length} exceeds the model's context of {limit} tokens")
+    wanted = settle_rope(model, max_length) or limit or DEFAULT_MAX_LENGTH
+    found = find_way(model, fuse=fuse_linears)
+    bytes_per_token = found.bytes_per_token or (row_bytes_per_token(model) if found.kind is RowTarget else 0)
+    slots = fit_slots(
+        num_slots=num_slots,
+        max_length=max_length,
+        limit=wanted,
+        extra=max_draft_tokens + 1,
+        bytes_per_token=bytes_per_token,
+        usable_bytes=kv_cache_memory_bytes or usable_bytes(model.device),
+    )
+    if slots.shortage is not None:
+        log.warning("%s", slots.shortage)
+    if found.kind is not SlotTarget:
+        log.warning("%s is driven %s: %s", type(model).__name__, found.kind.way, found.reason)
+        other: Target = found.kind(model, slots.num_slots, slots.max_length)
+        return other
+    target = SlotTarget(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
+    target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
+    attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager)
+    return target
+
+
+def model_limit(model: PreTrainedModel) -> int | None:
+    """Longest text the model takes, in tokens; None where its configuration states none."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None

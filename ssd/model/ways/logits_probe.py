@@ -1,0 +1,87 @@
+"""The check that a way of driving a model computes what the model computes: at start-up, on the loaded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DummyLayer
+
+from ssd.model.layers.probe_logits import probe_texts
+from ssd.model.target import Target, pad_rows
+from ssd.model.ways.slot_target import SlotTarget
+
+PROBE_SLOTS = 3
+PROBE_WIDTH = 4
+"""Most positions of a scored pass of the probe."""
+
+_STARTS = (9, 4)
+"""Where scoring begins in either row; what comes before is prefilled in two parts."""
+
+
+def relative_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
+    """How far ``target``'s logits are from ``expected``, as a share of their norm; the worse of two rows.
+
+    Two texts in slots of reverse order and with different lengths, prefilled in parts, scored in passes of at most
+    ``PROBE_WIDTH`` positions. Where the target promises to take tokens back, each pass comes after one over a wrong
+    draft, which is taken back. ``target`` is left empty.
+    """
+    texts = probe_texts(target.model)
+    slots = (PROBE_SLOTS - 1, 0)
+    for slot, text, start in zip(slots, texts, _STARTS, strict=True):
+        for part in (text[: start // 2], text[start // 2 : start]):
+            target.prefill([slot], part[None], [len(part)])
+    found: list[list[torch.Tensor]] = [[], []]
+    while rows := [b for b in range(2) if target.length(slots[b]) < len(texts[b])]:
+        parts = [texts[b][target.length(slots[b]) :][:PROBE_WIDTH] for b in rows]
+        if target.can_roll_back:
+            held = [target.length(slots[b]) for b in rows]
+            _forward(target, [slots[b] for b in rows], [_wrong(target.model, part) for part in parts])
+            for b, length in zip(rows, held, strict=True):
+                target.rollback(slots[b], length)
+        logits = _forward(target, [slots[b] for b in rows], parts)
+        for index, (b, part) in enumerate(zip(rows, parts, strict=True)):
+            found[b].append(logits[index, : len(part)].float())
+    for slot in slots:
+        target.rollback(slot, 0)
+    errors = []
+    for got, whole in zip(found, expected, strict=True):
+        scored = torch.cat(got)
+        want = whole[-len(scored) :]
+        errors.append(float((scored - want).norm() / want.norm()))
+    return max(errors)
+
+
+def check_windows(target: SlotTarget) -> None:
+    """Raise TypeError unless every layer attended as far back as the model's configuration says.
+
+    The probe is shorter than the windows of real models, so it would not notice a layer that keeps its window to
+    itself. After a pass.
+    """
+    layers = declared_layers(target.model)
+    for index, reach in target.kv_cache.reach.items():
+        layer = layers[index] if index < len(layers) else None
+        declared = getattr(layer, "sliding_window", None)
+        # A layer that uses another's keys declares nothing.
+        if reach != declared and not isinstance(layer, DummyLayer):
+            raise TypeError(f"layer {index} attends to {reach or 'all'} positions, its configuration says {declared}")
+
+
+def declared_layers(model: PreTrainedModel) -> list[Any]:
+    """What each layer keeps of the past, as the layers of the cache that transformers makes from the configuration."""
+    try:
+        return list(DynamicCache(config=model.config).layers)
+    except Exception:  # a kind of layer that has a cache of its own: nothing is known
+        return []
+
+
+def _forward(target: Target, slots: Sequence[int], rows: Sequence[npt.NDArray[np.int64]]) -> torch.Tensor:
+    return target.forward(slots, pad_rows(rows), [len(row) for row in rows]).logits
+
+
+def _wrong(model: PreTrainedModel, part: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return (part[::-1] + 1) % int(model.config.get_text_config().vocab_size)

@@ -1,0 +1,121 @@
+"""Drive models with attention in one batched pass over the slot KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.kv.tree import TreeShape
+from ssd.model.sampling.noise import Noise
+from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.steps.static_steps import StaticSteps
+from ssd.model.target import Target, TokenMatrix
+
+
+class SlotTarget(Target):
+    """Models that hand our attention function its arguments: one batched pass over the slot KV cache."""
+
+    way = "slot attention"
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int, max_width: int) -> None:
+        """``max_width`` : most positions of one pass whose rows differ in length; padding may be written that far."""
+        super().__init__(model, num_slots, max_length)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.max_width = max_width
+        self.kv_cache = SlotKVCache(num_slots, max_length + max_width, self.device)
+        self.steps: StaticSteps | None = None
+        """Where passes that score tokens are repeated rather than launched anew."""
+
+    def length(self, slot: int) -> int:
+        """Tokens the slot holds."""
+        return int(self.kv_cache.lengths[slot])
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Lower the slot's length; what lies beyond is overwritten later."""
+        assert 0 <= length <= self.kv_cache.lengths[slot]
+        self.kv_cache.lengths[slot] = length
+
+    @property
+    def takes_noise(self) -> bool:
+        """Whether passes choose tokens with noise."""
+        return self.steps is not None and self.steps.takes_noise
+
+    @torch.inference_mode()
+    def forward(
+        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], noise: Noise | None = None
+    ) -> PassOutput:
+        """Score tokens, see ``Target``."""
+        return self._feed(slots, tokens, counts, noise=noise)
+
+    @torch.inference_mode()
+    def forward_trees(
+        self,
+        slots: Sequence[int],
+        tokens: TokenMatrix,
+        counts: Sequence[int],
+        parents: TokenMatrix,
+        noise: Noise | None = None,
+    ) -> PassOutput:
+        """Score the tokens of trees, see ``Target``."""
+        return self._feed(slots, tokens, counts, trees=TreeShape.build(parents), noise=noise)
+
+    @torch.inference_mode()
+    def keep_paths(self, slots: Sequence[int], counts: Sequence[int], paths: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Move keys and values of the paths together, those that are not in place yet, and lower the lengths."""
+        moves: list[npt.NDArray[np.int64]] = []
+        for slot, count, path in zip(slots, counts, paths, strict=True):
+            start = self.kv_cache.lengths[slot] - count
+            self.kv_cache.lengths[slot] = start + len(path)
+            self._fed[slot, start : start + len(path)] = self._fed[slot, start + path]
+            to = np.flatnonzero(path != np.arange(len(path)))
+            if len(to):
+                moves.append(np.stack([np.full(len(to), slot), start + path[to], start + to]))
+        if moves:
+            slots_and_places = np.concatenate(moves, axis=1)
+            if self.steps is None or not self.steps.moves.run(*slots_and_places):
+                self.kv_cache.move(*slots_and_places)
+
+    def _copy(self, source: int, slot: int, start: int, end: int) -> None:
+        self.kv_cache.copy(source, slot, start, end)
+        self.kv_cache.lengths[slot] = end
+
+    def _append(
+        self,
+        slots: Sequence[int],
+        tokens: TokenMatrix,
+        counts: Sequence[int],
+        trees: TreeShape | None = None,
+        noise: Noise | None = None,
+        **kwargs: Any,
+    ) -> PassOutput:
+        output = None if self.steps is None or kwargs else self.steps.run(slots, tokens, trees, noise)
+        if output is None:
+            rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device, trees)
+            output = PassOutput(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs))
+        self.kv_cache.lengths[list(slots)] += np.asarray(counts)
+        return output
+
+    def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
+        """The model over new tokens, int64[B, T], of rows: logits [B, T or fewer, V]. Lengths stay as they are."""
+        logits: torch.Tensor = self.model(
+            input_ids=tokens,
+            # Padding may point past the model's last position, where learned position embeddings have no row.
+            position_ids=rows.positions.clamp_max(self.max_length - 1),
+            use_cache=False,
+            slot_rows=rows,
+            **kwargs,
+        ).logits
+        return logits
+
+    def warm_up(self) -> None:
+        """Record the passes that are made most."""
+        super().warm_up()
+        if self.steps is not None:
+            self.steps.warm_up(with_trees=self.can_verify_trees)

@@ -1,0 +1,161 @@
+"""What passes take, learned as they come, and which drafted tokens pay: the kernels behind `PriceList`.
+
+They take the address of a `PassCosts`, so that Python and the kernel that drafts for all rows of a batch share one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.compiled.addresses import Int64s, inlined, kernel
+from ssd.compiled.records import Float64, Int64, Record, view_of
+from ssd.pricing.least_squares import NUM_FEATURES, add_observation, fit_nonnegative
+from ssd.pricing.rate import RateRecord, add_pass, joint_rate, price_at, recent_pass
+
+Floats = npt.NDArray[np.float64]
+
+FORGETTING: Final = 0.98
+OUTLIER: Final = 5.0
+"""A pass that takes so many times what it should was interrupted, and says nothing about its size."""
+_MIN_PASSES: Final = 8.0
+_MIN_VARIANCE: Final = 0.05
+"""Of the positions of passes: where they vary less, they do not tell what a position costs."""
+_LASTING_SHARE: Final = 0.05
+
+
+class PassCosts(Record):
+    """Seconds of a pass: ``fixed + per_position * positions``, and ``wide`` more with several positions of a row.
+
+    ``is_known`` : whether passes of different size have been seen. ``recent``, ``lasting`` : float64[3, 4], what least
+    squares needs of passes: those of late, and those of the warm-up, kept for the sizes not seen lately.
+    """
+
+    fixed: Float64
+    per_position: Float64
+    wide: Float64
+    is_known: Int64
+    recent: Annotated[Floats, np.float64, (NUM_FEATURES, NUM_FEATURES + 1)]
+    lasting: Annotated[Floats, np.float64, (NUM_FEATURES, NUM_FEATURES + 1)]
+    rate: RateRecord
+
+
+_costs_at = view_of(PassCosts)
+
+
+@inlined
+def _seconds(costs: PassCosts, num_positions: int, is_wide: bool) -> float:
+    return costs.fixed + costs.per_position * num_positions + costs.wide * is_wide
+
+
+@inlined
+def _features(num_positions: int, is_wide: bool) -> tuple[float, float, float]:
+    return 1.0, float(num_positions), 1.0 if is_wide else 0.0
+
+
+@inlined
+def _fit(costs: PassCosts) -> None:
+    """Least squares over recent passes and, with little weight, those of the warm-up."""
+    moments = costs.recent + _LASTING_SHARE * costs.lasting
+    passes, positions, wide, seconds = moments[0, 0], moments[0, 1], moments[0, 2], moments[0, 3]
+    if passes * moments[1, 1] - positions * positions >= _MIN_VARIANCE * passes * passes:
+        costs.fixed, costs.per_position, costs.wide = fit_nonnegative(moments)
+        costs.is_known = 1
+    else:  # what a position costs stays what it is known to be, as far as that can be
+        costs.per_position = min(costs.per_position, seconds / positions)
+        costs.fixed = max(0.0, (seconds - costs.per_position * positions - costs.wide * wide) / passes)
+
+
+@kernel
+def calibrate_pass(address: int, num_positions: int, is_wide: bool, seconds: float) -> None:
+    """Count a pass of the warm-up."""
+    add_observation(_costs_at(address).lasting, 1.0, _features(num_positions, is_wide), seconds)
+
+
+@kernel
+def begin_serving(address: int) -> None:
+    """Learn from the warm-up's timed passes alone: what others took and put out says nothing about requests to come."""
+    costs = _costs_at(address)
+    costs.recent[:, :] = 0.0
+    costs.rate.passes = costs.rate.tokens = costs.rate.seconds = 0.0
+    if costs.lasting[0, 0] > 0.0:
+        _fit(costs)
+
+
+@kernel
+def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: int, seconds: float) -> None:
+    """Learn from a pass that put out ``num_tokens``."""
+    costs = _costs_at(address)
+    if costs.is_known and seconds > OUTLIER * _seconds(costs, num_positions, is_wide):
+        return
+    add_pass(costs.rate, num_tokens, seconds)
+    add_observation(costs.recent, FORGETTING, _features(num_positions, is_wide), seconds)
+    if costs.recent[0, 0] >= _MIN_PASSES:
+        _fit(costs)
+
+
+@kernel
+def pass_seconds(address: int, num_positions: int, is_wide: bool) -> float:
+    """Expected seconds of a pass; 0 before enough were seen."""
+    return _seconds(_costs_at(address), num_positions, is_wide)
+
+
+@kernel
+def token_price(address: int, num_rows: int) -> float:
+    """What a drafted token costs in output tokens; 0 while that is not known."""
+    costs = _costs_at(address)
+    return price_at(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
+
+
+@kernel
+def num_paying(address: int, num_rows: int, step: int, gains: Floats) -> int:
+    """How many steps of drafting give most, each of which adds ``step`` positions to a pass of ``num_rows`` rows.
+
+    ``gains`` : float64[n], the output tokens that the i-th step is expected to add. O(n).
+    """
+    costs = _costs_at(address)
+    recent = recent_pass(costs.rate)
+    expected = float(num_rows)
+    best, most = 0, joint_rate(recent, expected, _seconds(costs, num_rows, False))
+    for i in range(len(gains)):
+        expected += gains[i]
+        together = joint_rate(recent, expected, _seconds(costs, num_rows + step * (i + 1), True))
+        if together > most:
+            best, most = i + 1, together
+    return best
+
+
+@kernel
+def cut_rows(address: int, probabilities: Floats, sizes: Int64s, best_first: Floats) -> None:
+    """Lower ``sizes`` to the beginnings of the drafts, chains and one a row, that together give most, without padding.
+
+    The i-th token of a draft adds the chance that it and all before it are accepted. That never grows along a draft, so
+    the best m tokens of all rows are beginnings, and m is found by trying all.
+
+    ``probabilities`` : float64[rows, n], of row i the first ``sizes[i]``. ``best_first`` : scratch, as many float64 as
+    there are drafted tokens. O(n log n) in these.
+    """
+    num_rows, count = len(sizes), 0
+    if not _costs_at(address).is_known:
+        return
+    for row in range(num_rows):
+        chance = 1.0
+        for i in range(sizes[row]):
+            chance *= probabilities[row, i]
+            best_first[count] = -chance
+            count += 1
+    gains = best_first[:count]
+    gains.sort()
+    gains *= -1.0
+    kept = num_paying(address, num_rows, 1, gains)
+    least = gains[kept - 1] if kept > 0 else 2.0
+    for row in range(num_rows):
+        chance, size = 1.0, 0
+        while size < sizes[row]:
+            chance *= probabilities[row, size]
+            if chance < least:
+                break
+            size += 1
+        sizes[row] = size

@@ -1,0 +1,144 @@
+"""The rate at which tokens come: what an accepted token is worth is the time that it would take later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.compiled.addresses import inlined, kernel
+from ssd.compiled.records import Float64, Record, Records, view_of
+
+Floats = npt.NDArray[np.float64]
+
+FORGETTING = 0.99
+"""What a pass counts after each later one, where passes are chosen by the rate."""
+_STEP_FORGETTING = 0.95
+_NO_TIME = 1e-9
+
+
+class RateRecord(Record):
+    """What passes gave and took of late: sums over them, each ``forgetting`` times as much after every later one."""
+
+    forgetting: Float64
+    passes: Float64
+    tokens: Float64
+    seconds: Float64
+
+
+@inlined
+def add_pass(rate: RateRecord, num_tokens: float, seconds: float) -> None:
+    """A pass put out ``num_tokens``."""
+    rate.passes = rate.forgetting * rate.passes + 1.0
+    rate.tokens = rate.forgetting * rate.tokens + num_tokens
+    rate.seconds = rate.forgetting * rate.seconds + seconds
+
+
+@inlined
+def recent_pass(rate: RateRecord) -> tuple[float, float]:
+    """Output tokens and seconds of an average pass of late."""
+    passes = rate.passes
+    return (rate.tokens / passes, rate.seconds / passes) if passes > 0.0 else (0.0, 0.0)
+
+
+@inlined
+def price_at(rate: RateRecord, num_tokens: float, seconds: float, more_seconds: float) -> float:
+    """Output tokens that ``more_seconds`` are worth in a pass that gives ``num_tokens`` in ``seconds`` without."""
+    tokens, time = recent_pass(rate)
+    return float(more_seconds * (num_tokens + tokens) / max(seconds + time, _NO_TIME))
+
+
+@inlined
+def joint_rate(recent: tuple[float, float], num_tokens: float, seconds: float) -> float:
+    """Tokens per second of a pass and a ``recent_pass`` together."""
+    return float((num_tokens + recent[0]) / max(seconds + recent[1], _NO_TIME))
+
+
+_rate_at = view_of(RateRecord)
+
+
+@kernel
+def _add_pass(address: int, num_tokens: float, seconds: float) -> None:
+    add_pass(_rate_at(address), num_tokens, seconds)
+
+
+@kernel
+def _price_at(address: int, num_tokens: float, seconds: float, more_seconds: float) -> float:
+    return price_at(_rate_at(address), num_tokens, seconds, more_seconds)
+
+
+@kernel
+def _best(address: int, num_tokens: Floats, seconds: Floats) -> int:
+    recent = recent_pass(_rate_at(address))
+    best, most = 0, -1.0
+    for way in range(len(num_tokens)):
+        together = joint_rate(recent, num_tokens[way], seconds[way])
+        if together > most:
+            best, most = way, together
+    return best
+
+
+class Rate:
+    """Tokens per second of recent passes, and the choice of what gives most of this pass and one like them together.
+
+    A token that is accepted saves the time it would have taken later. How much that is, recent passes tell, and this
+    one too: text that is easy to draft now is easy a little later, and what it saves is then cheap. So for an expected
+    output G and a time C of the pass, and T and K the average ones of late, (G + T) / (C + K) is maximised. In replays
+    of recorded outputs that gave more than G / C, and more than charging time at the rate T / K (Dinkelbach 1967).
+    """
+
+    def __init__(self, forgetting: float = FORGETTING) -> None:
+        """``forgetting`` : what a pass counts after each later one."""
+        self._records = Records(RateRecord)
+        self._record = self._records[0]
+        self._record.forgetting = forgetting
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of recent passes; 0 before the first."""
+        record = self._record
+        return record.tokens / record.seconds if record.seconds > 0.0 else 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Count a pass that put out ``num_tokens``."""
+        _add_pass(self._records.address, num_tokens, seconds)
+
+    def price(self, num_tokens: int, seconds: float, more_seconds: float) -> float:
+        """Below which chance of being accepted a drafted token cannot pay.
+
+        ``num_tokens``, ``seconds`` : output and time of this pass without any draft. ``more_seconds`` : what a drafted
+        token adds. What `best` leaves of a draft is never shorter for having ended it here.
+        """
+        return _price_at(self._records.address, num_tokens, seconds, more_seconds)
+
+    def best(self, num_tokens: Floats, seconds: Floats) -> int:
+        """Which of the ways to do this pass gives most: each one's expected output and time, float64[n]. O(n)."""
+        return _best(self._records.address, num_tokens, seconds)
+
+
+class StepRate:
+    """The rate of steps from their first proposal to their last observation; the pauses between do not count."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``clock`` : seconds."""
+        self._clock = clock
+        self._rate = Rate(_STEP_FORGETTING)
+        self._began, self._last, self._num_tokens = 0.0, 0.0, 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of recent steps; 0 before the first."""
+        return self._rate.tokens_per_s
+
+    def begin(self) -> None:
+        """Begin a step; the one before is over."""
+        if self._num_tokens:
+            self._rate.observe(self._num_tokens, self._last - self._began)
+        self._began, self._num_tokens = self._clock(), 0
+
+    def count(self, num_tokens: int) -> None:
+        """Count tokens that the step put out."""
+        self._last = self._clock()
+        self._num_tokens += num_tokens

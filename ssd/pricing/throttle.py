@@ -1,0 +1,63 @@
+"""The throttle of looking up: all rows are asked for a draft, unless that takes more of a step than it may."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+_SHARE = 0.0075
+"""Of a step that asking may take for rows that get nothing."""
+_FRUITLESS_AFTER = 4
+"""Times in a row that a request got no draft worth verifying."""
+_LONGEST_PAUSE = 8
+_FORGETTING = 0.9
+
+
+class Row(Protocol):
+    """A request that may be asked for a draft."""
+
+    num_fruitless: int
+    """Times in a row that it was asked for and got no draft."""
+
+
+class Throttle:
+    """Asks a request that got nothing lately every second, third ... step, as seldom as keeps asking cheap.
+
+    Looking up takes each row the same, while a pass takes little more for another row: beside one row it is nothing,
+    in a large batch of new text it would be several percent of a step. A request that gets a draft is asked at every
+    step, the others all at the same one: a call takes something of its own. Only speed depends on it, never a token.
+    O(rows).
+    """
+
+    def __init__(self) -> None:
+        self._row_s = self._pass_s = 0.0
+        self._num_spared = 0  # steps since all rows were asked
+
+    def due(self, rows: Sequence[Row]) -> list[bool]:
+        """Of each row whether it is asked at this step."""
+        all_are = self._num_spared + 1 >= self.period(len(rows))
+        return [all_are or row.num_fruitless < _FRUITLESS_AFTER for row in rows]
+
+    def period(self, num_rows: int) -> int:
+        """Steps from one time to the next that a fruitless row is asked."""
+        if self._pass_s == 0.0:
+            return 1
+        return max(1, min(_LONGEST_PAUSE, math.ceil(num_rows * self._row_s / self._pass_s / _SHARE)))
+
+    def observe_asking(self, rows: Sequence[Row], due: Sequence[bool], lengths: Sequence[int], seconds: float) -> None:
+        """Count an asking: those ``due`` got drafts of these lengths, in so many seconds together."""
+        self._num_spared = 0 if all(due) else self._num_spared + 1
+        for row, was_asked, length in zip(rows, due, lengths, strict=True):
+            if was_asked:
+                row.num_fruitless = 0 if length else row.num_fruitless + 1
+        if num_asked := sum(due):
+            self._row_s = _recent(self._row_s, seconds / num_asked)
+
+    def observe_pass(self, seconds: float) -> None:
+        """Count the pass that followed."""
+        self._pass_s = _recent(self._pass_s, seconds)
+
+
+def _recent(before: float, now: float) -> float:
+    return now if before == 0.0 else _FORGETTING * before + (1 - _FORGETTING) * now

@@ -1,0 +1,40 @@
+"""Rows whose tokens are to be chosen, from lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ssd.config import SamplingParams
+from ssd.drafting.protocol import Draft, SamplingRow
+from ssd.model.sampling.rejection import SampledDraft
+
+
+def make_row(
+    params: SamplingParams,
+    *,
+    prompt: Sequence[int] | npt.NDArray[np.int32] = (),
+    output: Sequence[int] = (),
+    draft: Sequence[int] = (),
+    parents: Sequence[int] | None = None,
+    law: torch.Tensor | None = None,
+    seed: int = 0,
+    choice_index: int = 0,
+    held_back_ids: tuple[int, ...] = (),
+) -> SamplingRow:
+    """A row at the end of ``output``; one whose draft has a ``law`` is verified by rejection."""
+    token_ids = np.array(draft, np.int32)
+    tree = None if parents is None else np.array(parents, np.int32)
+    return SamplingRow(
+        params=params,
+        seed=seed,
+        choice_index=choice_index,
+        held_back_ids=held_back_ids,
+        acceptance="match" if law is None else "rejection",
+        context=np.array([*prompt, *output], np.int32),
+        prompt_length=len(prompt),
+        draft=Draft(token_ids, parents=tree) if law is None else SampledDraft(token_ids, law=law),
+    )
