@@ -16,7 +16,7 @@ import pytest
 
 from tests.hostile.attacks import ATTACKS, COMPLETIONS, Attack
 from tests.server_client import get, wait_until
-from tests.test_server_process import answers, running
+from tests.test_server_process import START_S, answers, running
 
 KEY = {"authorization": "Bearer secret"}
 LONGEST_WAIT_S = 1.0
@@ -41,7 +41,7 @@ SMALL = (
 def server() -> Iterator[tuple[int, int]]:
     """Process id and port."""
     with running(*SMALL, "--api-key", "secret") as (process, port):
-        wait_until(lambda: answers(port, "/health"), 180)
+        wait_until(lambda: answers(port, "/health"), START_S)
         yield process.pid, port
 
 
