@@ -383,6 +383,7 @@ def run_until_killed(url: str, directory: Path, writer: int, first: int, num_app
     return (int(said[-1]) if said else number) + 2  # one more may have been stored unsaid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_replicas_hold_every_shared_sequence_exactly_once(
     redis_server: RedisServer, tmp_path: Path, seed: int

@@ -159,6 +159,7 @@ def test_a_process_that_is_told_to_end_leaves_a_living_servers_files_alone_and_r
 # Merging goes on
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_segments_and_descriptors_stay_few_while_the_process_is_stopped(tmp_path: Path) -> None:
     """Its time-out is far away: what piles up meanwhile is merged here."""
