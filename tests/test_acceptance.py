@@ -19,7 +19,8 @@ from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.gather import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.learned_state import LearnedState
-from ssd.retrieval.snapshot import SEPARATOR, Snapshot
+from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference
 from tests.test_search import contexts, sequences, snapshots

@@ -15,7 +15,7 @@ from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.checkpoints import Checkpoint, PendingCheckpoints
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.snapshot import Segment
+from ssd.retrieval.segment import Segment
 from tests.sharing_replica import FINGERPRINT, stored
 
 

@@ -32,7 +32,8 @@ from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.rebuild_process import MergeJob
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot
+from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import naive_count, sequences, snapshot_text
@@ -276,7 +277,7 @@ from pathlib import Path
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import StoreUnavailable
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR
 
 home = Path(sys.argv[1])
 logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")

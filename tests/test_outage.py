@@ -20,7 +20,7 @@ from ssd.retrieval import merging, outage, suffix_cache, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.snapshot import Segment
+from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import sequences, snapshot_text

@@ -22,8 +22,8 @@ from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.put_off import FIRST_PAUSE_S, LONGEST_PAUSE_S, PutOff
+from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.segment_file import open_segment
-from ssd.retrieval.snapshot import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS, build_segment
 from tests.reference.retrieval import sequences, snapshot_text
 from tests.test_merge_worker import _is_gone as is_gone

@@ -9,9 +9,9 @@ from pathlib import Path
 from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.cache_state import CacheState
 from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.segment import Segment, checked_text
 from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.segment_store import SegmentStore
-from ssd.retrieval.snapshot import Segment, checked_text
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from ssd.retrieval.merge_plan import MergePolicy
 from ssd.retrieval.names import is_kept
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
-from ssd.retrieval.snapshot import Segment, Snapshot, make_snapshot, segment_table
+from ssd.retrieval.segment import Segment
+from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
 from ssd.retrieval.usage import Flags, Usage, Windows, windows
 

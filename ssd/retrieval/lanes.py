@@ -22,7 +22,8 @@ from ssd.compiled.addresses import TokenIds, inlined, kernel, load_uint32, load_
 from ssd.compiled.records import Address, Int64, Record, Uint64, views_of
 from ssd.retrieval.packed import WIDTHS
 from ssd.retrieval.pattern import PATTERN_BYTES, agrees, num_agreeing, pack_context, precedes
-from ssd.retrieval.snapshot import FENCE_STEP, SegmentRecord
+from ssd.retrieval.segment import FENCE_STEP
+from ssd.retrieval.snapshot import SegmentRecord
 
 _NARROWEST: Final = WIDTHS[0]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 
 from ssd.config import IndexConfig
-from ssd.retrieval.snapshot import Segment
+from ssd.retrieval.segment import Segment
 
 Segments = tuple[Segment, ...]
 

@@ -14,8 +14,8 @@ from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import is_kept, new_segment_id
 from ssd.retrieval.put_off import PutOff
 from ssd.retrieval.rebuild_process import MergeJob
+from ssd.retrieval.segment import Segment, concatenate
 from ssd.retrieval.segment_store import SegmentStore
-from ssd.retrieval.snapshot import Segment, concatenate
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.usage import windows
 

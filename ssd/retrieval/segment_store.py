@@ -13,7 +13,7 @@ from ssd.retrieval.checkpoints import Checkpoint
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.learned_state import Copy, LearnedState
 from ssd.retrieval.outage import Outage
-from ssd.retrieval.snapshot import Segment
+from ssd.retrieval.segment import Segment
 
 SAVE_LEARNED_S: Final = 60.0
 

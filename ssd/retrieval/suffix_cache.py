@@ -21,8 +21,9 @@ from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.merging import Merging
 from ssd.retrieval.prefixes import PrefixFilter
+from ssd.retrieval.segment import Segment
 from ssd.retrieval.segment_store import SegmentStore
-from ssd.retrieval.snapshot import Segment, Snapshot
+from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.upkeep import Upkeep
 from ssd.retrieval.usage import WINDOW_TOKENS, windows

@@ -12,8 +12,8 @@ from ssd.retrieval.cache_state import CacheState
 from ssd.retrieval.damage import Damage
 from ssd.retrieval.merging import Merging
 from ssd.retrieval.names import new_segment_id
+from ssd.retrieval.segment import Segment, concatenate
 from ssd.retrieval.segment_store import SegmentStore
-from ssd.retrieval.snapshot import Segment, concatenate
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.usage import NO_WINDOWS, used_text, windows
 
