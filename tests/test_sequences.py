@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import push as benchmark
+from benchmarks.push import command as benchmark
 from ssd.retrieval import sequences as module
 from ssd.retrieval import snapshot as snapshots
 from ssd.retrieval.packed import unpack
