@@ -43,7 +43,8 @@ from ssd.errors import CacheLocked
 from ssd.retrieval.cache import DEFAULT_NAMESPACE, CacheSet
 from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.snapshot import SEPARATOR, Snapshot
+from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.snapshot import Snapshot
 
 Tokens = npt.NDArray[np.int32]
 Say = Callable[..., object]

@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str] = os.environ) -> Options:
     """Read the command line; ends the process with status 2 and one line when it cannot be used."""
-    parser = _build_parser()
+    parser = build_parser()
     found = parser.parse_args(arguments)
     try:
         draft = DraftConfig()
@@ -169,7 +169,8 @@ def _bundled() -> tuple[str, str]:
     return str(MODEL_PATH), BUNDLED_NAME
 
 
-def _build_parser() -> _Parser:
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, with defaults and help."""
     parser = _Parser(
         prog="ssd-serve",
         description="OpenAI-compatible server that gets faster the more it is used and never changes the output.",

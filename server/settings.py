@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ssd
 from ssd.errors import ConfigError
 
 from .limits import Limits
 
-VERSION = "0.1.0"
+VERSION = ssd.__version__
 
 OBFUSCATION_INTERVAL_S = 0.25
 

@@ -13,6 +13,8 @@ from ssd.errors import SSDError
 if TYPE_CHECKING:
     from ssd.engine import Engine, Request, RequestOutput
 
+    __version__: str
+
 __all__ = [
     "CacheConfig",
     "DraftConfig",
@@ -24,6 +26,7 @@ __all__ = [
     "SSDError",
     "SamplingParams",
     "StructuredOutput",
+    "__version__",
 ]
 
 _FROM_ENGINE = {"Engine", "Request", "RequestOutput"}
@@ -34,4 +37,8 @@ def __getattr__(name: str) -> Any:
         import ssd.engine
 
         return getattr(ssd.engine, name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ssd-serving")
     raise AttributeError(f"module 'ssd' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from tests.imports import loaded_by
 # Seeded: a failure seen once is seen again.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+# Read when triton is imported, whichever test comes first: without a GPU its kernels are interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _NOT_QUICK = {"fastapi", "openai", "tests.redis_server", "torch", "transformers"}
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import connect
 from ssd.sharing.entry import Entry, pack_entry, stream_key

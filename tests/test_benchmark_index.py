@@ -22,7 +22,7 @@ from benchmarks.peers.names import PEER_NAMES
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.snapshot import Segment
+from ssd.retrieval.segment import Segment
 from tests.reference.drafting import make_snapshot
 
 PROMISED = (

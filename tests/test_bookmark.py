@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.retrieval.marks import KeptMark
+from ssd.retrieval.checkpoints import Checkpoint
 from ssd.sharing.bookmark import Bookmark, position_of, sequence_id_of
 from ssd.sharing.entry import Entry
 from ssd.sharing.pages import order
@@ -24,7 +24,7 @@ def stream(num_entries: int, first: int = 0) -> dict[bytes, bytes]:
 
 def after_restart(bookmark: Bookmark, replica_id: bytes = TWO, position: int = 0) -> Bookmark:
     """The bookmark of the next life, as a manifest brings it."""
-    return Bookmark(replica_id, KeptMark(json.loads(json.dumps(bookmark.mark())), position))
+    return Bookmark(replica_id, Checkpoint(json.loads(json.dumps(bookmark.position())), position))
 
 
 def that_read(log: dict[bytes, bytes]) -> Bookmark:
@@ -87,7 +87,7 @@ def test_a_mark_stays_small() -> None:
     for life in range(200):
         bookmark = after_restart(bookmark, b"%08d" % life)
     assert len(bookmark.lives) == 64
-    assert len(json.dumps(bookmark.mark())) < 4000
+    assert len(json.dumps(bookmark.position())) < 4000
 
 
 def test_our_own_entries_are_known_by_position_and_life() -> None:
@@ -117,7 +117,7 @@ def test_our_own_entries_are_known_by_position_and_life() -> None:
     ],
 )
 def test_a_mark_of_another_make_counts_as_none(mark: dict[str, object]) -> None:
-    bookmark = Bookmark(ONE, KeptMark(mark, 5))
+    bookmark = Bookmark(ONE, Checkpoint(mark, 5))
     assert (bookmark.lives, bookmark.waypoints) == ((), ())
     assert not bookmark.is_ours(by(b"another.", 0))
 
@@ -134,7 +134,7 @@ json_values = st.recursive(
     st.integers(0, 1 << 70),
 )
 def test_whatever_a_manifest_holds_makes_a_bookmark_that_works(mark: dict[str, object], position: int) -> None:
-    bookmark = Bookmark(ONE, KeptMark(mark, position))
+    bookmark = Bookmark(ONE, Checkpoint(mark, position))
     assert found(bookmark, stream(5)) == 0
     for entry_id, sequence_id in stream(3).items():
         bookmark.passed(entry_id, sequence_id)
@@ -151,6 +151,6 @@ def test_whatever_a_manifest_holds_makes_a_bookmark_that_works(mark: dict[str, o
 def test_waypoints_of_a_manifest_are_ids_that_redis_can_read(
     waypoints: list[tuple[int, str, str]], lives: list[tuple[str, int]]
 ) -> None:
-    bookmark = Bookmark(ONE, KeptMark({"replica": "11" * 8, "lives": lives, "waypoints": waypoints}, 0))
+    bookmark = Bookmark(ONE, Checkpoint({"replica": "11" * 8, "lives": lives, "waypoints": waypoints}, 0))
     assert all(max(order(point.entry_id)) < 1 << 64 and b"_" not in point.entry_id for point in bookmark.waypoints)
     assert all(len(life.replica_id) == 8 and life.position >= 0 for life in bookmark.lives)

@@ -18,7 +18,7 @@ import ssd
 from cache_builder.__main__ import main
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.static import load_static_directory
 from ssd.sharing.redis_log import RedisLog
 from ssd.text.codec import TextCodec

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ssd.bundled import MODEL_PATH, corpus
-from ssd.bundled.data import TokenStream
-from ssd.bundled.finish import unlikelihood_loss
-from ssd.bundled.loops import loop_share, repeated_tokens
-from ssd.bundled.model_format import END_OF_TEXT_ID, render
-from ssd.bundled.muon import orthogonalised
+from ssd.bundled import MODEL_PATH
+from ssd.bundled.training import corpus
+from ssd.bundled.training.data import TokenStream
+from ssd.bundled.training.finish import unlikelihood_loss
+from ssd.bundled.training.loops import loop_share, repeated_tokens
+from ssd.bundled.training.model_format import END_OF_TEXT_ID, render
+from ssd.bundled.training.train import load_optimizers, make_optimizers, take_step
 
 ODD_TEXTS = [
     "",
@@ -31,6 +33,15 @@ ODD_TEXTS = [
     "\x00\x01\x7f\ufffd\ud7ff\U0010ffff",
     "".join(map(chr, range(256))),
 ]
+
+SMALL = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "tie_word_embeddings": True,
+}
 
 
 @cache
@@ -53,6 +64,14 @@ def greedy(prompt: str, num_tokens: int) -> list[int]:
 def test_importing_the_path_loads_no_torch() -> None:
     code = "import sys, ssd.bundled; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_all_packages_but_the_training_are_installed() -> None:
+    root = MODEL_PATH.parent.parent.parent
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = [file.parent.relative_to(root) for top in ("ssd", "server", "cache_builder")
+               for file in (root / top).rglob("__init__.py")]  # fmt: skip
+    assert sorted(listed) == sorted({".".join(folder.parts) for folder in folders} - {"ssd.bundled.training"})
 
 
 def test_everything_together_is_at_most_12_megabytes() -> None:
@@ -165,11 +184,23 @@ def test_token_stream_covers_an_epoch_once_and_depends_on_the_seed() -> None:
     assert not torch.equal(inputs, TokenStream(documents, seed=1, num_tokens=8).batch(13, 8)[0])
 
 
-def test_orthogonalised_matrix_has_singular_values_near_one() -> None:
-    matrix = torch.randn(48, 16, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalised(matrix))
-    assert values.min() > 0.5
-    assert values.max() < 1.4
+def test_one_step_moves_matrices_by_muon_and_the_rest_by_adamw() -> None:
+    torch.manual_seed(0)
+    trained = LlamaForCausalLM(LlamaConfig(**SMALL))
+    before = {name: weight.detach().clone() for name, weight in trained.named_parameters()}
+    trained(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss.backward()
+    optimizers = make_optimizers(trained)
+    take_step(optimizers, 0.01)
+    for name, weight in trained.named_parameters():
+        moved = weight.detach() - before[name]
+        if weight.ndim == 2 and "embed" not in name:
+            values = torch.linalg.svdvals(moved / (0.01 * 0.2 * max(weight.shape) ** 0.5))
+            assert values.min() > 0.5 and values.max() < 1.4
+        else:
+            assert 0.9 * 0.01 < moved.abs().max() < 1.1 * 0.01
+    again = make_optimizers(trained)
+    load_optimizers(again, {"optimizers": [each.state_dict() for each in optimizers]})
+    assert [len(each.state) for each in again] == [len(each.state) for each in optimizers] == [7, 4]
 
 
 def test_unlikelihood_is_zero_without_loops_and_lowers_looped_tokens() -> None:

@@ -19,7 +19,7 @@ from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked, ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.static import StaticWriter
 from tests.reference.retrieval import naive_count, naive_skipped, sequences, snapshot_count, snapshot_text
 

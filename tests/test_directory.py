@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, TokenizerMismatch
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
-from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import build_segment
 
 FINGERPRINT = "0123456789abcdef" * 2

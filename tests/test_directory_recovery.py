@@ -18,8 +18,8 @@ from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.manifest import MANIFEST_NAME
 from ssd.retrieval.scratch import make_scratch
+from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.segment_file import write_segment
-from ssd.retrieval.snapshot import SEPARATOR, Segment
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import sequences, snapshot_text

@@ -276,10 +276,14 @@ def ask(name: str, context: Sequence[int], limit: int = 4) -> DraftRequest:
     return DraftRequest(name, np.array(context, np.int32), 1, None, limit, prices=np.zeros(1))
 
 
+@cache
+def reading_anew() -> Target:
+    return open_target(tiny_model(), num_slots=1, max_length=48)
+
+
 @torch.inference_mode()
 def greedy(context: Sequence[int], num_tokens: int) -> list[int]:
-    text = list(context)
-    slots = open_target(tiny_model(), num_slots=1, max_length=48)
+    text, slots = list(context), reading_anew()
     for _ in range(num_tokens):
         slots.rollback(0, 0)
         text.append(int(slots.forward([0], np.array([text]), [len(text)]).logits[0, -1].argmax()))

@@ -17,7 +17,8 @@ from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.gather import MAX_SAMPLES
 from ssd.errors import ConfigError
-from ssd.retrieval.snapshot import SEPARATOR, Snapshot
+from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.snapshot import Snapshot
 from tests.reference import drafting as reference
 from tests.test_search import contexts, sequences, snapshots
 

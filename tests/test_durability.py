@@ -32,7 +32,8 @@ from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.rebuild_process import MergeJob
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot
+from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import naive_count, sequences, snapshot_text
@@ -262,7 +263,7 @@ def test_a_cache_that_dies_anywhere_has_what_it_had_maintained(capacity: int, op
 def die(caches: CacheSet) -> None:
     """Let go of an inline set as the end of its process would: nothing is sealed or written, the locks are free."""
     for name in caches.names():
-        directory = caches.get(name)._directory
+        directory = caches.get(name)._files.directory
         assert directory is not None
         directory.close()
 
@@ -276,7 +277,7 @@ from pathlib import Path
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import StoreUnavailable
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR
 
 home = Path(sys.argv[1])
 logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
@@ -297,7 +298,7 @@ def learn(caches, first, stop):
         caches.maintain()
 
 def die(caches):
-    caches.get()._directory.close()
+    caches.get()._files.directory.close()
 
 def failures(caches):
     return caches.get().stats().num_failures
@@ -506,7 +507,7 @@ except StoreUnavailable as error:
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
 caches = opened()
 result["read"] = numbers(caches)
-caches.get()._directory.close()
+caches.get()._files.directory.close()
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 result["unchanged"] = names == sorted(p.name for p in (home / "default").glob("*.seg"))
 caches = opened()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ FINGERPRINT = "0" * 32
 
 
 def make_engine(drafter: Drafter | None = None, *, slots: int = 3, caches: CacheSet | None = None, k: int = 4,
-                **config: Any) -> Engine:  # fmt: skip
+                eos: int = EOS, **config: Any) -> Engine:  # fmt: skip
     target = open_target(MODEL, num_slots=slots, max_length=96, max_draft_tokens=k)
     draft = DraftConfig(num_speculative_tokens=k)
     return Engine(
@@ -39,7 +40,7 @@ def make_engine(drafter: Drafter | None = None, *, slots: int = 3, caches: Cache
         caches=caches,
         config=EngineConfig(max_num_seqs=slots, **config),
         draft=draft,
-        eos_token_ids=[EOS],
+        eos_token_ids=[eos],
     )
 
 
@@ -95,6 +96,23 @@ def test_a_prediction_saves_steps_and_changes_nothing() -> None:
     assert steps["right"] < steps["edited"] < steps["none"]
     with pytest.raises(RequestError, match="prediction"):
         make_engine().submit(Request(request_id="x", prompt_token_ids=(3,), prediction_token_ids=(VOCAB,)))
+
+
+@pytest.mark.parametrize("drafter", [None, RandomDrafter(VOCAB), "oracle"], ids=["ours", "random", "all-knowing"])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_end_of_text_ends_an_output_unless_it_is_ignored(drafter: Drafter | str | None, ignore_eos: bool) -> None:
+    expected, _ = greedy_decode(PLAIN_MODEL, prompt(3), 12)
+    at = next(i for i in range(2, 11) if expected[i] not in expected[:i])
+    chosen = OracleDrafter({prompt(3): expected}, VOCAB) if isinstance(drafter, str) else drafter
+    engine = make_engine(chosen, k=8, eos=expected[at])
+    engine.submit(Request(request_id="a", prompt_token_ids=prompt(3), sampling=replace(GREEDY, ignore_eos=ignore_eos)))
+    outputs = finish_all(engine)["a"]
+    assert tokens_of(outputs) == (expected if ignore_eos else expected[: at + 1])
+    last = outputs[-1]
+    assert (last.finish_reason, last.stop_reason) == (
+        FinishReason.LENGTH if ignore_eos else FinishReason.STOP,
+        None,
+    )
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_running_requests() -> None:

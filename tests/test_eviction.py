@@ -15,7 +15,8 @@ from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.names import is_kept, is_segment_id, new_segment_id
-from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot
+from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.retrieval.usage import BLOCK_TOKENS, WINDOW_TOKENS, Usage, used_text, windows
@@ -282,7 +283,7 @@ def test_text_of_use_that_cannot_be_written_is_not_lost_with_its_old_file(
         said(cache, TEXT)
         said(cache, TEXT)
         cache.flush()
-        directory = cache._directory
+        directory = cache._files.directory
         assert directory is not None
         write = directory.write
 

@@ -20,6 +20,7 @@ def codec() -> TextCodec:
     return TextCodec.load(str(MODEL_PATH))
 
 
+@pytest.mark.slow
 def test_the_same_requests_again_need_far_fewer_passes(codec: TextCodec) -> None:
     """At least 3x fewer; where own text drafted the first run well, 1.5x fewer and 8 tokens a step."""
     found = repeat(load_model(MODEL_PATH, dtype="float32", device="cpu"), codec, OPTIONS)

@@ -111,7 +111,7 @@ def opened(home: Path) -> CacheSet:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hostile")
     with opened(path) as caches:
-        caches.get().set_mark({"last": "1-0"})
+        caches.get().set_source({"last": "1-0"})
         for number in range(5):
             caches.get().append([number] * 20)
             caches.maintain()
@@ -215,7 +215,8 @@ for content in variants():
         cache.append(text)
         for stop in range(8, 40, 4):
             context = np.array(text[:stop], np.int32)
-            assert len(drafter.propose([DraftRequest("a", context, 0, cache.snapshot(), 16)])[0].token_ids) <= 16
+            request = DraftRequest("a", context, 0, cache.snapshot(), 16, learned=cache.learned)
+            assert len(drafter.propose([request])[0].token_ids) <= 16
         assert cache.stats().num_failures == 0
     num += 1
 print(num)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ssd.config import IndexConfig
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import naive_count, sequences, snapshot_count, snapshot_text
 

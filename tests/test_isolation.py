@@ -337,7 +337,6 @@ def test_a_namespace_that_cannot_be_opened_costs_others_no_draft(
         assert caches.num_failed_openings == engine.metrics.drafter_failures - engine._proposals.num_failures > 0
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 class Gate:
     """The directory of one namespace, on a disk that does not answer until ``open`` is set."""
 
@@ -382,6 +381,7 @@ def test_a_namespace_whose_directory_does_not_answer_holds_up_nobody(
         engine.close()
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 @pytest.mark.parametrize("kind", [Failure, Panic])
 def test_a_target_that_computes_nothing_any_more_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], overlap: bool

@@ -14,8 +14,8 @@ import pytest
 from ssd.errors import CacheError, StoreUnavailable
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.rebuild_process import MergeJob
+from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.segment_file import open_segment, write_segment
-from ssd.retrieval.snapshot import SEPARATOR
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import naive_order
 

@@ -36,13 +36,13 @@ class SlowSet(CacheSet):
         self.closed: list[tuple[str, str]] = []
         super().__init__(CacheConfig(directory=directory), FINGERPRINT, max_namespaces=max_namespaces)
 
-    def _open_directory(self, name: str) -> SuffixCache:
+    def _open(self, name: str) -> SuffixCache:
         if name == "slow":
             assert self.gate.wait(60)
         if name == "broken":
             raise RuntimeError("injected")
         self.opened.append((name, threading.current_thread().name))
-        return super()._open_directory(name)
+        return super()._open(name)
 
     def _close_one(self, cache: SuffixCache) -> None:
         if cache.name == "slow":

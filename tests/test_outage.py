@@ -16,11 +16,11 @@ import pytest
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval import directory as directories
 from ssd.retrieval import manifest as manifests
-from ssd.retrieval import outage, suffix_cache
+from ssd.retrieval import merging, outage, suffix_cache, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.snapshot import Segment
+from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import sequences, snapshot_text
@@ -114,7 +114,7 @@ def test_what_is_sealed_while_nothing_can_be_written_is_searched_and_written_lat
         assert caches.get().stats().num_failures == stats.num_failures
         assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING]
         assert "can be written again" in caplog.text
-        kept = caches.get()._directory
+        kept = caches.get()._files.directory
         assert kept is not None
         assert all(kept.has_file(segment.segment_id) for segment in caches.get().snapshot().segments)
         kept.close()  # as if killed
@@ -220,7 +220,8 @@ def test_closing_and_flushing_do_not_wait_for_what_is_appended_meanwhile(
             cache.append_shared([next(numbers)] * 20)
         return sorted_(*arguments, **settings)
 
-    monkeypatch.setattr(suffix_cache, "build_segment", sort)
+    for room in (upkeep, merging):
+        monkeypatch.setattr(room, "build_segment", sort)
     for call in (cache.maintain, cache.flush, cache.close):
         cache.append_shared([next(numbers)] * 20)
         before = num_sorts
@@ -266,7 +267,7 @@ def test_maintenance_ends_with_the_segment_it_is_at_when_the_cache_is_being_clos
     sorted_, num_merged = build_segment, 0
     cache = SuffixCache("a", IndexConfig(capacity_tokens=4096, seal_tokens=4, merge_fanout=2), fingerprint=FINGERPRINT)
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_run_merges", lambda _: None)
+        patch.setattr(merging.Merging, "run", lambda _, wait: None)
         for number in range(16):
             cache.append([number] * 8)
             cache.maintain()
@@ -277,7 +278,7 @@ def test_maintenance_ends_with_the_segment_it_is_at_when_the_cache_is_being_clos
         cache.begin_close()
         return sorted_(*arguments, **settings)
 
-    monkeypatch.setattr(suffix_cache, "build_segment", sort)
+    monkeypatch.setattr(merging, "build_segment", sort)
     cache.maintain()
     cache.close()
     assert num_merged == 1

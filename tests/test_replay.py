@@ -25,7 +25,7 @@ from ssd.drafting import DRAFTER_NAMES, make_drafter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.errors import ConfigError
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR
 from tests.reference import drafting as reference
 from tests.reference import walk as slow
 from tests.test_peers import needs_peers

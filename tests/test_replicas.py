@@ -13,7 +13,7 @@ import pytest
 
 from tests.redis_server import RedisServer, redis_server
 from tests.server_client import get, greedy_completion, wait_until
-from tests.test_server_process import SMALL, answers, running
+from tests.test_server_process import SMALL, START_S, answers, running
 
 __all__ = ["redis_server"]  # a fixture
 
@@ -33,7 +33,7 @@ def replicas(redis_server: RedisServer) -> Iterator[tuple[int, int]]:
             _, port = stack.enter_context(running("--redis", redis_server.url, "--namespace", "shared", *SMALL))
             ports.append(port)
         for port in ports:
-            wait_until(lambda port=port: answers(port, "/health"), 120)  # type: ignore[misc]
+            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
         yield ports[0], ports[1]
 
 

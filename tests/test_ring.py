@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.retrieval.ring import TokenRing, power_of_two_at_least
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR
 
 
 def _tokens(*ids: int) -> np.ndarray:

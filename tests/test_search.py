@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.snapshot import SEPARATOR, Snapshot, make_snapshot, segment_table
+from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
 

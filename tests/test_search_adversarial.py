@@ -26,7 +26,8 @@ from ssd.retrieval.lanes import (
 from ssd.retrieval.packed import WIDTHS
 from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
 from ssd.retrieval.search import _longest_match, longest_match
-from ssd.retrieval.snapshot import FENCE_STEP, SEPARATOR, Snapshot
+from ssd.retrieval.segment import FENCE_STEP, SEPARATOR
+from ssd.retrieval.snapshot import Snapshot
 from tests.reference.drafting import make_snapshot
 from tests.reference.retrieval import longest_agreement, num_agreeing
 

@@ -23,7 +23,7 @@ from ssd.engine import Engine
 from ssd.errors import ConfigError
 from tests.server_client import ask, get, post, wait_until
 from tests.server_engine import FailingEngine, RunningServer, serving
-from tests.test_server_process import SMALL, answers, refused, running
+from tests.test_server_process import SMALL, START_S, answers, refused, running
 
 KEYS = ("alices-key", "bobs-key")
 PROC = Path("/proc/self/cmdline")
@@ -220,7 +220,7 @@ def command_lines(process: subprocess.Popen[bytes]) -> list[bytes]:
 @pytest.mark.skipif(not PROC.exists(), reason="needs /proc")
 def test_keys_of_the_command_line_are_not_in_the_process_list() -> None:
     with running(*SMALL, "--api-key", KEYS[0], f"--api-key={KEYS[1]}") as (process, port):
-        wait_until(lambda: answers(port, "/health"), 120)
+        wait_until(lambda: answers(port, "/health"), START_S)
         assert [get(port, "/v1/models", headers=bearer(key)).status for key in (*KEYS, "wrong")] == [200, 200, 401]
         assert not any(key.encode() in text for text in command_lines(process) for key in KEYS)
         process.send_signal(signal.SIGTERM)
@@ -231,7 +231,7 @@ def test_keys_of_the_command_line_are_not_in_the_process_list() -> None:
 def test_children_do_not_inherit_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_API_KEY", KEYS[0])
     with running(*SMALL) as (process, port):
-        wait_until(lambda: answers(port, "/health"), 120)
+        wait_until(lambda: answers(port, "/health"), START_S)
         assert get(port, "/v1/models", headers=bearer(KEYS[0])).status == 200
         own_command, _own_environment, *children = command_lines(process)
         assert not any(KEYS[0].encode() in text for text in (own_command, *children))

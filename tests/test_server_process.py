@@ -20,6 +20,8 @@ from ssd.bundled import MODEL_PATH
 from tests.server_client import get, greedy_completion, post, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
+START_S = 240.0
+"""Long, for what starts on a busy machine with all kernels to compile."""
 SMALL = ("--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "256", "--cache-tokens", "65536")
 
 
@@ -98,10 +100,15 @@ def test_unusable_arguments_end_in_one_line(arguments: tuple[str, ...], hint: st
     ("arguments", "hint"),
     [
         (("--max-model-len", "1000000"), "max_model_len"),
-        (("--warm", str(ROOT / "tests")), "tests"),
-        (("--namespace", "../other"), "namespace"),
-        (("--draft-model", "./no-such-directory"), "no-such-directory"),
-        (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
+        *(
+            pytest.param(arguments, hint, marks=pytest.mark.slow)
+            for arguments, hint in [
+                (("--warm", str(ROOT / "tests")), "tests"),
+                (("--namespace", "../other"), "namespace"),
+                (("--draft-model", "./no-such-directory"), "no-such-directory"),
+                (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
+            ]
+        ),
     ],
 )
 def test_what_only_loading_shows_ends_in_one_line(arguments: tuple[str, ...], hint: str) -> None:
@@ -111,7 +118,7 @@ def test_what_only_loading_shows_ends_in_one_line(arguments: tuple[str, ...], hi
 def test_a_draft_model_drafts_beside_the_cache() -> None:
     arguments = ("--draft-model", str(MODEL_PATH), "--draft-acceptance", "rejection")
     with running(*SMALL, *arguments) as (_, port):
-        wait_until(lambda: answers(port, "/health"), 120)
+        wait_until(lambda: answers(port, "/health"), START_S)
         asked = {"prompt": "import os\n", "max_tokens": 24, "temperature": 0.9, "ignore_eos": True}
         seeded = [post(port, "/v1/completions", {**asked, "seed": 3}).json["choices"][0]["text"] for _ in range(2)]
         assert seeded[0] == seeded[1]
@@ -125,7 +132,7 @@ def test_start_serve_and_sigterm_with_a_request_in_flight(tmp_path: Path) -> Non
     directory = str(tmp_path / "cache")
     with running(*SMALL, "--cache-dir", directory) as (process, port):
         wait_until(lambda: answers(port, "/live"), 60)
-        wait_until(lambda: answers(port, "/health"), 120)
+        wait_until(lambda: answers(port, "/health"), START_S)
         assert get(port, "/v1/models").json["data"][0]["max_model_len"] == 256
         fields = {"prompt": "import os\n", "temperature": 0, "ignore_eos": True}
         assert post(port, "/v1/completions", {**fields, "max_tokens": 40}).status == 200
@@ -144,7 +151,7 @@ def test_start_serve_and_sigterm_with_a_request_in_flight(tmp_path: Path) -> Non
 
     # What was learned is there again after a restart.
     with running(*SMALL, "--cache-dir", directory) as (process, port):
-        wait_until(lambda: answers(port, "/health"), 120)
+        wait_until(lambda: answers(port, "/health"), START_S)
         assert cache_tokens(port) >= 40
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
@@ -161,12 +168,12 @@ def test_a_signal_while_loading_ends_with_status_0(number: signal.Signals) -> No
 def test_a_hang_up_keeps_what_was_learned_and_nohup_is_heard(tmp_path: Path) -> None:
     arguments = (*SMALL, "--cache-dir", str(tmp_path / "cache"))
     with running(*arguments) as (process, port):
-        wait_until(lambda: answers(port, "/health"), 120)
+        wait_until(lambda: answers(port, "/health"), START_S)
         greedy_completion(port, prompt="import os\n", max_tokens=40, ignore_eos=True)
         process.send_signal(signal.SIGHUP)
         assert process.wait(20) == 0
     with running(*arguments, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as (process, port):
-        wait_until(lambda: answers(port, "/health"), 120)
+        wait_until(lambda: answers(port, "/health"), START_S)
         assert cache_tokens(port) >= 40
         process.send_signal(signal.SIGHUP)
         greedy_completion(port, prompt="import os\n", max_tokens=40)
@@ -198,7 +205,7 @@ def test_an_engine_that_ends_answers_500_and_ends_the_process_with_status_1(tmp_
     command = [sys.executable, "-c", _BREAKS, "--port", str(port), *SMALL, "--cache-dir", str(tmp_path / "cache")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: answers(port, "/health"), 120)
+        wait_until(lambda: answers(port, "/health"), START_S)
         answer = post(port, "/v1/completions", {"prompt": "import os\n", "max_tokens": 8})
         assert answer.status == 500
         assert answer.error["code"] in ("request_failed", "engine_failed")

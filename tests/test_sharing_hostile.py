@@ -137,7 +137,7 @@ with replica(sys.argv[1]) as one:
     while not one.log.stats().is_connected: time.sleep(0.01)
     before = peak_memory()
     print("ready", flush=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while one.stored()[-1:] != [[7, 99]] and time.monotonic() < deadline: time.sleep(0.01)
     print(peak_memory() - before, one.stored() == [[7, n] for n in (0, 1, 98, 99)], one.log.stats().num_invalid)
 """

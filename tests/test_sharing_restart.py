@@ -237,7 +237,7 @@ def test_a_replica_stopped_while_it_catches_up_claims_no_more_than_it_stored(
     write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(100, 300)])
     with CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True) as caches:
         reader = LogReader(redis_server.url, vocab_size=VOCAB_SIZE, max_tokens=1 << 20, max_entries=1 << 14)
-        reader.follow(KEY, caches.get(), Bookmark(b"replica.", caches.get().kept_mark))
+        reader.follow(KEY, caches.get(), Bookmark(b"replica.", caches.get().kept))
         owner, name = (reader, stopped_in) if "." not in stopped_in else (reader._client, stopped_in.split(".")[1])
         step, num_steps = getattr(owner, name), 0
 
@@ -383,6 +383,7 @@ def run_until_killed(url: str, directory: Path, writer: int, first: int, num_app
     return (int(said[-1]) if said else number) + 2  # one more may have been stored unsaid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_replicas_hold_every_shared_sequence_exactly_once(
     redis_server: RedisServer, tmp_path: Path, seed: int

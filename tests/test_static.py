@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable, TokenizerMismatch
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from tests.reference.retrieval import naive_order, sequences
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ssd.errors import CacheError
 from ssd.retrieval.packed import GUARD_BYTES
-from ssd.retrieval.snapshot import FENCE_STEP, SEPARATOR
+from ssd.retrieval.segment import FENCE_STEP, SEPARATOR
 from ssd.retrieval.suffix_array import build_order, build_segment, dense_ranks
 from tests.reference.retrieval import naive_order
 

@@ -17,13 +17,13 @@ import pytest
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import StoreUnavailable
-from ssd.retrieval import merge_worker, suffix_cache
+from ssd.retrieval import merge_worker, merging, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.put_off import FIRST_PAUSE_S, LONGEST_PAUSE_S, PutOff
+from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.segment_file import open_segment
-from ssd.retrieval.snapshot import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS, build_segment
 from tests.reference.retrieval import sequences, snapshot_text
 from tests.test_merge_worker import _is_gone as is_gone
@@ -159,6 +159,7 @@ def test_a_process_that_is_told_to_end_leaves_a_living_servers_files_alone_and_r
 # Merging goes on
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_segments_and_descriptors_stay_few_while_the_process_is_stopped(tmp_path: Path) -> None:
     """Its time-out is far away: what piles up meanwhile is merged here."""
@@ -191,7 +192,8 @@ class Unsortable:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
         self.limit = limit
         self.num_refused = 0
-        monkeypatch.setattr(suffix_cache, "build_segment", self._build)
+        for room in (upkeep, merging):
+            monkeypatch.setattr(room, "build_segment", self._build)
 
     def _build(self, tokens: np.ndarray, **names: Any) -> Segment:
         if len(tokens) > self.limit:
@@ -223,7 +225,7 @@ def test_a_merge_that_fails_is_counted_logged_once_and_tried_again_later_while_o
         assert stats.num_merged > 20 and stats.num_segments < 30 and said(caches) == list(range(60))
         (message,) = messages(caplog)
         assert "a merge failed" in message and "no memory to sort" in message
-        directory = cache._directory
+        directory = cache._files.directory
         assert directory is not None and len(directory.manifest.segment_ids) == stats.num_segments  # all are on disk
         cache.maintain()
         assert memory.num_refused == refused
@@ -239,7 +241,7 @@ def test_the_number_of_segments_is_bounded_though_every_merge_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Unsortable(monkeypatch, limit=60)
-    monkeypatch.setattr(suffix_cache, "_MOST_SEGMENTS", 32)
+    monkeypatch.setattr(upkeep, "_MOST_SEGMENTS", 32)
     with opened(tmp_path, inline=True, seal_tokens=16, merge_fanout=2) as caches:
         cache = caches.get()
         for number in range(200):
@@ -248,7 +250,8 @@ def test_the_number_of_segments_is_bounded_though_every_merge_fails(
         stats = cache.stats()
         assert stats.num_segments <= 33 and stats.num_failed_merges > 0
         assert said(caches) == list(range(200)) and stats.num_dropped_tokens == 0
-        monkeypatch.setattr(suffix_cache, "build_segment", build_segment)
+        for room in (upkeep, merging):
+            monkeypatch.setattr(room, "build_segment", build_segment)
     with opened(tmp_path, inline=True) as caches:  # closing seals what is left
         assert said(caches) == list(range(200))
 

@@ -61,6 +61,21 @@ def test_the_period_is_bounded(ask_s: float, pass_s: float, num_rows: int) -> No
     assert 1 <= throttle.period(num_rows) <= 8
 
 
+@given(st.floats(1e-6, 1e-2), st.floats(1e-4, 1.0), st.integers(1, 64))
+def test_asking_rows_that_get_nothing_takes_its_share_and_no_longer_pause_than_that_needs(
+    ask_s: float, pass_s: float, num_rows: int
+) -> None:
+    throttle, batch, steps = Throttle(), [row() for _ in range(num_rows)], 840
+    run(throttle, batch, 12, [0] * num_rows, ask_s, pass_s)
+    counts = run(throttle, batch, steps, [0] * num_rows, ask_s, pass_s)
+    pause = steps / counts[0]
+    share = sum(counts) * ask_s / (steps * pass_s)
+    if pause < 8:
+        assert share <= 0.0075 * (1 + 1e-6)
+    if pause > 1:
+        assert share * pause / (pause - 1) > 0.0075 * (1 - 1e-6), "one step less would take too much"
+
+
 class Nothing:
     """Never has a draft, and takes its time."""
 

@@ -40,7 +40,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
-_HEAD = ("batch", "context", "T", "step ms", "target ms", "forward ms", "step/forward", "tokens/s", "GB/s")
+_HEAD = ("batch", "context", "T", "step ms", "target ms", "forward ms", "forward/step", "tokens/s", "GB/s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,7 +180,7 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['step_ms_p50']:.3f}",
         f"{row['target_ms_p50']:.3f}",
         f"{row['forward_ms_p50']:.3f}",
-        f"{row['step_over_forward_p50']:.3f}",
+        f"{1 / row['step_over_forward_p50']:.3f}",
         f"{row['tokens_per_s']:.1f}",
         f"{row['bytes_per_s'] / 1e9:.1f}",
     )

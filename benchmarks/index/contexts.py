@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from ssd.retrieval.packed import unpack
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.snapshot import Segment, Snapshot
+from ssd.retrieval.segment import Segment
+from ssd.retrieval.snapshot import Snapshot
 
 Tokens = npt.NDArray[np.int32]
 

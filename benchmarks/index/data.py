@@ -41,14 +41,14 @@ _DOCUMENTS_AT_ONCE = 128
 def completions(kind: str, vocabulary: int, seed: int) -> Iterator[Tokens]:
     """int32 arrays of ids below ``vocabulary``, without separators. Raises ConfigError.
 
-    made : 20,000 phrases of 2 to 12 Zipf-distributed tokens; each is followed by one of 12 others, the first ones
+    "made": 20,000 phrases of 2 to 12 Zipf-distributed tokens; each is followed by one of 12 others, the first ones
         mostly; a quarter of the documents are near-copies of one of 512 earlier ones. In a million tokens a stretch of
         4, 8, 16 tokens stands in 6, 3, 1 places (median; 15, 10, 4 at the ninth decile) and new text matches 11
         tokens (median; 3 at the first decile, 31 at the ninth).
-    traces : all recorded outputs in ``$SSD_TRACES``, tokenized with llama2-32k of ``$SSD_TOKENIZERS``, end-of-text
+    "traces": all recorded outputs in ``$SSD_TRACES``, tokenized with llama2-32k of ``$SSD_TOKENIZERS``, end-of-text
         tokens included; short ones are joined with the next, long ones cut. Used up, they come again as near-copies.
-    zipf : independent tokens, p ~ 1 / rank^1.1: of a million, new text matches 2 (median; 3 at the ninth decile).
-    repeat : one run of 1,000 random tokens, again and again: everything stands in n / 1,000 places.
+    "zipf": independent tokens, p ~ 1 / rank^1.1: of a million, new text matches 2 (median; 3 at the ninth decile).
+    "repeat": one run of 1,000 random tokens, again and again: everything stands in n / 1,000 places.
     """
     random = np.random.default_rng(seed)
     if kind == "made":

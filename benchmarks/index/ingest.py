@@ -18,7 +18,8 @@ from benchmarks.index.lookups import Prober
 from benchmarks.index.processes import Growth, is_working, processor_s, rebuild_process, resident_bytes, trim
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet, SuffixCache
-from ssd.retrieval.snapshot import Segment, Snapshot
+from ssd.retrieval.segment import Segment
+from ssd.retrieval.snapshot import Snapshot
 
 Tokens = npt.NDArray[np.int32]
 

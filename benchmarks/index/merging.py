@@ -20,7 +20,7 @@ from ssd.retrieval.cache import DEFAULT_NAMESPACE, CacheSet, SuffixCache
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import new_segment_id
 from ssd.retrieval.rebuild_process import MergeJob
-from ssd.retrieval.snapshot import Segment
+from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_array import build_segment
 
 Tokens = npt.NDArray[np.int32]

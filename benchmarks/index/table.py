@@ -39,7 +39,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{'figure':<34} {'value':>14}"]
     lines += [f"{label:<34} {_format(result[key], form):>14}" for label, key, form in _ROWS]
     if result["peers"]:
-        lines.append(f"\n{'peer':<20} {'B/token':>9} {'present us':>11} {'x ours':>7} {'broken us':>10} {'x ours':>7}")
+        lines.append(f"\n{'peer':<20} {'B/token':>9} {'present us':>11} {'gain':>7} {'broken us':>10} {'gain':>7}")
         lines += [_peer(name, figures) for name, figures in result["peers"].items()]
     if result.get("worst_cases"):
         lines.append(f"\n{'worst case':<20} {'width':>6} {'seconds':>9} {'peak B/token':>13}")

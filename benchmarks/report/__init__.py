@@ -1,1 +1,1 @@
-"""Splice measured figures into the README: ``python -m benchmarks.report``."""
+"""Splice measured figures into README.md, SECURITY.md and docs/: ``python -m benchmarks.report``."""

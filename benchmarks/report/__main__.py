@@ -1,4 +1,4 @@
-"""Splice measured figures into README.md and SECURITY.md: ``python -m benchmarks.report``.
+"""Splice measured figures into README.md, SECURITY.md and docs/: ``python -m benchmarks.report``.
 
 Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
 ``<!-- growth:end -->`` (and so on). No figure in their tables is typed by hand.
@@ -13,35 +13,53 @@ from typing import Any
 
 from benchmarks.report.engine import engine_section, vllm_section
 from benchmarks.report.faults import faults_section
+from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_section
 from benchmarks.report.index import index_section, stored_tokens
+from benchmarks.report.reference import constants_section, fields_section, flags_section
 from benchmarks.report.replay import curve_section, replay_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+BENCHMARKS, ENGINES, SERVING, TUNING = (f"docs/{name}.md" for name in ("benchmarks", "engines", "serving", "tuning"))
 
 
 def main() -> None:
     """Rewrite the figures; what has no result stays as it is."""
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    if (growth := _result("growth")) is not None:
-        text = spliced(text, "growth", growth_section(growth))
+    for name, text in pages().items():
+        (ROOT / name).write_text(text)
+
+
+def pages() -> dict[str, str]:
+    """The text that every page with figures should have, by its path below the root."""
+    texts = {
+        name: (ROOT / name).read_text() for name in ("README.md", "SECURITY.md", BENCHMARKS, ENGINES, SERVING, TUNING)
+    }
+
+    def put(page: str, name: str, section: str) -> None:
+        texts[page] = spliced(texts[page], name, section)
+
+    growth, overhead, vllm, curve = (_result(name) for name in ("growth", "overhead", "vllm", "replay-curve"))
+    if growth is not None:
+        put(BENCHMARKS, "growth", growth_section(growth))
+    if growth and overhead and vllm and curve:
+        put("README.md", "gains", gains_section(growth, overhead, vllm, curve))
     if (decode := _result("decode")) is not None:
-        text = spliced(text, "engine", engine_section(decode, _result("overhead")))
-    if (vllm := _result("vllm")) is not None:
-        text = spliced(text, "vllm", vllm_section(vllm))
+        put(BENCHMARKS, "engine", engine_section(decode, overhead))
+    if vllm is not None:
+        put(ENGINES, "vllm", vllm_section(vllm))
     if (replay := _result("replay")) is not None:
-        path = _result("replay-curve")
-        curves = curve_section(path, _result("replay-tree")) if path is not None else ""
-        text = spliced(text, "replay", "\n".join([replay_section(replay), "", curves]))
+        curves = curve_section(curve, _result("replay-tree")) if curve is not None else ""
+        put(BENCHMARKS, "replay", "\n".join([replay_section(replay), "", curves]))
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]
     if runs:
-        text = spliced(text, "index", index_section(sorted(runs, key=stored_tokens)))
-    readme.write_text(text)
+        put(BENCHMARKS, "index", index_section(sorted(runs, key=stored_tokens)))
     if (faults := _result("faults")) is not None:
-        security = ROOT / "SECURITY.md"
-        security.write_text(spliced(security.read_text(), "faults", faults_section(faults)))
+        put("SECURITY.md", "faults", faults_section(faults))
+    put(SERVING, "flags", flags_section())
+    put(SERVING, "fields", fields_section())
+    put(TUNING, "constants", constants_section(ROOT))
+    return texts
 
 
 def _result(name: str) -> dict[str, Any] | None:

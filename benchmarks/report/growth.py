@@ -10,7 +10,7 @@ def growth_section(result: dict[str, Any]) -> str:
     environment, parameters = result["environment"], result["parameters"]
     again = result["repeated_requests"]
     lines = [
-        "![tokens per second against tokens cached](benchmarks/results/growth.png)",
+        "![tokens per second against tokens cached](../benchmarks/results/growth.png)",
         "",
         "| stream | sampling | on / off, first fifth | last fifth | min ... max | tokens per pass, first -> last |",
         "|---|---|--:|--:|--:|--:|",

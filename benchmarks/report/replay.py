@@ -33,7 +33,7 @@ def replay_section(result: dict[str, Any]) -> str:
 
 def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
     """Against other drafters that may draft as much: accepted tokens a step, and what passes cost and give."""
-    lines = ["![accepted over drafted tokens per step](benchmarks/results/replay-curve.png)"]
+    lines = ["![accepted over drafted tokens per step](../benchmarks/results/replay-curve.png)"]
     for drafter in path["comparison"]:
         places = " / ".join(f"{place:.0%}" for place in path["comparison"][drafter]["places"])
         costs = [row["setting"].removeprefix(PRICED_BY) for row in path["results"] if PRICED_BY in row["setting"]]
@@ -54,7 +54,11 @@ def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
         traces = dict.fromkeys(row["trace"] for row in path["results"])
         for trace in [*traces, None]:
             cells = [_ratios(result["comparison"][drafter], trace) for _, result in kinds]
-            cells += [_speed_ups(result["results"], drafter, cost, trace) for _, result in kinds for cost in costs]
+            cells += [
+                "{:.2f}x / {:.2f}x".format(*speed_ups(result["results"], drafter, cost, trace))
+                for _, result in kinds
+                for cost in costs
+            ]
             name = trace or "**all**"
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
         errors = [
@@ -83,10 +87,11 @@ def _ratios(comparison: dict[str, Any], trace: str | None) -> str:
     return " / ".join(f"{_mean(at):.2f}" for at in zip(*rows, strict=True)) if rows else "no overlap"
 
 
-def _speed_ups(rows: list[dict[str, Any]], drafter: str, cost: str, trace: str | None) -> str:
+def speed_ups(rows: list[dict[str, Any]], drafter: str, cost: str, trace: str | None) -> tuple[float, float]:
+    """Ours and the best of ``drafter`` over plain decoding under one cost curve; ``trace`` : None for all."""
     ours, theirs = [], []
     for key in dict.fromkeys((row["trace"], row["tokenizer"]) for row in rows):
         here = [row for row in rows if (row["trace"], row["tokenizer"]) == key and trace in (None, key[0])]
         ours += [row["speed_up"][cost] for row in here if row["setting"] == f"{PRICED_BY}{cost}"]
         theirs += [max(row["speed_up"][cost] for row in here if row["drafter"] == drafter)] if here else []
-    return f"{_mean(ours):.2f}x / {_mean(theirs):.2f}x"
+    return _mean(ours), _mean(theirs)

@@ -20,6 +20,7 @@ from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, Request, RequestOutput
+from ssd.engine.request_log import log_finished
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
@@ -327,6 +328,9 @@ class Engine:
         stats.num_drafts += bool(len(draft.token_ids))
         stats.num_draft_tokens += len(draft.token_ids)
         stats.num_accepted_tokens += num_accepted
+        if num_accepted:
+            by_source = stats.accepted_by_source
+            by_source[draft.source] = by_source.get(draft.source, 0) + num_accepted
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
         self.metrics.generation_tokens += len(taken.token_ids)
         self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
@@ -350,6 +354,7 @@ class Engine:
         return self._under_way is not None and sequence in self._under_way.batch
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
+        log_finished(sequence.request, sequence.stats, output.finish_reason)
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -60,6 +60,8 @@ class RequestStats:
     num_accepted_tokens: int = 0
     num_cached_tokens: int = 0
     """Tokens of the prompt whose keys and values were there already."""
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    """Of the accepted tokens, how many by ``Draft.source``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import shutil
 import threading
@@ -11,17 +10,18 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from ssd.config import CacheConfig
-from ssd.errors import CacheError, ConfigError, StoreUnavailable, is_fault
-from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
+from ssd.errors import CacheError, ConfigError, is_fault
+from ssd.retrieval.cache_opening import CacheOpener
+from ssd.retrieval.cache_state import CacheStats
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import check_fingerprint, check_namespace
 from ssd.retrieval.namespace import HeldNamespace, Namespace
 from ssd.retrieval.scratch import make_scratch
-from ssd.retrieval.suffix_cache import CacheStats, SuffixCache
+from ssd.retrieval.suffix_cache import SuffixCache
 
 __all__ = ["DEFAULT_NAMESPACE", "CacheSet", "CacheStats", "SuffixCache"]
 
@@ -33,7 +33,6 @@ _BYTES_PER_TOKEN = 8  # token and suffix
 _SCRATCH_COPIES = 2  # while segments are merged, both they and the result are there
 _LONG_OPENING_S: Final = 10.0
 _CLOSE_WAIT_S: Final = 5.0
-_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class CacheSet:
@@ -71,7 +70,6 @@ class CacheSet:
         """
         self.config = config
         self.namespace = check_namespace(namespace)
-        self._budget = CopyBudget(config.memory_bytes)
         self.fingerprint = check_fingerprint(fingerprint)
         self._max_namespaces = max(1, max_namespaces)
         self._on_open = on_open
@@ -86,14 +84,23 @@ class CacheSet:
         self._stopping = False
         self._inline = inline
 
-        self._root = config.directory
+        root = config.directory
         self._scratch = None
-        if self._root is None and not inline:
+        if root is None and not inline:
             self._scratch = make_scratch(config.index.capacity_tokens * _BYTES_PER_TOKEN * _SCRATCH_COPIES)
-            self._root = None if self._scratch is None else self._scratch[0]
+            root = None if self._scratch is None else self._scratch[0]
         self._worker = None
-        if not inline and self._root is not None:
+        if not inline and root is not None:
             self._worker = MergeWorker(None if self._scratch is None else self._scratch[0])
+        self._opener = CacheOpener(
+            config.index,
+            fingerprint=fingerprint,
+            root=root,
+            is_durable=self._scratch is None,
+            budget=CopyBudget(config.memory_bytes),
+            worker=self._worker,
+            wake=None if inline else self._wake.set,
+        )
         try:
             self._namespaces[namespace] = first = Namespace(namespace, self._open)
             first.opened()
@@ -188,19 +195,12 @@ class CacheSet:
         with self._lock:
             return [each.cache for each in self._namespaces.values() if each.cache is not None]
 
-    def _announced(self, cache: SuffixCache) -> SuffixCache:
-        if self._on_open is not None:
-            self._on_open(cache)
-        return cache
-
     def _open_or_begin(self, name: str) -> SuffixCache:
         """While it serves, a directory that cannot be used costs only what would be kept there."""
         try:
             return self._open(name)
         except CacheError as error:
-            cache = self._announced(self._make(name, None))
-            cache.report_failure("its directory cannot be used, it stays in memory", error)
-            return cache
+            return self._announced(self._opener.in_memory(name, error))
 
     def _open(self, name: str) -> SuffixCache:
         """Raises CacheError."""
@@ -208,39 +208,12 @@ class CacheSet:
             closing = self._closing.get(name)
         if closing is not None:
             closing.wait()
-        return self._announced(self._open_directory(name))
+        return self._announced(self._opener.open(name))
 
-    def _open_directory(self, name: str) -> SuffixCache:
-        if self._root is None:
-            return self._make(name, None)
-        path, is_durable = self._root / name, self._scratch is None
-        whose: dict[str, Any] = {"fingerprint": self.fingerprint, "namespace": name, "budget": self._budget}
-        try:
-            try:
-                return self._make(name, SegmentDirectory(path, durable=is_durable, **whose))
-            except OSError as error:
-                if error.errno not in _NOT_WRITABLE or not path.is_dir():
-                    raise
-                cache = self._make(name, DirectoryReader(path, **whose))
-                cache.report_failure(
-                    "its directory cannot be written: what it holds is searched, what is learned stays in memory", error
-                )
-                return cache
-        except OSError as error:
-            raise StoreUnavailable(
-                f"the cache directory {path} cannot be used: {error}. Give one that can be written, or at least read"
-            ) from error
-
-    def _make(self, name: str, directory: DirectoryReader | None) -> SuffixCache:
-        return SuffixCache(
-            name,
-            self.config.index,
-            fingerprint=self.fingerprint,
-            directory=directory,
-            budget=self._budget,
-            worker=self._worker,
-            wake=None if self._inline else self._wake.set,
-        )
+    def _announced(self, cache: SuffixCache) -> SuffixCache:
+        if self._on_open is not None:
+            self._on_open(cache)
+        return cache
 
     def _find(self, name: str) -> tuple[Namespace, HeldNamespace]:
         """A namespace, held for the caller: what is held is not closed. Raises ConfigError."""

@@ -26,8 +26,8 @@ from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.manifest import Manifest, read_manifest, write_manifest
 from ssd.retrieval.names import is_segment_id
 from ssd.retrieval.recovery import LEFT_OUT, header_of_ours, recover
+from ssd.retrieval.segment import Segment
 from ssd.retrieval.segment_file import keep_text_only, open_segment, write_segment
-from ssd.retrieval.snapshot import Segment
 
 log = logging.getLogger(__name__)
 

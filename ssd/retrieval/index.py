@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -11,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import IndexConfig
+from ssd.retrieval.merge_plan import MergePolicy
 from ssd.retrieval.names import is_kept
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
-from ssd.retrieval.snapshot import Segment, Snapshot, make_snapshot, segment_table
+from ssd.retrieval.segment import Segment
+from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
 from ssd.retrieval.usage import Flags, Usage, Windows, windows
 
@@ -49,6 +50,7 @@ class SuffixIndex:
         """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty."""
         self.config = config
         self.max_segment_tokens = max(2, min(config.capacity_tokens // 8, MAX_SEGMENT_TOKENS))
+        self._policy = MergePolicy(config, self.max_segment_tokens)
         limit = min(config.capacity_tokens, max(_RING_SEALS * config.seal_tokens, _RING_TOKENS))
         self.max_piece_tokens = min(self.max_segment_tokens, max(2, limit // 2)) - 1
         self.num_evicted_segments = 0
@@ -158,56 +160,9 @@ class SuffixIndex:
     # Merging
 
     def merge_plan(self, apart: Collection[str] = ()) -> tuple[Segment, ...] | None:
-        """Neighbouring segments to be merged next, or None; none of the ids ``apart``. O(number of segments).
-
-        Size-tiered, as in Lucene: a segment's class is log of its size to the base ``merge_fanout``; a segment with a
-        larger, newer neighbour counts as that one's class, or small ones between large ones would stay forever. Where
-        ``merge_fanout`` or more neighbours are of one class, those of them are merged that cost least: the fewest
-        tokens sorted for each that is not of the largest. Classes then never grow with position, so there are fewer
-        than ``merge_fanout`` segments in each, but for those whose sum would exceed an eighth of the capacity. A token
-        is sorted again about log(capacity / seal_tokens) times, also when sealing is far ahead of merging.
-        """
+        """Neighbouring segments to be merged next, or None; none of the ids ``apart``. O(number of segments)."""
         kept, recent = self._ring_born[: self._num_kept], self._ring_born[self._num_kept :]
-        return self._plan_within(recent, apart) or self._plan_within(kept, apart)
-
-    def _plan_within(self, segments: tuple[Segment, ...], apart: Collection[str]) -> tuple[Segment, ...] | None:
-        fanout = self.config.merge_fanout
-        best, best_cost = None, math.inf
-        stop = len(segments)
-        while stop > 0:
-            run_class, start = self._size_class(segments[stop - 1]), stop - 1
-            if segments[start].segment_id in apart:
-                stop = start
-                continue
-            while (
-                start > 0
-                and self._size_class(segments[start - 1]) <= run_class
-                and segments[start - 1].segment_id not in apart
-            ):
-                start -= 1
-            if stop - start >= fanout:
-                plan, cost = self._cheapest_that_fits(segments[start:stop])
-                if cost < best_cost:
-                    best, best_cost = plan, cost
-            stop = start
-        return best
-
-    def _size_class(self, segment: Segment) -> int:
-        return int(math.log(max(1.0, len(segment) / self.config.seal_tokens), self.config.merge_fanout) + 1e-9)
-
-    def _cheapest_that_fits(self, run: tuple[Segment, ...]) -> tuple[tuple[Segment, ...] | None, float]:
-        """Two to ``merge_fanout`` neighbours in ``run`` whose sum is within the limit of a segment, and their cost."""
-        best, best_cost = None, math.inf
-        for first in range(len(run) - 1):
-            total = most = len(run[first])
-            for stop in range(first + 1, min(first + self.config.merge_fanout, len(run))):
-                size = len(run[stop])
-                total, most = total + size, max(most, size)
-                if total > self.max_segment_tokens:
-                    break
-                if total / (total - most) < best_cost:
-                    best, best_cost = run[first : stop + 1], total / (total - most)
-        return best, best_cost
+        return self._policy.plan(recent, apart) or self._policy.plan(kept, apart)
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment, found: Windows | None = None) -> bool:
         """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one is not there any more.

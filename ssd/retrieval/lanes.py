@@ -24,7 +24,8 @@ from ssd.compiled.addresses import TokenIds, choose, inlined, kernel, load_uint3
 from ssd.compiled.records import Address, Int64, Record, Uint64, views_of
 from ssd.retrieval.packed import WIDTHS
 from ssd.retrieval.pattern import PATTERN_BYTES, num_agreeing, pack_context
-from ssd.retrieval.snapshot import FENCE_STEP, SegmentRecord
+from ssd.retrieval.segment import FENCE_STEP
+from ssd.retrieval.snapshot import SegmentRecord
 
 _NARROWEST: Final = WIDTHS[0]
 

@@ -96,7 +96,7 @@ def _from_json(content: Any) -> Manifest:
         next_position=content["next_position"],
         segment_ids=tuple(segment["id"] for segment in segments),
         segments=tuple(segments),
-        shared=content.get("shared"),  # whatever it is: ``KeptMark`` looks
+        shared=content.get("shared"),  # whatever it is: ``Checkpoint`` looks
     )
     if not all(map(is_segment_id, manifest.segment_ids)):
         raise ValueError("it names a segment that no file can have")

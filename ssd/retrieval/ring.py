@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from ssd.retrieval.snapshot import SEPARATOR
+from ssd.retrieval.segment import SEPARATOR
 
 Tokens = npt.NDArray[np.int32]
 

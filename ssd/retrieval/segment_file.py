@@ -17,6 +17,7 @@ from ssd.errors import NamespaceMismatch, TokenizerMismatch
 from ssd.retrieval.atomic_file import write_file
 from ssd.retrieval.file_bytes import CopyBudget, read_bytes
 from ssd.retrieval.packed import GUARD_BYTES, packed_size, unpack
+from ssd.retrieval.segment import Segment, text_checksum
 from ssd.retrieval.segment_header import (
     HEADER_LENGTH,
     SegmentHeader,
@@ -27,7 +28,6 @@ from ssd.retrieval.segment_header import (
     order_offset,
     segment_file_size,
 )
-from ssd.retrieval.snapshot import Segment, text_checksum
 
 Tokens = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]

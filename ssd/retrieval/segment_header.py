@@ -38,7 +38,7 @@ from ssd.errors import FormatVersion, SegmentCorrupt
 from ssd.retrieval.atomic_file import NotAFileError, open_file
 from ssd.retrieval.names import is_segment_id
 from ssd.retrieval.packed import WIDTHS, packed_size
-from ssd.retrieval.snapshot import FENCE_STEP
+from ssd.retrieval.segment import FENCE_STEP
 
 FORMAT_VERSION = 1
 HEADER_LENGTH = 256

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.retrieval.packed import unpack
-from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment
 
 Tokens = npt.NDArray[np.int32]
 

@@ -17,7 +17,7 @@ from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.manifest import read_manifest
 from ssd.retrieval.names import check_fingerprint, check_namespace, new_segment_id
 from ssd.retrieval.prefixes import split_sequence
-from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import build_segment
 
 Tokens = npt.NDArray[np.int32]

@@ -13,7 +13,7 @@ import pydivsufsort
 from ssd.errors import CacheError
 from ssd.retrieval.openmp import one_openmp_thread
 from ssd.retrieval.packed import GUARD_BYTES, pack, width_for
-from ssd.retrieval.snapshot import FENCE_STEP, SEPARATOR, Segment, text_checksum
+from ssd.retrieval.segment import FENCE_STEP, SEPARATOR, Segment, text_checksum
 
 Tokens = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
 from ssd.retrieval.ring import power_of_two_at_least
-from ssd.retrieval.snapshot import SEPARATOR, Segment
+from ssd.retrieval.segment import SEPARATOR, Segment
 
 Flags = npt.NDArray[np.bool_]
 

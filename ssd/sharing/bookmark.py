@@ -1,7 +1,7 @@
 """How far a replica has read a stream, in a form that outlives the process.
 
 A bookmark answers one question after a restart: which entries of the log are in the cache already? It is written with
-the cache's manifest (``SuffixCache.set_mark``), so it never claims what a crash has lost::
+the cache's manifest (``SuffixCache.set_source``), so it never claims what a crash has lost::
 
     others' entries      up to the newest waypoint that the log still holds    what follows is read
     our own entries      by ring position, for each former life                stored before it ended, or lost and read
@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ssd.retrieval.marks import KeptMark
+from ssd.retrieval.checkpoints import Checkpoint
 from ssd.sharing.entry import Entry
 from ssd.sharing.pages import is_entry_id, order
 
@@ -58,17 +58,17 @@ class Bookmark:
     ``lives`` : the former ones, oldest first. ``waypoints`` : newest first.
     """
 
-    def __init__(self, replica_id: bytes, kept: KeptMark | None = None) -> None:
-        """``replica_id`` : of the life that begins; ``kept`` : what the cache kept of the last one's ``mark``.
+    def __init__(self, replica_id: bytes, kept: Checkpoint | None = None) -> None:
+        """``replica_id`` : of the life that begins; ``kept`` : what the cache kept of the last one's ``position``.
 
-        A mark of another make counts as none.
+        One of another make counts as none.
         """
         self.replica_id = replica_id
         self.lives, self.waypoints = _read(kept)
         self._positions = dict(self.lives)
 
-    def mark(self) -> Mapping[str, Any]:
-        """The bookmark as JSON, for ``SuffixCache.set_mark``."""
+    def position(self) -> Mapping[str, Any]:
+        """The bookmark as JSON, for ``SuffixCache.set_source``."""
         return {
             "replica": self.replica_id.hex(),
             "lives": [(life.replica_id.hex(), life.position) for life in self.lives],
@@ -117,13 +117,13 @@ def _is_kept(newest: int, number: int) -> bool:
     return number % (1 << ((newest - number).bit_length() - 1)) == 0
 
 
-def _read(kept: KeptMark | None) -> tuple[tuple[Life, ...], tuple[Waypoint, ...]]:
+def _read(kept: Checkpoint | None) -> tuple[tuple[Life, ...], tuple[Waypoint, ...]]:
     """What a manifest brought, which is whatever somebody wrote there."""
     if kept is None:
         return (), ()
     try:
-        lives = tuple(_life(*life) for life in [*kept.mark["lives"], (kept.mark["replica"], kept.position)])
-        waypoints = tuple(_waypoint(*waypoint) for waypoint in kept.mark["waypoints"])
+        lives = tuple(_life(*life) for life in [*kept.source["lives"], (kept.source["replica"], kept.position)])
+        waypoints = tuple(_waypoint(*waypoint) for waypoint in kept.source["waypoints"])
     except (KeyError, TypeError, ValueError):
         return (), ()
     if any(newer.number <= older.number for newer, older in pairwise(waypoints)):

@@ -200,10 +200,10 @@ class LogReader:
             return
         stream.bookmark.passed(raw[0], entry.sequence_id)
         if has_seen or stream.bookmark.is_ours(entry):
-            cache.set_mark(stream.bookmark.mark())
+            cache.set_source(stream.bookmark.position())
             self.num_known += 1
             return
-        cache.append_shared(entry.tokens, mark=stream.bookmark.mark())
+        cache.append_shared(entry.tokens, source=stream.bookmark.position())
         self.num_received += 1
         self.num_received_tokens += len(entry.tokens)
 

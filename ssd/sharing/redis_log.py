@@ -88,8 +88,8 @@ class RedisLog:
         """
         key, writer = stream_key(self._fingerprint, cache.name), self._writer
         replica_id = secrets.token_bytes(8)  # each time another: the directory may be a copy, and its original alive
-        bookmark = Bookmark(replica_id, cache.kept_mark)
-        cache.set_mark(bookmark.mark())  # kept with the first segment that holds text of this life
+        bookmark = Bookmark(replica_id, cache.kept)
+        cache.set_source(bookmark.position())  # kept with the first segment that holds text of this life
         cache.add_listener(lambda pieces: writer.publish(key, replica_id, pieces))
         self._reader.follow(key, cache, bookmark)
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.hostile.attacks import ATTACKS, COMPLETIONS, Attack
 from tests.server_client import get, wait_until
-from tests.test_server_process import answers, running
+from tests.test_server_process import START_S, answers, running
 
 KEY = {"authorization": "Bearer secret"}
 LONGEST_WAIT_S = 1.0
@@ -41,7 +41,7 @@ SMALL = (
 def server() -> Iterator[tuple[int, int]]:
     """Process id and port."""
     with running(*SMALL, "--api-key", "secret") as (process, port):
-        wait_until(lambda: answers(port, "/health"), 180)
+        wait_until(lambda: answers(port, "/health"), START_S)
         yield process.pid, port
 
 
@@ -130,6 +130,7 @@ def resident_mb(process: int) -> float:
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_an_attack_costs_nobody_else_anything(server: tuple[int, int], attack: Attack) -> None:
     process, port = server

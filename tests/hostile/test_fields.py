@@ -75,6 +75,7 @@ def survives(server: RunningServer, path: str, body: bytes) -> int:
     return answer.status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "schema", "base"), BODIES, ids=lambda each: getattr(each, "__name__", None))
 def test_no_value_of_a_field_is_an_error_of_the_server(
     server: RunningServer, path: str, schema: type[Body], base: dict[str, Any]

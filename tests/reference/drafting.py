@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ssd.retrieval import snapshot as snapshots
-from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot, segment_table
+from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.snapshot import Snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment
 
 

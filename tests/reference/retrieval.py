@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ssd.retrieval.snapshot import SEPARATOR, Snapshot
+from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.snapshot import Snapshot
 
 
 def naive_order(tokens: Sequence[int]) -> list[int]:

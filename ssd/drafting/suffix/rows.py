@@ -206,7 +206,7 @@ def draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float,
     same rows, else 0. ``is_seated`` : the texts are known to be those of the rows. Where it is not, that is looked at,
     ``by_text`` also at their last tokens.
 
-    Returns the words written to ``out`` : where each row's draft ends in it, then the drafts. NOT_SEATED where a row
+    Returns how many words were written: where each row's draft ends among them, then the drafts. NOT_SEATED where a row
     does not hold the text it held, NO_ROOM where the workspace has too few lanes; nothing was done then.
     """
     batch = batch_at(batch_address)

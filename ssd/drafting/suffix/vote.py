@@ -34,8 +34,9 @@ class Votes(Record):
     ``nexts`` : what each place asked goes on with. ``tokens`` : those voted for. ``by_token`` : their votes.
     ``index_support``, ``own_support`` : places, by level.
 
-    Of the index and of own text: ``top`` : the level of the longest match that still has a place, NOWHERE where none
-    has. ``newest`` : recency of its newest place, -1 where there is none; ``says`` : what that place goes on with.
+    ``index_top``, ``own_top`` : the level of the longest match that still has a place, NOWHERE where none has.
+    ``index_newest``, ``own_newest`` : recency of its newest place, -1 where there is none. ``index_says``,
+    ``own_says`` : what that place goes on with.
     """
 
     nexts: Annotated[Int64s, np.int64, MAX_SAMPLES]

@@ -11,11 +11,13 @@ import numpy.typing as npt
 import torch
 
 from ssd.model.target import Target, pad_rows
+from ssd.pricing.rate import Rate
 
 READ_WIDTH = 8
 """Most positions of a pass that reads several rows at once; longer text is read row by row."""
 
 _FORGETTING = 0.9
+"""What a read part counts after each later one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +42,7 @@ class DraftSlots:
         self._chunk_tokens = chunk_tokens
         self._free = list(range(target.num_slots))
         self._open: dict[str, DraftSlot] = {}
-        self._tokens_read, self._seconds_reading = 0.0, 0.0  # the older the less
+        self._reading = Rate(_FORGETTING)
 
     @property
     def num_free(self) -> int:
@@ -104,15 +106,15 @@ class DraftSlots:
         state = self._open.get(request_id)
         held = min(state.num_known, self._target.length(state.slot)) if state is not None else 0
         unread = max(0, num_tokens - held - READ_WIDTH)
-        return unread * self._seconds_reading / self._tokens_read if self._tokens_read else 0.0
+        tokens_per_s = self._reading.tokens_per_s
+        return unread / tokens_per_s if tokens_per_s else 0.0
 
     def _read_part(self, state: DraftSlot, part: npt.NDArray[np.int32]) -> None:
         began = time.perf_counter()
         self._target.prefill([state.slot], pad_rows([part]), [len(part)])
         if self._target.device.type == "cuda":
             torch.cuda.synchronize(self._target.device)
-        self._tokens_read = _FORGETTING * self._tokens_read + len(part)
-        self._seconds_reading = _FORGETTING * self._seconds_reading + time.perf_counter() - began
+        self._reading.observe(len(part), time.perf_counter() - began)
 
     def feed(self, states: Sequence[DraftSlot]) -> torch.Tensor:
         """Read one more token of each text, which was put there after what the slot holds: logits [R, V]."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from ssd.model.layers.replaced import Replaced, has_hooks
+from ssd.model.layers.replaced import Replaced, has_hooks, parents
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
@@ -107,7 +107,7 @@ def fuse_linears(
     model: nn.Module, product: MakeProduct = PlainProduct, dtypes: Sequence[torch.dtype] = FLOATS
 ) -> Iterator[Replaced]:
     """Have layers of ``dtypes`` that read the same input computed as one; what was replaced, as it goes. O(weights)."""
-    for parent in list(model.modules()):
+    for parent in parents(model):
         for names in SIBLINGS:
             linears = [linear for name in names if is_plain(linear := getattr(parent, name, None), dtypes)]
             if len(linears) < len(names) or not _fit_together(linears):

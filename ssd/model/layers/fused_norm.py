@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ssd.compiled.addresses import float32_array, summing_kernel
-from ssd.model.layers.replaced import MOST_NUMBERS, Replaced, agrees, has_hooks
+from ssd.model.layers.replaced import MOST_NUMBERS, Replaced, agrees, has_hooks, parents
 
 _MOST_ERROR = 1e-5
 _PROBE_SCALES = (1.0, 30.0, 1e-3)
@@ -27,9 +27,9 @@ class FusedNorm(nn.Module):
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         """``weight`` : float32[n]."""
         super().__init__()
-        self.weight, self.eps = nn.Parameter(weight, requires_grad=False), eps
-        self._kept = weight.contiguous()  # where the loop finds it
+        self._kept = weight.detach().clone(memory_format=torch.contiguous_format)  # where the loop finds it
         self._address, self._size = self._kept.data_ptr(), len(weight)
+        self.weight, self.eps = nn.Parameter(self._kept, requires_grad=False), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., n]. Returns the same shape."""
@@ -45,7 +45,7 @@ class FusedNorm(nn.Module):
 
 def fuse_norms(model: nn.Module) -> Iterator[Replaced]:
     """Put `FusedNorm` in the place of layers that compute the same on a few numbers; what was replaced, as it goes."""
-    for parent in list(model.modules()):
+    for parent in parents(model):
         for name, child in list(parent.named_children()):
             fused = _fused(child)
             if fused is not None:

@@ -7,19 +7,29 @@ own compiler uses the same two operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ssd.model.layers.fused_linear import FusedMember, fuse_linears, is_plain, linear_again
-from ssd.model.layers.replaced import Replaced
+from ssd.model.layers.packed_embedding import reader_of
+from ssd.model.layers.replaced import Replaced, parents
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _EXACT_ROWS = 16
 _PREPARED_ROWS = 64
+_LARGE = 1 << 22
+
+
+class Place(NamedTuple):
+    """Where in a model a module stands."""
+
+    parent: nn.Module
+    name: str
 
 
 class PackedLinear(nn.Module):
@@ -29,8 +39,8 @@ class PackedLinear(nn.Module):
         """``weight`` : [out, in]; ``bias`` : [out]."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._bias = bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self._bias = None if bias is None else bias.detach().clone()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self.kind = (self.in_features, self.out_features, bias is not None, weight.dtype)
         """Layers of one kind share their machine code."""
 
@@ -44,30 +54,76 @@ class PackedLinear(nn.Module):
         return self._product(padded)[:num_rows].view(*x.shape[:-1], -1)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")
         return out
 
     __call__ = forward  # without torch's search for hooks
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the packed weight, what fills up its blocks included."""
+        return int(torch.ops.mkldnn._nbytes(self.packed))
+
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias as they came. O(size)."""
-        return self._packed.to_dense(), self._bias
+        return self.packed.to_dense(), self._bias
 
 
 def pack_linears(model: nn.Module) -> Iterator[Replaced]:
     """Put packed layers in the place of plain ones, one for those that read the same input; what was replaced.
 
-    Memory grows by a tied output layer, which no longer shares its weights. O(weights).
+    Weights are held once: those of a layer go when it is packed, and an embedding that is tied to it reads rows of what
+    was packed, see `PackedEmbedding`; where it cannot, both stay. O(weights), and memory for one layer more.
     """
     if not _has_operators():
         return
     yield from fuse_linears(model, PackedLinear, _DTYPES)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if is_plain(child, _DTYPES):
-                packed = PackedLinear(child.weight, child.bias)
-                setattr(parent, name, packed)
-                yield Replaced(parent, name, partial(linear_again, packed))
+    tied = _tied(model)
+    for parent in parents(model):
+        for name in dict(parent.named_children()):
+            linear = getattr(parent, name)
+            if is_plain(linear, _DTYPES):
+                yield from _pack(linear, tied.pop(id(linear.weight), [Place(parent, name)]))
+    for parameter in model.parameters():
+        if type(parameter.data) is torch.Tensor:  # while one is mapped from a file, all of the file is
+            parameter.data = parameter.data.clone()
+
+
+def _pack(linear: nn.Linear, places: list[Place]) -> Iterator[Replaced]:
+    """Replace all that stands in ``places``, which are those of the layer's weight, or nothing."""
+    packed = PackedLinear(linear.weight, linear.bias)
+    again = cache(partial(linear_again, packed))
+    replaced: list[tuple[nn.Module, str, nn.Module, Callable[[], nn.Module]]] = []
+    for parent, name in places:
+        module = getattr(parent, name)
+        if module is linear:
+            replaced.append((parent, name, packed, again))
+        elif (reader := reader_of(module, packed.packed)) is not None:
+            replaced.append((parent, name, reader, partial(_tied_again, module, again)))
+        else:
+            return
+    for parent, name, layer, undo in replaced:
+        module = getattr(parent, name)
+        setattr(parent, name, layer)
+        if module is not linear:
+            module.weight = None
+        yield Replaced(parent, name, undo)
+
+
+def _tied(model: nn.Module) -> dict[int, list[Place]]:
+    """Where the modules stand that own a weight with others, by the weight's ``id``."""
+    places: dict[int, list[Place]] = {}
+    for parent in parents(model):
+        for name, child in parent.named_children():
+            weight = child._parameters.get("weight")
+            if weight is not None:
+                places.setdefault(id(weight), []).append(Place(parent, name))
+    return {weight: found for weight, found in places.items() if len(found) > 1}
+
+
+def _tied_again(module: nn.Module, linear: Callable[[], nn.Linear]) -> nn.Module:
+    module.weight = linear().weight
+    return module
 
 
 def rounded_rows(num_rows: int) -> int:
@@ -82,17 +138,23 @@ def rounded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
+def packed_linears(model: nn.Module) -> list[PackedLinear]:
+    """All there are in a model, those that stand for several layers once."""
+    found = [module.group.product if isinstance(module, FusedMember) else module for module in model.modules()]
+    return list({id(layer): layer for layer in found if isinstance(layer, PackedLinear)}.values())
+
+
 @torch.inference_mode()
 def prepare_linears(model: nn.Module) -> None:
-    """Have the machine code made for products of up to 64 rows, which are most of what a server computes."""
-    layers: dict[tuple[int, int, bool, torch.dtype], PackedLinear] = {}
-    for module in model.modules():
-        packed = module.group.product if isinstance(module, FusedMember) else module
-        if isinstance(packed, PackedLinear):
-            layers[packed.kind] = packed
+    """Have the machine code made for products of up to 64 rows, which are most of what a server computes.
+
+    Of layers with fewer than 4 million weights: a product of more takes longer than its code, 0.7 ms each.
+    """
+    layers = {layer.kind: layer for layer in packed_linears(model)}
     for num_rows in sorted({rounded_rows(n) for n in range(1, _PREPARED_ROWS + 1)}):
-        for (size, *_, dtype), packed in layers.items():
-            packed(torch.zeros(1, num_rows, size, dtype=dtype))
+        for (size, num_outputs, _, dtype), packed in layers.items():
+            if size * num_outputs < _LARGE:
+                packed(torch.zeros(1, num_rows, size, dtype=dtype))
 
 
 def _has_operators() -> bool:

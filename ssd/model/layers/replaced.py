@@ -25,6 +25,11 @@ MOST_NUMBERS = 1 << 16
 """In an input of a compiled loop, which one core runs; several cores share torch's own operations on a larger one."""
 
 
+def parents(model: nn.Module) -> list[nn.Module]:
+    """Modules that hold others. What they hold is not listed by itself, and so goes when it is replaced."""
+    return [module for module in model.modules() if next(module.children(), None) is not None]
+
+
 def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool:
     """Whether two tensors have one shape and differ by at most ``most_error``, as a share of the second's norm."""
     return found.shape == wanted.shape and float((found - wanted).norm()) <= most_error * float(wanted.norm())

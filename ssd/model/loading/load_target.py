@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ssd.errors import ModelError, first_line
 from ssd.model.loading.kv_budget import fit_slots, usable_bytes
 from ssd.model.loading.rope import settle_rope
-from ssd.model.loading.weights import ADVICE, check_weights_fit
+from ssd.model.loading.threads import one_thread_if_small
+from ssd.model.loading.weights import ADVICE, check_weights_fit, weight_bytes
 from ssd.model.target import Target
 from ssd.model.ways.find_way import find_way, row_bytes_per_token
 from ssd.model.ways.row_target import RowTarget
@@ -82,8 +83,9 @@ def open_target(
     if max_length is not None and limit is not None and max_length > limit:
         raise ModelError(f"max_model_len {max_length} exceeds the model's context of {limit} tokens")
     wanted = settle_rope(model, max_length) or limit or DEFAULT_MAX_LENGTH
-    found = find_way(model, fuse=fuse_linears)
-    bytes_per_token = found.bytes_per_token or (row_bytes_per_token(model) if found.kind is RowTarget else 0)
+    with one_thread_if_small(model):
+        found = find_way(model, fuse=fuse_linears)
+        bytes_per_token = found.bytes_per_token or (row_bytes_per_token(model) if found.kind is RowTarget else 0)
     slots = fit_slots(
         num_slots=num_slots,
         max_length=max_length,
@@ -94,12 +96,19 @@ def open_target(
     )
     if slots.shortage is not None:
         log.warning("%s", slots.shortage)
+    held, kv_bytes = weight_bytes(model), slots.num_slots * (slots.max_length + max_draft_tokens + 1) * bytes_per_token
+    log.info(
+        "%s takes %.2f GB: weights %.2f, of them packed %.2f; KV cache of %d sequences of %d tokens %.2f",
+        type(model).__name__, (held.total + kv_bytes) / 1e9, held.total / 1e9, held.packed / 1e9,
+        slots.num_slots, slots.max_length, kv_bytes / 1e9,
+    )  # fmt: skip
     if found.kind is not SlotTarget:
         log.warning("%s is driven %s: %s", type(model).__name__, found.kind.way, found.reason)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
         return other
     target = SlotTarget(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
-    target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
+    with one_thread_if_small(model):
+        target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
     attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager)
     return target
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from ssd.model.loading.weights import weight_bytes
 from ssd.model.target import Target
 
 log = logging.getLogger(__name__)
@@ -18,37 +21,66 @@ log = logging.getLogger(__name__)
 _SAID_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CONTEXT = 64
 _WIDTHS = (1, 8)
-_ROUNDS = 3
-_PASSES = 4
-_LONG_PASS_S = 0.25
-"""A pass that takes so long has work for all threads; trying them would only delay the start."""
+_ROUNDS = 12
+_MOST_S = 1.0
+"""Of trying, after which no round is begun: a start must not wait for a machine that is too busy to say."""
+_MOST_BYTES = 2_000_000_000
+"""Of a small model's weights. A pass over more has work for all threads; trying fewer would only delay the start."""
+
+
+def is_small(model: PreTrainedModel) -> bool:
+    """Whether one thread makes passes over a dozen positions in about half a second or less."""
+    return model.device.type == "cpu" and weight_bytes(model).total <= _MOST_BYTES
+
+
+@contextmanager
+def one_thread_if_small(model: PreTrainedModel) -> Iterator[None]:
+    """One thread for the passes of a start that nobody has tried threads for yet.
+
+    Beside other work several wait for each other at the end of every layer, and the start takes many times longer.
+    """
+    before = torch.get_num_threads()
+    if is_small(model):
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def settle_threads(target: Target) -> int:
     """Use the number of threads that makes passes of this model shortest, on this machine as it is now; how many.
 
     torch takes one for each core. A small model's layers are too short to be shared, and a thread that another process
-    keeps from its core holds up all others at the end of every layer. Tried are all cores and halves of them, unless
-    the environment says how many (OMP_NUM_THREADS). For the calling thread, which must be the one that makes the
-    passes; ``target`` is left empty. Only the time of passes depends on it, up to rounding.
+    keeps from its core holds up all others at the end of every layer. Tried are all cores and halves of them, for a
+    small model and unless the environment says how many (OMP_NUM_THREADS). For the calling thread, which must be the
+    one that makes the passes; ``target`` is left empty. Only the time of passes depends on it, up to rounding.
     """
     default = torch.get_num_threads()
-    if target.device.type != "cpu" or default == 1 or any(name in os.environ for name in _SAID_BY):
+    if not is_small(target.model) or default == 1 or any(name in os.environ for name in _SAID_BY):
         return default
-    if _seconds(target, _WIDTHS[0]) > _LONG_PASS_S:
-        return default
-    candidates = sorted(_halves(default))
-    seconds: dict[int, list[list[float]]] = {count: [[] for _ in _WIDTHS] for count in candidates}
-    for _ in range(_ROUNDS):  # by turns, as the machine's load changes
-        for count in candidates:
-            torch.set_num_threads(count)
-            for found, width in zip(seconds[count], _WIDTHS, strict=True):
-                _seconds(target, width)  # the first pass starts threads
-                found += [_seconds(target, width) for _ in range(_PASSES)]
-    best = fastest({count: [median(times) for times in found] for count, found in seconds.items()})
+    _read_context(target)
+    try:
+        best = _fastest_of(target, sorted(_halves(default)))
+    finally:
+        target.rollback(0, 0)
     torch.set_num_threads(best)
     log.info("passes use %d of %d threads", best, default)
     return best
+
+
+def _fastest_of(target: Target, counts: Sequence[int]) -> int:
+    seconds: dict[int, list[list[float]]] = {count: [[] for _ in _WIDTHS] for count in counts}
+    began = time.perf_counter()
+    for _ in range(_ROUNDS):  # by turns, as the machine's load changes
+        for count in counts:
+            torch.set_num_threads(count)
+            _seconds(target, _WIDTHS[0])  # the first pass starts threads
+            for found, width in zip(seconds[count], _WIDTHS, strict=True):
+                found.append(_seconds(target, width))
+        if time.perf_counter() - began > _MOST_S:
+            break
+    return fastest({count: [median(times) for times in found] for count, found in seconds.items()})
 
 
 def fastest(seconds: dict[int, list[float]]) -> int:
@@ -63,13 +95,21 @@ def _halves(count: int) -> Iterator[int]:
     yield 1
 
 
-def _seconds(target: Target, width: int) -> float:
-    """Of one pass of a row of ``width`` positions behind a short text."""
-    width = min(width, target.max_length - 1)
-    length = min(_CONTEXT, target.max_length - width)
+def _read_context(target: Target) -> None:
+    length = max(1, min(_CONTEXT, target.max_length - max(_WIDTHS)))
     target.prefill([0], np.ones((1, length), np.int64), [length])
+
+
+def _seconds(target: Target, width: int) -> float:
+    """Of one pass of a row of ``width`` positions behind the short text that the slot holds, before and after."""
+    length = target.length(0)
+    width = min(width, target.max_length - length)
     began = time.perf_counter()
     target.forward([0], np.ones((1, width), np.int64), [width])
     took = time.perf_counter() - began
-    target.rollback(0, 0)
+    if target.can_roll_back:
+        target.rollback(0, length)
+    else:
+        target.rollback(0, 0)
+        _read_context(target)
     return took

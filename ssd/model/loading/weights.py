@@ -1,13 +1,14 @@
-"""Whether a model's weights fit into a device's memory."""
+"""What a model's weights take of a device's memory, and whether they fit."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ssd.errors import ModelError
+from ssd.model.layers.packed_linear import packed_linears
 from ssd.model.loading.kv_budget import free_bytes
 
 ADVICE = (
@@ -32,3 +33,24 @@ def check_weights_fit(name: str, config: PreTrainedConfig, dtype: torch.dtype | 
             f"model {name!r} needs {needed / 1e9:.1f} GB for its weights, {device} has {free / 1e9:.1f} GB free: "
             f"{ADVICE}"
         )
+
+
+class WeightBytes(NamedTuple):
+    """What a model's weights take; memory that several of them share counts once."""
+
+    plain: int
+    """Of parameters and buffers."""
+    packed: int
+    """Of weights that layers hold in blocks instead."""
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.plain + self.packed
+
+
+def weight_bytes(model: PreTrainedModel) -> WeightBytes:
+    """What ``model`` holds now. O(its layers)."""
+    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    plain = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return WeightBytes(sum(plain.values()), sum(layer.num_bytes for layer in packed_linears(model)))

@@ -76,8 +76,8 @@ def rejection_tokens(
 
     scores : float32[k + 1, V], the target's log-probabilities up to a constant, -inf where ruled out.
     draft : int32[k], k >= 1, drawn from the rows of ``law``, which is as ``SampledDraft`` has it; its vocabulary may be
-    smaller. Keys : uint64[k], of streams that nothing else uses. bonus : a token drawn from the last row, put out after
-    full acceptance. Returns int64[1..k + 1]. O(k V).
+    smaller. accept_keys, recover_keys : uint64[k], of streams that nothing else uses. bonus : a token drawn from the
+    last row, put out after full acceptance. Returns int64[1..k + 1]. O(k V).
     """
     num_draft_tokens = len(draft)
     target_probs = torch.softmax(scores[:num_draft_tokens].double(), -1)

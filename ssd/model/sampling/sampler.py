@@ -36,7 +36,7 @@ def sampler_of(device: torch.device) -> Sampler | None:
 
 
 def samples_rightly(sampler: Sampler, device: torch.device) -> bool:
-    """Whether ``sampler`` runs on the device, and chooses among random logits as the formula does; a warning if not."""
+    """Whether ``sampler`` runs on the device and chooses among random logits as the formula does; a warning if not."""
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (_PROBE_ROWS, _PROBE_TOKENS)).astype(np.float32))
     keys, temperatures = (each.to(device) for each in random_noise(_PROBE_ROWS))
     try:

@@ -144,10 +144,8 @@ def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams], look: int =
     among = best.double().masked_fill(~within, float("-inf"))
     whole = torch.where(top_k <= look, among.logsumexp(-1), scores.double().logsumexp(-1))
     probability = torch.exp(among - whole[:, None])
-    is_within_p = (probability.cumsum(-1) - probability < top_p[:, None]) | (top_p >= 1.0)[
-        :, None
-    ]  # a sum may round to 1
-    kept = within & (is_within_p | (rank == 0))
+    is_all = top_p >= 1.0  # said so because sums round to 1
+    kept = within & ((probability.cumsum(-1) - probability < top_p[:, None]) | is_all[:, None] | (rank == 0))
     lowest = best.gather(-1, kept.sum(-1, keepdim=True) - 1)
     cut = scores.masked_fill(scores < lowest, float("-inf"))
     if look < vocab_size:

@@ -113,7 +113,3 @@ def _arrived(url: str, vocabulary: int) -> Iterator[Tokens]:
                 last = b"(" + entry_id
     finally:
         client.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

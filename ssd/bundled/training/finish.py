@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, LlamaForCausalLM
 
-from ssd.bundled.loops import repeated_tokens
-from ssd.bundled.model_format import END_OF_TEXT_ID, SPECIAL_TOKENS
+from ssd.bundled.training.loops import repeated_tokens
+from ssd.bundled.training.model_format import END_OF_TEXT_ID, SPECIAL_TOKENS
 
 NUM_ROLLOUTS = 10
 MAX_PREFIX_TOKENS = 48

@@ -20,9 +20,7 @@ MIN_LOOP_TOKENS = 8
 def looped_tokens(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
     """Mark the tokens of every stretch that is two or more whole copies of a unit of 1 to ``MAX_PERIOD`` tokens.
 
-    Returns
-    -------
-    mask : bool[n]    True inside a loop, its first copy included. A stretch has at least ``MIN_LOOP_TOKENS`` tokens.
+    Returns bool[n], True inside a loop, its first copy included. A stretch has at least ``MIN_LOOP_TOKENS`` tokens.
     """
     return _mark(np.asarray(token_ids), first_copy=True)
 

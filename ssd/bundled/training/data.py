@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 
-from ssd.bundled.corpus import SourceFile, conversations
-from ssd.bundled.model_format import END_OF_TEXT, render
+from ssd.bundled.training.corpus import SourceFile, conversations
+from ssd.bundled.training.model_format import END_OF_TEXT, render
 
 
 class TokenStream:

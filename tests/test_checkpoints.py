@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.checkpoints import Checkpoint, PendingCheckpoints
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.marks import KeptMark, PendingMarks
-from ssd.retrieval.snapshot import Segment
+from ssd.retrieval.segment import Segment
 from tests.sharing_replica import FINGERPRINT, stored
 
 
@@ -31,58 +31,58 @@ def _after_crash(path: Path, copy: Path) -> CacheSet:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=40))
 def test_the_newest_mark_before_a_position_is_kept(steps: list[tuple[int, int]]) -> None:
-    marks = PendingMarks()
+    pending = PendingCheckpoints()
     tail_start = position = 0
-    everything: list[tuple[int, int]] = []  # (position, number of the mark)
+    everything: list[tuple[int, int]] = []  # (position, number of the source position)
     for number, (appended, sealed) in enumerate(steps):
         position += appended
-        marks.set({"number": number}, position, tail_start)
+        pending.set({"number": number}, position, tail_start)
         everything.append((position, number))
         tail_start = min(position, tail_start + sealed)
-        kept = marks.kept_at(tail_start)
+        kept = pending.kept_at(tail_start)
         newest = [number for position, number in everything if position <= tail_start]
-        assert (None if kept is None else kept) == (KeptMark({"number": newest[-1]}, tail_start) if newest else None)
-        assert len(marks) <= position - tail_start + 1
+        assert (None if kept is None else kept) == (Checkpoint({"number": newest[-1]}, tail_start) if newest else None)
+        assert len(pending) <= position - tail_start + 1
 
 
 def test_a_mark_waits_for_the_text_before_it(tmp_path: Path) -> None:
     with _set(tmp_path / "a") as caches:
         cache = caches.get()
-        assert cache.kept_mark is None
-        cache.append_shared([1, 2], mark={"n": 1})
-        cache.set_mark({"n": 2})
+        assert cache.kept is None
+        cache.append_shared([1, 2], source={"n": 1})
+        cache.set_source({"n": 2})
         caches.flush()
         cache.append([3])
-        cache.set_mark({"n": 3})
+        cache.set_source({"n": 3})
         caches.maintain()  # seals nothing
         with _after_crash(tmp_path / "a", tmp_path / "b") as again:
-            assert again.get().kept_mark == KeptMark({"n": 2}, 3)
+            assert again.get().kept == Checkpoint({"n": 2}, 3)
             assert stored(again) == [[1, 2]]
     with _set(tmp_path / "a") as again:
-        assert again.get().kept_mark == KeptMark({"n": 3}, 5)
+        assert again.get().kept == Checkpoint({"n": 3}, 5)
 
 
 def test_a_mark_is_kept_through_a_life_that_sets_none(tmp_path: Path) -> None:
     with _set(tmp_path / "a") as caches:
-        caches.get().append_shared([1, 2], mark={"n": 1})
+        caches.get().append_shared([1, 2], source={"n": 1})
     with _set(tmp_path / "a") as caches:
         caches.get().append([3, 4, 5])
     with _set(tmp_path / "a") as caches:
-        assert caches.get().kept_mark == KeptMark({"n": 1}, 3)
+        assert caches.get().kept == Checkpoint({"n": 1}, 3)
 
 
 def test_marks_without_a_directory_cost_nothing() -> None:
     with CacheSet(CacheConfig(), FINGERPRINT, inline=True) as caches:
-        caches.get().append_shared([1], mark={"n": 1})
-        caches.get().set_mark({"n": 2})
-        assert caches.get().kept_mark is None and caches.get().stats().num_failures == 0
+        caches.get().append_shared([1], source={"n": 1})
+        caches.get().set_source({"n": 2})
+        assert caches.get().kept is None and caches.get().stats().num_failures == 0
 
 
 @pytest.mark.parametrize(
     "content", [None, 3, [], {}, {"mark": {}}, {"mark": 3, "position": 1}, {"mark": {}, "position": -1}]
 )
 def test_what_is_no_mark_counts_as_none(content: object) -> None:
-    assert KeptMark.from_json(content) is None
+    assert Checkpoint.from_json(content) is None
 
 
 # Where files cannot be written
@@ -102,29 +102,31 @@ def test_what_could_not_be_written_holds_the_mark_back(
     monkeypatch.setattr(SegmentDirectory, "write", write)
     with _set(tmp_path / "a", merge_fanout=2, seal_tokens=1) as caches:
         cache = caches.get()
-        cache.append_shared([1, 1, 1, 1], mark={"n": 1})
+        cache.append_shared([1, 1, 1, 1], source={"n": 1})
         cache.maintain()
         is_full = True
         for number in range(2, 6):  # sealed, and merged with the file, in memory only
-            cache.append_shared([number] * 4, mark={"n": number})
+            cache.append_shared([number] * 4, source={"n": number})
             cache.maintain()
         assert len(cache.snapshot().segments) < 5
         with _after_crash(tmp_path / "a", tmp_path / "b") as again:
-            assert again.get().kept_mark == KeptMark({"n": 1}, 5)
+            assert again.get().kept == Checkpoint({"n": 1}, 5)
             assert stored(again) == [[1, 1, 1, 1]]  # the file it was merged from is still there
         is_full = False
         for number in range(6, 20):
-            cache.append_shared([number] * 4, mark={"n": number})
+            cache.append_shared([number] * 4, source={"n": number})
             cache.maintain()
         assert len(cache.snapshot().segments) < 5
         text = stored(caches)
     with _set(tmp_path / "a") as again:
-        kept = again.get().kept_mark
-        assert kept is not None and kept.position % 5 == 0 and kept.mark == {"n": kept.position // 5}
+        kept = again.get().kept
+        assert kept is not None and kept.position % 5 == 0 and kept.source == {"n": kept.position // 5}
         assert (
-            stored(again)[: kept.mark["n"]] == text[: kept.mark["n"]] == [[n] * 4 for n in range(1, 1 + kept.mark["n"])]
+            stored(again)[: kept.source["n"]]
+            == text[: kept.source["n"]]
+            == [[n] * 4 for n in range(1, 1 + kept.source["n"])]
         )
-        assert kept.mark["n"] == 19  # merging wrote what had only been in memory
+        assert kept.source["n"] == 19  # merging wrote what had only been in memory
     assert "stays in memory" in caplog.text
 
 

@@ -15,7 +15,8 @@ from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.propose import propose_suffix, propose_suffix_one
 from ssd.errors import ConfigError
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.snapshot import SEPARATOR, Segment, Snapshot, concatenate
+from ssd.retrieval.segment import SEPARATOR, Segment, concatenate
+from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
 

@@ -1,8 +1,8 @@
 """Train the bundled model.
 
-``python -m ssd.bundled.train --out DIR`` learns the standard library (phase 1), then unlearns loops and stretches the
-context to 2,048 tokens (phase 2, ``finish.py``). Everything is scheduled by step; the order of the data follows from
-the seed. A run that was stopped goes on from its last checkpoint when started again with ``--resume``.
+``python -m ssd.bundled.training.train --out DIR`` learns the standard library (phase 1), then unlearns loops and
+stretches the context to 2,048 tokens (phase 2, ``finish.py``). Everything is scheduled by step; the order of the data
+follows from the seed. A run that was stopped goes on from its last checkpoint when started again with ``--resume``.
 """
 
 from __future__ import annotations
@@ -10,20 +10,27 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch.nn import functional
+from torch.optim import AdamW, Muon, Optimizer
 from transformers import LlamaForCausalLM
 
-from ssd.bundled import corpus
-from ssd.bundled.data import TokenStream, held_out_documents, training_documents
-from ssd.bundled.evaluate import bits_per_byte
-from ssd.bundled.finish import UNLIKELIHOOD_WEIGHT, Prefixes, greedy_rollouts, rollout_tokens, unlikelihood_loss
-from ssd.bundled.model_format import model_config, save_model, train_tokenizer
-from ssd.bundled.muon import MuonWithAdamW
+from ssd.bundled.training import corpus
+from ssd.bundled.training.data import TokenStream, held_out_documents, training_documents
+from ssd.bundled.training.evaluate import bits_per_byte
+from ssd.bundled.training.finish import (
+    UNLIKELIHOOD_WEIGHT,
+    Prefixes,
+    greedy_rollouts,
+    rollout_tokens,
+    unlikelihood_loss,
+)
+from ssd.bundled.training.model_format import model_config, save_model, train_tokenizer
 
 ROW_LENGTH = 512
 PEAK_LEARNING_RATE = 3e-3
@@ -41,19 +48,47 @@ def learning_rate(step: int, num_steps: int) -> float:
     return PEAK_LEARNING_RATE * min(rise, FINISH_SHARE + (1 - FINISH_SHARE) * left)
 
 
+def make_optimizers(model: LlamaForCausalLM) -> list[Optimizer]:
+    """Muon (Jordan et al. 2024) on every matrix but the embedding; AdamW on the embedding and the norms.
+
+    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025, section 2.2), so one learning rate serves both.
+    """
+    named = dict(model.named_parameters())
+    matrices = [name for name, weight in named.items() if weight.ndim == 2 and "embed" not in name]
+    rest = [weight for name, weight in named.items() if name not in matrices]
+    return [
+        Muon([named[name] for name in matrices], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        AdamW(rest, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
+
+
+def take_step(optimizers: Sequence[Optimizer], rate: float) -> None:
+    """Update every parameter from its gradient, at one learning rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+
+
+def load_optimizers(optimizers: Sequence[Optimizer], state: dict[str, Any]) -> None:
+    """Take up what a checkpoint keeps of them."""
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+
+
 def pretrain(
     model: LlamaForCausalLM, tokenizer: Tokenizer, files: list[corpus.SourceFile], args: argparse.Namespace
 ) -> None:
     """Phase 1: plain next-token training. Leaves ``pretrain.pt`` in the output directory."""
     stream = TokenStream(training_documents(files, tokenizer), args.seed, args.step_tokens)
     held_out, held_out_bytes = held_out_documents(files, tokenizer)
-    optimizer = MuonWithAdamW(model)
+    optimizers = make_optimizers(model)
     checkpoint = args.out / "pretrain.pt"
     done, seconds = 0, 0.0
     if args.resume and checkpoint.exists():
         state = torch.load(checkpoint, map_location=args.device)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        load_optimizers(optimizers, state)
         done, seconds = state["step"], state["seconds"]
     log(args.out, phase="pretrain", start=done, steps=args.steps, threads=args.threads, epoch=stream.tokens_per_epoch)
     started = time.monotonic() - seconds
@@ -65,12 +100,12 @@ def pretrain(
         model.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(learning_rate(step, args.steps))
+        take_step(optimizers, learning_rate(step, args.steps))
         seconds = time.monotonic() - started
         if (step + 1) % 20 == 0:
             log(args.out, step=step + 1, loss=round(loss.item(), 3), seconds=round(seconds))
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == args.steps:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state = {"model": model.state_dict(), "optimizers": [each.state_dict() for each in optimizers]}
             save_checkpoint({**state, "step": step + 1, "seconds": seconds}, checkpoint)
             save_model(model, tokenizer, args.out / "pretrained")
             measured = bits_per_byte(model, held_out, held_out_bytes, ROW_LENGTH)
@@ -86,7 +121,7 @@ def finish(
     stream = TokenStream(documents, args.seed + 1, FINISH_ROW_LENGTH)
     prefixes = Prefixes(documents, args.seed)
     held_out, held_out_bytes = held_out_documents(files, tokenizer)
-    optimizer = MuonWithAdamW(model)
+    optimizers = make_optimizers(model)
     checkpoint = args.out / "finish.pt"
     state = torch.load(args.out / "pretrain.pt", map_location=args.device)
     done, seconds = 0, 0.0
@@ -94,7 +129,7 @@ def finish(
         state = torch.load(checkpoint, map_location=args.device)
         done, seconds = state["step"], state["seconds"]
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    load_optimizers(optimizers, state)
     log(args.out, phase="finish", start=done, steps=args.finish_steps, threads=args.threads)
     started = time.monotonic() - seconds
     looped = []
@@ -111,14 +146,14 @@ def finish(
         if unlikelihood.requires_grad:
             torch.autograd.backward(UNLIKELIHOOD_WEIGHT * unlikelihood)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(PEAK_LEARNING_RATE * FINISH_SHARE * (1 - step / args.finish_steps))
+        take_step(optimizers, PEAK_LEARNING_RATE * FINISH_SHARE * (1 - step / args.finish_steps))
         looped.append(share)
         seconds = time.monotonic() - started
         if (step + 1) % 10 == 0:
             recent = round(sum(looped[-10:]) / len(looped[-10:]), 3)
             log(args.out, step=step + 1, loss=round(likelihood.item(), 3), looped=recent, seconds=round(seconds))
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == args.finish_steps:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state = {"model": model.state_dict(), "optimizers": [each.state_dict() for each in optimizers]}
             save_checkpoint({**state, "step": step + 1, "seconds": seconds}, checkpoint)
             save_model(model, tokenizer, args.out / "model")
             measured = bits_per_byte(model, held_out, held_out_bytes, ROW_LENGTH)
@@ -142,7 +177,7 @@ def log(out: Path, **record: object) -> None:
 
 def parse_args() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m ssd.bundled.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ssd.bundled.training.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for checkpoints and the finished model")
     parser.add_argument("--steps", type=int, default=950, help="steps of phase 1")
     parser.add_argument("--step-tokens", type=int, default=2048, help="tokens per step of phase 1")

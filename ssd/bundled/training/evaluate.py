@@ -1,4 +1,4 @@
-"""Judge a model directory: ``python -m ssd.bundled.evaluate [DIR]``.
+"""Judge a model directory: ``python -m ssd.bundled.training.evaluate [DIR]``.
 
 Prints samples and ends with one JSON line. Every output comes from one fixed set of prompts, alone in its batch.
 """
@@ -18,10 +18,11 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ssd.bundled import MODEL_PATH, corpus
-from ssd.bundled.data import held_out_documents
-from ssd.bundled.loops import looped_tokens
-from ssd.bundled.model_format import END_OF_TEXT_ID, MAX_POSITIONS, render
+from ssd.bundled import MODEL_PATH
+from ssd.bundled.training import corpus
+from ssd.bundled.training.data import held_out_documents
+from ssd.bundled.training.loops import looped_tokens
+from ssd.bundled.training.model_format import END_OF_TEXT_ID, MAX_POSITIONS, render
 
 MAX_NEW_TOKENS = 256
 
@@ -148,7 +149,7 @@ def judge(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[dict[str, objec
 
 def main() -> None:
     """Print outputs and figures."""
-    parser = argparse.ArgumentParser(prog="python -m ssd.bundled.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m ssd.bundled.training.evaluate", description=__doc__)
     parser.add_argument("directory", nargs="?", type=Path, default=MODEL_PATH)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

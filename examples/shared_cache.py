@@ -1,0 +1,39 @@
+"""Two replicas that learn from each other through Redis: ``python -m examples.shared_cache [URL]``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+
+from ssd import Engine, SamplingParams
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig
+from ssd.retrieval.cache import CacheSet
+from ssd.sharing.redis_log import RedisLog
+from ssd.text.codec import TextCodec
+
+
+def main(url: str = "redis://localhost:6379/0") -> None:
+    """Ask the first replica, wait until the second has read it, ask the second; print the passes of both."""
+    codec = TextCodec.load(str(MODEL_PATH))
+    prompt = codec.encode_prompt("import threading\n\n\nclass Worker")
+    with ExitStack() as stack:
+        logs, engines = [], []
+        for _ in range(2):
+            log = stack.enter_context(RedisLog(url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size))
+            caches = stack.enter_context(CacheSet(CacheConfig(), codec.fingerprint, on_open=log.attach))
+            logs.append(log)
+            engines.append(Engine.from_pretrained(MODEL_PATH, caches=caches, codec=codec))
+        for name, engine in zip(("first", "second"), engines, strict=True):
+            (*_, last) = engine.generate([prompt], SamplingParams(max_tokens=48, temperature=0))
+            print(f"{name} replica: {last.stats.num_output_tokens} tokens in {last.stats.num_verify_steps} passes")
+            deadline = time.monotonic() + 20
+            while engine is engines[0] and not logs[1].stats().num_received:
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"the second replica heard nothing: is there a Redis server at {url}?")
+                time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

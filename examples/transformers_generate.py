@@ -1,0 +1,32 @@
+"""``generate`` of transformers with our drafts: ``python -m examples.transformers_generate``."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig
+from ssd.integrations.transformers import generate
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+
+
+def main() -> None:
+    """Generate twice with a cache, and print whether the output is the library's own and how many passes it took."""
+    codec = TextCodec.load(str(MODEL_PATH))
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32).eval()
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    input_ids = torch.tensor([codec.encode_prompt("class Node:\n    def __init__(self")])
+    plain = model.generate(input_ids, max_new_tokens=48, do_sample=False)
+    print(f"the library alone: {len(passes)} passes")
+    with CacheSet(CacheConfig(), codec.fingerprint) as caches:
+        for attempt in ("first time", "second time"):
+            passes.clear()
+            output = generate(model, input_ids, cache=caches.get(), max_new_tokens=48, do_sample=False)
+            print(f"{attempt}: {len(passes)} passes, the same output: {torch.equal(output, plain)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""How the cache of a namespace is opened: from its directory, written or only read, or in memory."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from ssd.config import IndexConfig
+from ssd.errors import CacheError, StoreUnavailable
+from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
+from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.merge_worker import MergeWorker
+from ssd.retrieval.suffix_cache import SuffixCache
+
+_NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class CacheOpener:
+    """Makes the caches of one tokenizer below one directory. Immutable; safe from any thread."""
+
+    def __init__(
+        self,
+        config: IndexConfig,
+        *,
+        fingerprint: str,
+        root: Path | None,
+        is_durable: bool,
+        budget: CopyBudget,
+        worker: MergeWorker | None,
+        wake: Callable[[], None] | None,
+    ) -> None:
+        """``root`` : holds a directory for each namespace; None keeps all in memory. ``is_durable`` : whether it is to
+        outlive the process. ``budget``, ``worker``, ``wake`` : as for ``SuffixCache``.
+        """
+        self._config = config
+        self._fingerprint = fingerprint
+        self._root = root
+        self._is_durable = is_durable
+        self._budget = budget
+        self._worker = worker
+        self._wake = wake
+
+    def open(self, name: str) -> SuffixCache:
+        """The cache of a namespace; one whose directory cannot be written is searched, and learns in memory.
+
+        Raises CacheError: what is wrong with the directory.
+        """
+        if self._root is None:
+            return self._make(name, None)
+        path = self._root / name
+        whose: dict[str, Any] = {"fingerprint": self._fingerprint, "namespace": name, "budget": self._budget}
+        try:
+            try:
+                return self._make(name, SegmentDirectory(path, durable=self._is_durable, **whose))
+            except OSError as error:
+                if error.errno not in _NOT_WRITABLE or not path.is_dir():
+                    raise
+                cache = self._make(name, DirectoryReader(path, **whose))
+                cache.report_failure(
+                    "its directory cannot be written: what it holds is searched, what is learned stays in memory", error
+                )
+                return cache
+        except OSError as error:
+            raise StoreUnavailable(
+                f"the cache directory {path} cannot be used: {error}. Give one that can be written, or at least read"
+            ) from error
+
+    def in_memory(self, name: str, error: CacheError) -> SuffixCache:
+        """An empty cache without a directory, because that cannot be used: ``error`` is its first failure."""
+        cache = self._make(name, None)
+        cache.report_failure("its directory cannot be used, it stays in memory", error)
+        return cache
+
+    def _make(self, name: str, directory: DirectoryReader | None) -> SuffixCache:
+        return SuffixCache(
+            name,
+            self._config,
+            fingerprint=self._fingerprint,
+            directory=directory,
+            budget=self._budget,
+            worker=self._worker,
+            wake=self._wake,
+        )

@@ -1,0 +1,99 @@
+"""What learning and upkeep of one namespace share: its index and counters under one lock."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from ssd.retrieval.checkpoints import Checkpoint, PendingCheckpoints
+from ssd.retrieval.index import SuffixIndex
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """Counters of one namespace since it was opened; sizes are those of now. Tokens include separators."""
+
+    num_tokens: int
+    """Ring-born tokens that can be matched, at most the capacity."""
+    num_kept_tokens: int
+    """Of those, what stays for having been of use, though it is older than text that was evicted."""
+    num_static_tokens: int
+    num_tail_tokens: int
+    num_segments: int
+    generation: int
+    num_appended_tokens: int
+    """Tokens given to append and append_shared."""
+    num_skipped_tokens: int
+    """Of those, prompt tokens that were stored already."""
+    num_sealed: int
+    num_merged: int
+    num_failed_merges: int
+    """Merges that could be done neither by the rebuild process nor here; each is tried again later."""
+    num_damaged_segments: int
+    """Segments given up because their bytes changed while they were in use."""
+    num_evicted_segments: int
+    num_evicted_tokens: int
+    num_dropped_tokens: int
+    """Tokens lost because sealing could not keep up."""
+    num_failures: int
+    """Refused appends, failed listeners, files that could not be read or written, failed merges."""
+
+
+class CacheState:
+    """The index, the checkpoints and the counters of the namespace ``name``.
+
+    ``lock`` : held for microseconds while any of them is changed, or read where more than one must fit together.
+    ``room`` : a condition of that lock, notified when sealing made room and when the cache is being closed, which
+    ``is_closing`` says.
+    """
+
+    def __init__(self, name: str, index: SuffixIndex, kept: Checkpoint | None) -> None:
+        self.name = name
+        self.index = index
+        self.checkpoints = PendingCheckpoints(kept)
+        self.lock = threading.Lock()
+        self.room = threading.Condition(self.lock)
+        self.is_closing = False
+        self.num_appended = self.num_skipped = self.num_sealed = self.num_merged = self.num_failures = 0
+        self.num_failed_merges = self.num_damaged = 0
+        self._complained: set[str] = set()
+
+    @property
+    def tail_start(self) -> int:
+        """Ring position of the first token that no segment holds."""
+        return self.index.next_position - self.index.num_tail_tokens
+
+    def report_failure(self, what: str, error: BaseException) -> None:
+        """Count a failure and log the first of its kind: what fails once often fails always."""
+        self.num_failures += 1
+        kind = f"{what} {type(error).__name__}"
+        if kind not in self._complained:
+            self._complained.add(kind)
+            log.warning("cache namespace=%s: %s (logged once): %s", self.name, what, error)
+
+    def stats(self) -> CacheStats:
+        """Sizes and counters."""
+        with self.lock:
+            snapshot, index = self.index.snapshot(), self.index
+            num_static = sum(len(segment) for segment in snapshot.segments if segment.start is None)
+            return CacheStats(
+                num_tokens=snapshot.num_tokens - num_static,
+                num_kept_tokens=index.num_kept_tokens,
+                num_static_tokens=num_static,
+                num_tail_tokens=index.num_tail_tokens,
+                num_segments=len(snapshot.segments),
+                generation=snapshot.generation,
+                num_appended_tokens=self.num_appended,
+                num_skipped_tokens=self.num_skipped,
+                num_sealed=self.num_sealed,
+                num_merged=self.num_merged,
+                num_failed_merges=self.num_failed_merges,
+                num_damaged_segments=self.num_damaged,
+                num_evicted_segments=index.num_evicted_segments,
+                num_evicted_tokens=index.num_evicted_tokens,
+                num_dropped_tokens=index.num_dropped_tokens,
+                num_failures=self.num_failures,
+            )

@@ -1,0 +1,80 @@
+"""What the pages say: links lead somewhere, and spliced tables are what the results and the code say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.report.__main__ import ROOT, pages
+
+ROOMS = ("ssd", "server", "cache_builder", "benchmarks", "tests", "examples")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
+
+
+def prose(path: Path) -> str:
+    return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """As hosting sites make them of headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(path: Path) -> Iterator[str]:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if not re.match(r"[a-z]+:", link):
+            yield link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in links(path):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files_and_commands_that_a_page_names_are_there(path: Path) -> None:
+    if path.name == "CHANGELOG.md":  # says what was
+        return
+    there = [file.relative_to(ROOT).as_posix() for room in ROOMS for file in (ROOT / room).rglob("*.py")]
+    for name in re.findall(r"`([\w./]+\.py)`", prose(path)):
+        assert any(f"/{file}".endswith(f"/{name}") for file in there), name
+    for name in re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w/]*)`", prose(path)):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"python -m ((?:benchmarks|examples)[\w.]*)", path.read_text()):
+        module = ROOT / name.replace(".", "/")
+        assert module.exists() or module.with_suffix(".py").exists(), name
+
+
+def test_every_page_and_example_is_in_its_index() -> None:
+    for folder, pattern in (("docs", "*.md"), ("examples", "*.py")):
+        listed = set(links(ROOT / folder / "README.md"))
+        there = {path.name for path in (ROOT / folder).glob(pattern)} - {"README.md", "__init__.py"}
+        assert there <= listed
+
+
+@pytest.fixture(scope="module")
+def generated() -> dict[str, str]:
+    return pages()
+
+
+@pytest.mark.parametrize("name", ["README.md", "SECURITY.md", "benchmarks", "engines", "serving", "tuning"])
+def test_tables_are_what_results_and_code_say(generated: dict[str, str], name: str) -> None:
+    page = name if name.endswith(".md") else f"docs/{name}.md"
+    assert generated[page] == (ROOT / page).read_text(), "run python -m benchmarks.report"
+
+
+def test_page_that_lost_its_markers_is_refused() -> None:
+    from benchmarks.report.__main__ import spliced
+
+    with pytest.raises(SystemExit, match="no markers"):
+        spliced("text", "growth", "table")
