@@ -41,8 +41,8 @@ LEAST_HELPED: Final = 32
 NO_ROWS: Final = -1
 """There is nothing to help with."""
 
-_PATIENCE: Final = 20_000
-"""Times that a thread looks whether something happened before it gives up: half a millisecond."""
+_PATIENCE: Final = 50_000
+"""Times that a thread looks whether something happened before it gives up: a tenth of a millisecond."""
 
 
 @kernel
