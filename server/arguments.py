@@ -268,7 +268,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--lookup-threads", type=int, default=draft.lookup_threads, metavar="N",
-        help="threads that look up the sequences of a batch of 32 or more, the engine's own among them (default: "
+        help="threads that look up the sequences of a batch of 64 or more, the engine's own among them (default: "
         "%(default)s)",
     )  # fmt: skip
     add(

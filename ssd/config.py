@@ -91,7 +91,7 @@ class DraftConfig:
     """Shorter matches are not drafted from."""
 
     lookup_threads: int = 2
-    """Threads that look up the rows of a call of 32 or more, the engine's own among them. They are idle while the
+    """Threads that look up the rows of a call of 64 or more, the engine's own among them. They are idle while the
     target computes. Which tokens are drafted does not depend on it."""
 
     draft_acceptance: DraftAcceptance = "match"

@@ -35,8 +35,9 @@ from ssd.drafting.suffix.workspace import (
 )
 from ssd.retrieval.snapshot import Snapshot, SnapshotRecord, snapshot_at
 
-LEAST_HELPED: Final = 32
-"""Rows of a call that are worth waking a thread for: that takes about as long as looking up eight."""
+LEAST_HELPED: Final = 64
+"""Rows of a call that are worth waking a thread for: that takes about as long as looking up eight. With a second
+processor free 64 rows took 0.87 and 256 rows 0.75 of the time, with none 1.09 and 0.98."""
 
 NO_ROWS: Final = -1
 """There is nothing to help with."""
