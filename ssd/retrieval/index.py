@@ -89,11 +89,6 @@ class SuffixIndex:
         return self._ring.tail_stop
 
     @property
-    def oldest_position(self) -> int:
-        """Nothing before this position is stored any more."""
-        return self._ring_born[0].start or 0 if self._ring_born else self._ring.tail_start
-
-    @property
     def recent_position(self) -> int:
         """Of what was stored before this position, only what was of use may be stored still."""
         recent = self._ring_born[self._num_kept :]
@@ -246,14 +241,6 @@ class SuffixIndex:
         assert all(segment.start is None for segment in segments)
         self._static = (*self._static, *segments)
         self._publish_segments()
-
-    def remove_static(self, segment_id: str) -> bool:
-        """Stop searching a static segment. Returns whether it was there."""
-        kept = tuple(segment for segment in self._static if segment.segment_id != segment_id)
-        was_there = len(kept) < len(self._static)
-        self._static = kept
-        self._publish_segments()
-        return was_there
 
     def _evict(self, num_new_tokens: int) -> bool:
         """Drop the oldest segments until ``num_new_tokens`` more tokens fit; kept ones where there are no others."""
