@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from ssd.model.layers.replaced import Replaced, has_hooks, parents
+from ssd.model.layers.replace import Replaced, has_hooks, parents
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
