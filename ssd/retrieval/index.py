@@ -6,20 +6,16 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
 from ssd.config import IndexConfig
 from ssd.retrieval.merge_plan import MergePolicy
 from ssd.retrieval.names import is_kept
+from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
 from ssd.retrieval.usage import Flags, Usage, Windows, windows
-
-Tokens = npt.NDArray[np.int32]
 
 _RING_SEALS = 16  # the ring holds the tail of this many seals before a lagging rebuild costs tokens ...
 _RING_TOKENS = 1 << 18  # ... and no fewer than this, so that a very long prompt fits; untouched pages cost no memory

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.errors import CacheError
-
-Tokens = npt.NDArray[np.int32]
+from ssd.retrieval.packed import Tokens
 
 
 class PrefixFilter:

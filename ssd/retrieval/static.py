@@ -15,11 +15,10 @@ from ssd.retrieval.directory import SegmentDirectory, load_segments
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.manifest import read_manifest
 from ssd.retrieval.names import check_fingerprint, check_namespace, new_segment_id
+from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import as_sequence, split_sequence
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import build_segment
-
-Tokens = npt.NDArray[np.int32]
 
 DEFAULT_SEGMENT_TOKENS = 16 << 20
 """Sorting this many takes about 3 s and 14 bytes a token while it lasts."""

@@ -20,6 +20,7 @@ from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.merging import Merging
+from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import PrefixFilter, as_sequence
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.segment_store import SegmentStore
@@ -28,7 +29,6 @@ from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.upkeep import Upkeep
 from ssd.retrieval.usage import WINDOW_TOKENS, windows
 
-Tokens = npt.NDArray[np.int32]
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
 
