@@ -36,6 +36,10 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def _require_one_of(choices: tuple[str, ...], name: str, value: str) -> None:
+    _require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
     """The retrieval index of one namespace."""
@@ -64,10 +68,7 @@ class IndexConfig:
 
     def __post_init__(self) -> None:
         _require(self.capacity_tokens >= 8, f"capacity_tokens must be >= 8, got {self.capacity_tokens}")
-        _require(
-            self.eviction in EVICTION_POLICIES,
-            f"eviction must be one of {', '.join(EVICTION_POLICIES)}, got {self.eviction!r}",
-        )
+        _require_one_of(EVICTION_POLICIES, "eviction", self.eviction)
         _require(self.seal_tokens >= 1, f"seal_tokens must be >= 1, got {self.seal_tokens}")
         _require(self.rebuild_interval_s > 0, f"rebuild_interval_s must be > 0, got {self.rebuild_interval_s}")
         _require(self.merge_fanout >= 2, f"merge_fanout must be >= 2, got {self.merge_fanout}")
@@ -118,14 +119,8 @@ class DraftConfig:
             f"min_match_length must be within 1..max_match_length, got {self.min_match_length}",
         )
         _require(self.lookup_threads >= 1, f"lookup_threads must be at least 1, got {self.lookup_threads}")
-        _require(
-            self.draft_acceptance in DRAFT_ACCEPTANCES,
-            f"draft_acceptance must be one of {', '.join(DRAFT_ACCEPTANCES)}, got {self.draft_acceptance!r}",
-        )
-        _require(
-            self.draft_shape in DRAFT_SHAPES,
-            f"draft_shape must be one of {', '.join(DRAFT_SHAPES)}, got {self.draft_shape!r}",
-        )
+        _require_one_of(DRAFT_ACCEPTANCES, "draft_acceptance", self.draft_acceptance)
+        _require_one_of(DRAFT_SHAPES, "draft_shape", self.draft_shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +168,7 @@ class EngineConfig:
             self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes >= 1,
             f"kv_cache_memory_bytes must be >= 1, got {self.kv_cache_memory_bytes}",
         )
-        _require(
-            self.scheduling_policy in SCHEDULING_POLICIES,
-            f"scheduling_policy must be one of {', '.join(SCHEDULING_POLICIES)}, got {self.scheduling_policy!r}",
-        )
+        _require_one_of(SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,12 +103,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def is_fault(error: BaseException) -> bool:
-    """Whether what was raised may end as a count, an answer or a log line; False where it tells the program to end.
+def require_fault(error: BaseException) -> None:
+    """Raise ``error`` again where it tells the program to end; else it may end as a count, an answer or a log line.
 
     A panic of a library written in Rust is no Exception, but a fault like any other.
     """
-    return not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        raise error
 
 
 def shown(value: object) -> str:

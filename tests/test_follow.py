@@ -59,7 +59,7 @@ class Story:
         )
         self.index = SuffixIndex(config)
         self.num_built = 0
-        self.static: list[str] = []
+        self.static: list[Segment] = []
         self.index.add_static([self.build(np.array([*STORY, SEPARATOR], np.int32), None)])  # stays
         for _ in range(int(self.random.integers(1, 4))):
             self.append()
@@ -96,12 +96,12 @@ class Story:
 
     def add_static(self) -> None:
         segment = self.build(np.array([*self.text(), SEPARATOR], np.int32), None)
-        self.static.append(segment.segment_id)
+        self.static.append(segment)
         self.index.add_static([segment])
 
     def remove_static(self) -> None:
         if self.static:
-            self.index.remove_static(self.static.pop(0))
+            self.index.leave_out([self.static.pop(0)])
 
     def go_on(self) -> None:
         """Often nothing, sometimes several things."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, Prices
-from ssd.errors import is_fault
+from ssd.errors import require_fault
 from ssd.pricing.acceptance_rates import AcceptanceRates
 from ssd.pricing.gain import best_gain, promised_gain
 from ssd.pricing.rate import StepRate
@@ -117,8 +117,7 @@ class Arbiter:
             try:
                 source.drafter.finish(request_id)
             except BaseException as error:
-                if not is_fault(error):
-                    raise
+                require_fault(error)
                 self._count_failure(source)
 
     def warm_up(self) -> None:
@@ -192,8 +191,7 @@ class Arbiter:
         try:
             drafts = source.asked.propose(requests)
         except BaseException as error:
-            if not is_fault(error):
-                raise
+            require_fault(error)
             self._count_failure(source)
             source.num_to_skip = min(2 ** (source.num_failures - 1), _MOST_SKIPPED)
             return nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
-from ssd.errors import is_fault
+from ssd.errors import require_fault
 
 
 class OneByOne:
@@ -40,8 +40,7 @@ class OneByOne:
         try:
             drafts = self._drafter.propose(requests)
         except BaseException as error:
-            if not is_fault(error):
-                raise
+            require_fault(error)
             return self._each_alone(requests, error)
         self._works = True
         return drafts
@@ -53,8 +52,7 @@ class OneByOne:
             try:
                 drafts[index : index + 1] = self._drafter.propose([request])
             except BaseException as error:
-                if not is_fault(error):
-                    raise
+                require_fault(error)
             else:
                 failed.discard(request.request_id)
                 self._works = True

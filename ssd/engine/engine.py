@@ -346,12 +346,10 @@ class Engine:
         try:
             output = sequence.output(taken)
         except BaseException as error:
-            self._isolation.fail(sequence, "making text", error, is_under_way=self._is_under_way(sequence))
+            is_under_way = self._under_way is not None and sequence in self._under_way.batch
+            self._isolation.fail(sequence, "making text", error, is_under_way=is_under_way)
             return None
         return output if output.finish_reason is None else self._finish(sequence, output)
-
-    def _is_under_way(self, sequence: Sequence) -> bool:
-        return self._under_way is not None and sequence in self._under_way.batch
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
         log_finished(sequence.request, sequence.stats, output.finish_reason)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from ssd.errors import is_fault
+from ssd.errors import require_fault
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,7 @@ class BestEffort:
         try:
             return call()
         except BaseException as error:
-            if not is_fault(error):
-                raise
+            require_fault(error)
             self.num_failures += 1
             self._faults.note("drafting or caching", error, "requests go on without")
             return None

@@ -12,7 +12,7 @@ from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
-from ssd.errors import EngineBroken, first_line, is_fault
+from ssd.errors import EngineBroken, first_line, require_fault
 from ssd.model.target import Target
 
 
@@ -44,8 +44,7 @@ class Isolation:
 
     def fail(self, sequence: Sequence, where: str, error: BaseException, *, is_under_way: bool = False) -> None:
         """End a sequence by what it raised; one that ``is_under_way`` keeps its slot until it is dropped."""
-        if not is_fault(error):
-            raise error
+        require_fault(error)
         self._faults.note(where, error, "one request ends with an error")
         if sequence.finish_reason is not FinishReason.ERROR:
             self._ended.append((sequence, sequence.end(FinishReason.ERROR, f"{where} failed")))
@@ -59,8 +58,7 @@ class Isolation:
 
     def lose(self, batch: Rows[Sequence], error: BaseException) -> None:
         """A pass failed, and with it what the slots of its rows hold."""
-        if not is_fault(error):
-            raise error
+        require_fault(error)
         living = [sequence for sequence in batch if sequence.finish_reason is None]
         for sequence in batch:
             if sequence.finish_reason is not None:
@@ -90,7 +88,6 @@ class Isolation:
         try:
             self._target.forward([slot], np.zeros((1, 1), np.int64), [1]).logits[0, 0, 0].item()
         except BaseException as error:
-            if not is_fault(error):
-                raise
+            require_fault(error)
             raise EngineBroken(f"the model computes nothing any more: {first_line(error)}") from error
         self._reuse.forget(slot)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.sequence import Sequence
-from ssd.errors import is_fault
+from ssd.errors import require_fault
 from ssd.model.target import Target, pad_rows
 
 _RESERVED_PART = 4
@@ -67,8 +67,7 @@ class Prefill:
         try:
             return self._compute(sequence, budget, running)
         except BaseException as error:
-            if not is_fault(error):
-                raise
+            require_fault(error)
             self._on_fault(sequence, error)
             return 0
 

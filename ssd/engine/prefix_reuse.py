@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ssd.engine.faults import Faults
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
-from ssd.errors import is_fault
+from ssd.errors import require_fault
 from ssd.model.target import Target
 
 TokenIds = npt.NDArray[np.int32]
@@ -159,8 +159,7 @@ class PrefixReuse:
             try:
                 self._target.copy_prefix(donor, sequence.slot, shared)
             except BaseException as error:
-                if not is_fault(error):
-                    raise
+                require_fault(error)
                 self._faults.note("copying keys and values", error, "they are computed instead")
                 self._target.rollback(sequence.slot, 0)  # what was copied of some layers is not known
                 sequence.may_copy = False

@@ -64,12 +64,8 @@ class Proposals:
 
     def propose(self, batch: Rows[Sequence]) -> list[Draft]:
         """One draft per sequence; those that are not asked for get none, and all where this fails."""
-        nothing = [EMPTY_DRAFT] * len(batch)
-        return (
-            nothing
-            if not batch or self._limit == 0
-            else self._best_effort(lambda: self._paying_drafts(batch)) or nothing
-        )
+        drafts = self._best_effort(lambda: self._paying_drafts(batch)) if batch and self._limit else None
+        return drafts or [EMPTY_DRAFT] * len(batch)
 
     def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
         due = self._throttle.due(batch)

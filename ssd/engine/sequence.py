@@ -177,32 +177,24 @@ class Sequence:
             text = stream.push(taken.spelled)
             if taken.finish_reason is not None:
                 text += stream.finish()
-        return self._output(taken.token_ids, text, taken.finish_reason, taken.stop_reason, logprobs=taken.logprobs)
+        return self._output(taken, text)
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """Close the output without another token."""
         self.finish_reason = reason
-        return self._output((), "", reason, error=error)
+        return self._output(Taken((), [], "", reason, None, None), "", error)
 
-    def _output(
-        self,
-        token_ids: tuple[int, ...],
-        text: str,
-        finish_reason: FinishReason | None,
-        stop_reason: str | int | None = None,
-        error: str | None = None,
-        logprobs: tuple[TokenLogprobs, ...] | None = None,
-    ) -> RequestOutput:
+    def _output(self, taken: Taken, text: str, error: str | None = None) -> RequestOutput:
         prompt_logprobs = None if self._prompt_logprobs_sent else tuple(self._prompt_logprobs)
         self._prompt_logprobs_sent = True
         return RequestOutput(
             request_id=self.request.request_id,
-            token_ids=token_ids,
+            token_ids=taken.token_ids,
             text=text,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
+            finish_reason=taken.finish_reason,
+            stop_reason=taken.stop_reason,
             error=error,
-            logprobs=logprobs,
+            logprobs=taken.logprobs,
             prompt_logprobs=prompt_logprobs,
             stats=self.stats,
         )

@@ -14,7 +14,7 @@ import torch
 from ssd.config import DraftShape
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.engine.sequence import Sequence
-from ssd.errors import is_fault
+from ssd.errors import require_fault
 from ssd.model.kv.tree import is_tree, leading_chain, node_parents
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.target_tokens import target_tokens
@@ -127,8 +127,7 @@ class Pass:
         try:
             return list(target_tokens(self._output, self._rows))
         except BaseException as error:
-            if not is_fault(error):
-                raise
+            require_fault(error)
             if len(self._rows) == 1:
                 return [error]
         chosen: list[npt.NDArray[np.int64] | BaseException] = []
@@ -136,8 +135,7 @@ class Pass:
             try:
                 chosen.append(target_tokens(self._output.row(b), [row])[0])
             except BaseException as error:
-                if not is_fault(error):
-                    raise
+                require_fault(error)
                 chosen.append(error)
         return chosen
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.integrations.settings import IntegrationSettings
 from ssd.retrieval.cache import CacheSet, SuffixCache
-
-if TYPE_CHECKING:
-    from ssd.sharing.redis_log import RedisLog
 
 
 class OpenNamespace:
@@ -29,8 +25,10 @@ class OpenNamespace:
         with ExitStack() as opening:
             share = None
             if settings.redis_url is not None:
-                share = opening.enter_context(_open_log(settings.redis_url, fingerprint, vocab_size)).attach
+                from ssd.sharing.redis_log import RedisLog  # needs redis-py, which not everybody has installed
 
+                log = RedisLog(settings.redis_url, fingerprint=fingerprint, vocab_size=vocab_size)
+                share = opening.enter_context(log).attach
             caches = opening.enter_context(CacheSet(config, fingerprint, namespace=settings.namespace, on_open=share))
             self.cache: SuffixCache = caches.get()
             for directory in settings.warm_dirs:
@@ -53,9 +51,3 @@ class OpenNamespace:
     def close(self) -> None:
         """Keep everything and let go of files and connections. May be called twice."""
         self._resources.close()
-
-
-def _open_log(url: str, fingerprint: str, vocab_size: int) -> RedisLog:
-    from ssd.sharing.redis_log import RedisLog  # needs redis-py, which not everybody has installed
-
-    return RedisLog(url, fingerprint=fingerprint, vocab_size=vocab_size)

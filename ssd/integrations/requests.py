@@ -8,12 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from ssd.drafting.suffix.row_drafter import Text
-
-Tokens = npt.NDArray[np.int32]
+from ssd.retrieval.packed import Tokens
 
 _TAIL_TOKENS = 64
 """By these and its length a text that has moved is looked for."""

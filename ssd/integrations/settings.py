@@ -62,10 +62,8 @@ class IntegrationSettings:
         return CacheConfig(index=index, directory=self.cache_dir, redis_url=self.redis_url)
 
 
-def read_settings(
-    overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
-) -> IntegrationSettings:
-    """``environment`` first, then ``overrides`` by field name. Raises ConfigError for an unknown key or a bad value."""
+def read_settings(overrides: Mapping[str, Any] | None = None) -> IntegrationSettings:
+    """The environment's, but for ``overrides`` by field name. Raises ConfigError for an unknown key or a bad value."""
     known = {field.name for field in fields(IntegrationSettings)}
     given = dict(overrides or {})
     if unknown := sorted(map(str, given.keys() - known)):
@@ -75,8 +73,8 @@ def read_settings(
         variable = ENVIRONMENT_PREFIX + name.upper()
         if given.get(name) is not None:
             values[name] = _READERS[name](name, given[name])
-        elif environment.get(variable):
-            values[name] = _READERS[name](variable, environment[variable])
+        elif value := os.environ.get(variable):
+            values[name] = _READERS[name](variable, value)
     return IntegrationSettings(**values)
 
 

@@ -97,8 +97,8 @@ class Target(ABC):
         slots : B distinct slots. tokens : int64[B, T], row b valid in its first ``counts[b]`` (>= 1) entries, the
         rest any valid token id. noise : where the target `takes_noise`, what the pass chooses tokens with.
         """
-        assert noise is None
-        return self._feed(slots, tokens, counts)
+        assert noise is None or self.takes_noise
+        return self._feed(slots, tokens, counts, **({} if noise is None else {"noise": noise}))
 
     def forward_trees(
         self,

@@ -9,11 +9,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Final, Self
 
 from ssd.config import CacheConfig
-from ssd.errors import CacheError, ConfigError, is_fault
+from ssd.errors import CacheError, ConfigError, require_fault
 from ssd.retrieval.cache_opening import CacheOpener
 from ssd.retrieval.cache_state import CacheStats
 from ssd.retrieval.file_bytes import CopyBudget
@@ -93,7 +92,7 @@ class CacheSet:
         if not inline and root is not None:
             self._worker = MergeWorker(None if self._scratch is None else self._scratch[0])
         self._opener = CacheOpener(
-            config.index,
+            config=config.index,
             fingerprint=fingerprint,
             root=root,
             is_durable=self._scratch is None,
@@ -186,9 +185,7 @@ class CacheSet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open_caches(self) -> list[SuffixCache]:
@@ -262,8 +259,8 @@ class CacheSet:
             if self._stopping:  # and nobody waits for it any more
                 cache.close()
         except BaseException as error:
-            if self._inline and not is_fault(error):
-                raise
+            if self._inline:
+                require_fault(error)
             self._opening_failed(namespace.name, error)
         finally:
             namespace.end_opening()

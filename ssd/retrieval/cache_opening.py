@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,43 +18,34 @@ from ssd.retrieval.suffix_cache import SuffixCache
 _NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheOpener:
-    """Makes the caches of one tokenizer below one directory. Immutable; safe from any thread."""
+    """Makes the caches of one tokenizer below one directory. Safe from any thread.
 
-    def __init__(
-        self,
-        config: IndexConfig,
-        *,
-        fingerprint: str,
-        root: Path | None,
-        is_durable: bool,
-        budget: CopyBudget,
-        worker: MergeWorker | None,
-        wake: Callable[[], None] | None,
-    ) -> None:
-        """``root`` : holds a directory for each namespace; None keeps all in memory. ``is_durable`` : whether it is to
-        outlive the process. ``budget``, ``worker``, ``wake`` : as for ``SuffixCache``.
-        """
-        self._config = config
-        self._fingerprint = fingerprint
-        self._root = root
-        self._is_durable = is_durable
-        self._budget = budget
-        self._worker = worker
-        self._wake = wake
+    ``root`` : holds a directory for each namespace; None keeps all in memory. ``is_durable`` : whether it is to outlive
+    the process. ``budget``, ``worker``, ``wake`` : as for ``SuffixCache``.
+    """
+
+    config: IndexConfig
+    fingerprint: str
+    root: Path | None
+    is_durable: bool
+    budget: CopyBudget
+    worker: MergeWorker | None
+    wake: Callable[[], None] | None
 
     def open(self, name: str) -> SuffixCache:
         """The cache of a namespace; one whose directory cannot be written is searched, and learns in memory.
 
         Raises CacheError: what is wrong with the directory.
         """
-        if self._root is None:
+        if self.root is None:
             return self._make(name, None)
-        path = self._root / name
-        whose: dict[str, Any] = {"fingerprint": self._fingerprint, "namespace": name, "budget": self._budget}
+        path = self.root / name
+        whose: dict[str, Any] = {"fingerprint": self.fingerprint, "namespace": name, "budget": self.budget}
         try:
             try:
-                return self._make(name, SegmentDirectory(path, durable=self._is_durable, **whose))
+                return self._make(name, SegmentDirectory(path, durable=self.is_durable, **whose))
             except OSError as error:
                 if error.errno not in _NOT_WRITABLE or not path.is_dir():
                     raise
@@ -76,10 +68,10 @@ class CacheOpener:
     def _make(self, name: str, directory: DirectoryReader | None) -> SuffixCache:
         return SuffixCache(
             name,
-            self._config,
-            fingerprint=self._fingerprint,
+            self.config,
+            fingerprint=self.fingerprint,
             directory=directory,
-            budget=self._budget,
-            worker=self._worker,
-            wake=self._wake,
+            budget=self.budget,
+            worker=self.worker,
+            wake=self.wake,
         )

@@ -81,7 +81,10 @@ class GuardedMap:
         self._is_given_up = False
 
     def has_changed(self) -> bool:
-        """By the file's size and times, and by what reading it met. A file with another inode is not ours: no."""
+        """By the file's size and times, and by what reading it met; once True, always. O(1).
+
+        A file with another inode is not ours: no.
+        """
         if not self._is_given_up:
             from ssd.retrieval.bus_guard import num_lost_pages
 

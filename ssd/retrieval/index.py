@@ -6,20 +6,16 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-
 from ssd.config import IndexConfig
 from ssd.retrieval.merge_plan import MergePolicy
 from ssd.retrieval.names import is_kept
+from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
 from ssd.retrieval.usage import Flags, Usage, Windows, windows
-
-Tokens = npt.NDArray[np.int32]
 
 _RING_SEALS = 16  # the ring holds the tail of this many seals before a lagging rebuild costs tokens ...
 _RING_TOKENS = 1 << 18  # ... and no fewer than this, so that a very long prompt fits; untouched pages cost no memory
@@ -87,11 +83,6 @@ class SuffixIndex:
     def next_position(self) -> int:
         """Where the next appended token will lie."""
         return self._ring.tail_stop
-
-    @property
-    def oldest_position(self) -> int:
-        """Nothing before this position is stored any more."""
-        return self._ring_born[0].start or 0 if self._ring_born else self._ring.tail_start
 
     @property
     def recent_position(self) -> int:
@@ -246,14 +237,6 @@ class SuffixIndex:
         assert all(segment.start is None for segment in segments)
         self._static = (*self._static, *segments)
         self._publish_segments()
-
-    def remove_static(self, segment_id: str) -> bool:
-        """Stop searching a static segment. Returns whether it was there."""
-        kept = tuple(segment for segment in self._static if segment.segment_id != segment_id)
-        was_there = len(kept) < len(self._static)
-        self._static = kept
-        self._publish_segments()
-        return was_there
 
     def _evict(self, num_new_tokens: int) -> bool:
         """Drop the oldest segments until ``num_new_tokens`` more tokens fit; kept ones where there are no others."""

@@ -8,12 +8,8 @@ from collections.abc import Callable
 from typing import Final
 from weakref import WeakSet
 
-import numpy as np
-import numpy.typing as npt
-
+from ssd.retrieval.packed import Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
-
-Tokens = npt.NDArray[np.int32]
 
 _MOST_WAITING_TOKENS: Final = 1 << 18
 

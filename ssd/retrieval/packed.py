@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
+"""Token ids, and ``SEPARATOR`` where sequences end."""
 Bytes = npt.NDArray[np.uint8]
 
 WIDTHS = (2, 3, 4)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-Tokens = npt.NDArray[np.int32]
+from ssd.errors import CacheError
+from ssd.retrieval.packed import Tokens
 
 
 class PrefixFilter:
@@ -75,6 +76,16 @@ class PrefixFilter:
         for stop in range(self._block_tokens, len(tokens) + 1, self._block_tokens):
             block_hash = xxhash.xxh3_64_intdigest(tokens[stop - self._block_tokens : stop].data, seed=block_hash)
             yield stop, block_hash
+
+
+def as_sequence(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
+    """A copy as int32[n]. Raises CacheError for what is no sequence of token ids."""
+    wide = np.array(token_ids)
+    if len(wide) == 0:
+        return np.empty(0, np.int32)
+    if wide.ndim != 1 or wide.dtype.kind not in "iu" or wide.min() < 0 or wide.max() > np.iinfo(np.int32).max:
+        raise CacheError("token ids must be one sequence of integers within 0..2147483647")
+    return wide.astype(np.int32)
 
 
 def split_sequence(tokens: Tokens, max_tokens: int, lead_in_tokens: int) -> list[Tokens]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
+from ssd.retrieval.packed import Tokens
 from ssd.retrieval.segment import SEPARATOR
-
-Tokens = npt.NDArray[np.int32]
 
 
 def power_of_two_at_least(n: int) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from ssd.errors import SegmentCorrupt
+from ssd.retrieval.file_bytes import GuardedMap
 from ssd.retrieval.packed import unpack
 
 SEPARATOR = -1
@@ -19,19 +18,6 @@ SEPARATOR = -1
 
 FENCE_STEP = 32
 """One post of a segment's fence for this many positions: a quarter byte a token."""
-
-
-class SharedBytes(Protocol):
-    """Memory whose bytes somebody else can change: a file, ``path``, that is mapped."""
-
-    @property
-    def path(self) -> Path:
-        """Where it was opened."""
-        ...
-
-    def has_changed(self) -> bool:
-        """Whether they are no longer what they were when they were checked; O(1), and once True, always."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +32,7 @@ class Segment:
     ``start`` : absolute ring position of the first token, or None for a static segment, which the ring never evicts.
     ``segment_id`` : unique name within its directory.
     ``checksum`` : xxh3-64 of ``text`` when it was built or read; what is made of the text later is made of these bytes.
-    ``shared`` : what the arrays lie in, None for memory that is this process's own.
+    ``shared`` : the mapped file that the arrays lie in, None for memory that is this process's own.
     """
 
     text: npt.NDArray[np.uint8]
@@ -56,7 +42,7 @@ class Segment:
     start: int | None
     segment_id: str
     checksum: int | None = None
-    shared: SharedBytes | None = None
+    shared: GuardedMap | None = None
 
     def __len__(self) -> int:
         return len(self.order)

@@ -16,7 +16,7 @@ import xxhash
 from ssd.errors import NamespaceMismatch, TokenizerMismatch
 from ssd.retrieval.atomic_file import write_file
 from ssd.retrieval.file_bytes import CopyBudget, read_bytes
-from ssd.retrieval.packed import GUARD_BYTES, packed_size, unpack
+from ssd.retrieval.packed import GUARD_BYTES, Tokens, packed_size, unpack
 from ssd.retrieval.segment import Segment, text_checksum
 from ssd.retrieval.segment_header import (
     HEADER_LENGTH,
@@ -29,7 +29,6 @@ from ssd.retrieval.segment_header import (
     segment_file_size,
 )
 
-Tokens = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
 

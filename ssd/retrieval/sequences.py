@@ -8,10 +8,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.retrieval.packed import unpack
+from ssd.retrieval.packed import Tokens, unpack
 from ssd.retrieval.segment import SEPARATOR, Segment
-
-Tokens = npt.NDArray[np.int32]
 
 BLOCK_TOKENS: Final = 1 << 16
 

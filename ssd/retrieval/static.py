@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -16,11 +15,10 @@ from ssd.retrieval.directory import SegmentDirectory, load_segments
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.manifest import read_manifest
 from ssd.retrieval.names import check_fingerprint, check_namespace, new_segment_id
-from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.packed import Tokens
+from ssd.retrieval.prefixes import as_sequence, split_sequence
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import build_segment
-
-Tokens = npt.NDArray[np.int32]
 
 DEFAULT_SEGMENT_TOKENS = 16 << 20
 """Sorting this many takes about 3 s and 14 bytes a token while it lasts."""
@@ -85,12 +83,7 @@ class StaticWriter:
 
     def append(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
         """Add one sequence of ids >= 0. Writes a segment when enough have come. Raises CacheError, OSError."""
-        wide = np.asarray(token_ids)
-        if len(wide) == 0:
-            return
-        if wide.ndim != 1 or wide.dtype.kind not in "iu" or wide.min() < 0 or wide.max() > np.iinfo(np.int32).max:
-            raise CacheError("token ids must be one sequence of integers within 0..2147483647")
-        for piece in split_sequence(wide.astype(np.int32), self._segment_tokens - 1, _LEAD_IN_TOKENS):
+        for piece in split_sequence(as_sequence(token_ids), self._segment_tokens - 1, _LEAD_IN_TOKENS):
             if self._num_pending + len(piece) + 1 > self._segment_tokens:
                 self._write()
             self._pending += [piece, np.array([SEPARATOR], np.int32)]
@@ -115,9 +108,7 @@ class StaticWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

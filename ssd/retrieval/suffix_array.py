@@ -12,10 +12,9 @@ import pydivsufsort
 
 from ssd.errors import CacheError
 from ssd.retrieval.openmp import one_openmp_thread
-from ssd.retrieval.packed import GUARD_BYTES, pack, width_for
+from ssd.retrieval.packed import GUARD_BYTES, Tokens, pack, width_for
 from ssd.retrieval.segment import FENCE_STEP, SEPARATOR, Segment, text_checksum
 
-Tokens = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
 
 _TABLE_SLACK = 1 << 20  # a rank table this much longer than the text is still cheaper than sorting the text's ids

@@ -20,7 +20,8 @@ from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.merging import Merging
-from ssd.retrieval.prefixes import PrefixFilter
+from ssd.retrieval.packed import Tokens
+from ssd.retrieval.prefixes import PrefixFilter, as_sequence
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.segment_store import SegmentStore
 from ssd.retrieval.snapshot import Snapshot
@@ -28,7 +29,6 @@ from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.upkeep import Upkeep
 from ssd.retrieval.usage import WINDOW_TOKENS, windows
 
-Tokens = npt.NDArray[np.int32]
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
 
@@ -131,7 +131,7 @@ class SuffixCache:
         before are not stored again. What cannot be stored is counted as a failure.
         """
         try:
-            tokens = _checked(token_ids)
+            tokens = as_sequence(token_ids)
             output = tokens[max(0, prompt_length - WINDOW_TOKENS + 1) :]
             said = windows(output) if self._keeps_used else None
             with self._lock:
@@ -160,7 +160,7 @@ class SuffixCache:
         not outrun the sealing. Once the cache is being closed there is none, and no wait. Not for the request path.
         """
         try:
-            tokens = _checked(token_ids)
+            tokens = as_sequence(token_ids)
             with self._state.room:
                 if self._wake is not None:
                     self._state.room.wait_for(lambda: self._state.is_closing or self._index.has_room(), _ROOM_WAIT_S)
@@ -204,11 +204,6 @@ class SuffixCache:
         )
         with self._lock:
             self._index.add_static(segments)
-
-    def remove_static(self, segment_id: str) -> bool:
-        """Stop searching one static segment. Returns whether it was there."""
-        with self._lock:
-            return self._index.remove_static(segment_id)
 
     def _store(self, pieces: list[Tokens]) -> Pieces:
         num_dropped, position = self._index.num_dropped_tokens, self._index.next_position
@@ -264,13 +259,3 @@ class SuffixCache:
     def stats(self) -> CacheStats:
         """Sizes and counters."""
         return self._state.stats()
-
-
-def _checked(token_ids: TokenIds) -> Tokens:
-    """A copy as int32[n]; raises ValueError or OverflowError."""
-    wide = np.array(token_ids)
-    if len(wide) == 0:
-        return np.empty(0, np.int32)
-    if wide.ndim != 1 or wide.dtype.kind not in "iu" or wide.min() < 0 or wide.max() > np.iinfo(np.int32).max:
-        raise ValueError("token ids must be one sequence of integers within 0..2147483647")
-    return wide.astype(np.int32)

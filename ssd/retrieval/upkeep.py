@@ -5,19 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from ssd.retrieval.cache_state import CacheState
 from ssd.retrieval.damage import Damage
 from ssd.retrieval.merging import Merging
 from ssd.retrieval.names import new_segment_id
+from ssd.retrieval.packed import Tokens
 from ssd.retrieval.segment import Segment, concatenate
 from ssd.retrieval.segment_store import SegmentStore
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.usage import NO_WINDOWS, used_text, windows
-
-Tokens = npt.NDArray[np.int32]
 
 _MOST_SEGMENTS: Final = 256  # beyond so many, when merges fail, a tail is sealed only once it fills half the ring
 

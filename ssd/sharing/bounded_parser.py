@@ -12,7 +12,7 @@ from redis._parsers import _RESP2Parser
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse
 
-from ssd.sharing.reply_limit import MAX_REPLY_BYTES, OversizedReplyError
+from ssd.sharing.pages import MAX_REPLY_BYTES, OversizedReplyError
 
 _ELEMENT_BYTES = 64  # what an element takes in Python beside its own bytes, so that many small ones are bounded as well
 

@@ -24,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ssd.retrieval.packed import Tokens
+
 FORMAT_VERSION = 1
 MAX_ENTRY_TOKENS = 4096
 LEAD_IN_TOKENS = 32
@@ -33,8 +35,6 @@ _HEADER = struct.Struct("<B8s16sH")
 _CHECKSUM = struct.Struct("<Q")
 _PAYLOAD = _HEADER.size + _CHECKSUM.size
 MAX_ENTRY_BYTES = _PAYLOAD + 4 * MAX_ENTRY_TOKENS + 64  # zlib never adds more to so little
-
-Tokens = npt.NDArray[np.int32]
 
 
 class InvalidEntryError(ValueError):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssd.sharing.reply_limit import OversizedReplyError
-
 if TYPE_CHECKING:
     import redis
 
@@ -15,8 +13,22 @@ BEGINNING = b"0-0"
 
 _LARGEST = (1 << 64) - 1
 
+MAX_REPLY_BYTES = 8 << 20
+"""What one reply may take here, by ``bounded_parser``'s count: eight times what a page of full entries takes."""
+
 RawEntry = tuple[bytes, dict[bytes, bytes] | None]
 """Id and fields of an entry. None for the fields: too large to be fetched, or deleted meanwhile."""
+
+
+class OversizedReplyError(Exception):
+    """A reply would take more than MAX_REPLY_BYTES. The rest of it was not read, and the connection was closed.
+
+    ``unfinished`` : the arrays it broke off in, the outermost first, each with the elements that were read whole.
+    """
+
+    def __init__(self, unfinished: list[list[Any]]) -> None:
+        super().__init__(f"more than {MAX_REPLY_BYTES} bytes")
+        self.unfinished = unfinished
 
 
 class Page(NamedTuple):

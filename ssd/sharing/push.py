@@ -14,6 +14,7 @@ import xxhash
 
 from ssd.errors import ConfigError, StoreUnavailable
 from ssd.retrieval.names import check_namespace
+from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.sequences import sequence_lengths, sequences_of
 from ssd.retrieval.static import load_static_directory
@@ -25,7 +26,6 @@ from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
 if TYPE_CHECKING:
     import redis
 
-Tokens = npt.NDArray[np.int32]
 
 _BATCH = 64
 _REPLICA_ID = b"ssd-push"  # never a running replica's, which are random

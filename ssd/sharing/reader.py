@@ -14,8 +14,7 @@ from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
-from ssd.sharing.pages import BEGINNING, RawEntry, entries_after, entries_before, entry_at
-from ssd.sharing.reply_limit import OversizedReplyError
+from ssd.sharing.pages import BEGINNING, OversizedReplyError, RawEntry, entries_after, entries_before, entry_at
 from ssd.sharing.stream import PAGE, Stream
 
 _COMPARE_S = 2.0

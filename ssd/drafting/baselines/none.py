@@ -19,6 +19,3 @@ class NoDrafter:
 
     def finish(self, request_id: str) -> None:
         """Nothing to forget."""
-
-    def warm_up(self) -> None:
-        """Nothing to compile."""

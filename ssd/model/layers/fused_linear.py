@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import nn
 
-from ssd.model.layers.replaced import Replaced, has_hooks, parents
+from ssd.model.layers.replace import Replaced, has_hooks, parents
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
@@ -20,19 +20,15 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Unpackable(Protocol):
-    """A layer that can say the weight, [out, in], and bias, [out], that it was made of."""
-
-    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias as they came. O(size)."""
-        ...
-
-
-class Product(Unpackable, Protocol):
-    """A linear layer by one product."""
+class Product(Protocol):
+    """A linear layer that can say what it was made of."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., in]. Returns [..., out]."""
+        ...
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight, [out, in], and bias, [out], as they came. O(size)."""
         ...
 
 
@@ -129,7 +125,7 @@ def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]
     )
 
 
-def linear_again(layer: Unpackable) -> nn.Linear:
+def linear_again(layer: Product) -> nn.Linear:
     """An ``nn.Linear`` of what a layer was made of."""
     weight, bias = layer.unpacked()
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ssd.compiled.addresses import float32_array, summing_kernel
-from ssd.model.layers.replaced import MOST_NUMBERS, Replaced, agrees, has_hooks, parents
+from ssd.model.layers.replace import MOST_NUMBERS, Replaced, agrees, has_hooks, parents
 
 _MOST_ERROR = 1e-5
 _PROBE_SCALES = (1.0, 30.0, 1e-3)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ssd.compiled.addresses import float32_array, kernel
-from ssd.model.layers.replaced import MOST_NUMBERS, Replaced, agrees
+from ssd.model.layers.replace import MOST_NUMBERS, Replaced, agrees
 
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

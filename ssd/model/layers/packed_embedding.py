@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ssd.compiled.addresses import int32_array, int64_array, kernel, uint8_array
-from ssd.model.layers.replaced import has_hooks
+from ssd.model.layers.replace import has_hooks
 
 _PERIOD = 192
 """Rows after which the order of a packed matrix comes again: a multiple of all numbers of rows that oneDNN blocks."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from ssd.model.layers.fused_linear import FusedMember, fuse_linears, is_plain, linear_again
 from ssd.model.layers.packed_embedding import reader_of
-from ssd.model.layers.replaced import Replaced, parents
+from ssd.model.layers.replace import Replaced, parents
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

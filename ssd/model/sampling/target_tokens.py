@@ -51,7 +51,7 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
     picks = [(b, t) for b in sampled for t in range(rows[b].width)]
     at_row, at_position = (list(index) for index in zip(*picks, strict=True))
     scores = truncated_scores(logits[at_row, at_position], [rows[b].params for b, _ in picks])
-    keys = np.concatenate([_keys(rows[b], CHOICE) for b in sampled])
+    keys = np.concatenate([keys_at(rows[b], CHOICE) for b in sampled])
     chosen[at_row, at_position] = argmax_with_noise(scores, keys)
     first = 0
     for b in sampled:
@@ -59,7 +59,7 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
         law = draft_law(row)
         if law is not None and last > first:
             bonus = int(chosen[b, row.width - 1])
-            keys_of_draft = _keys(row, ACCEPT)[:-1], _keys(row, RECOVER)[:-1]
+            keys_of_draft = keys_at(row, ACCEPT)[:-1], keys_at(row, RECOVER)[:-1]
             output_ids = rejection_tokens(scores[first : last + 1], row.draft.token_ids, law, *keys_of_draft, bonus)
             chosen[b, : len(output_ids)] = output_ids
         first = last + 1
@@ -215,5 +215,6 @@ def positions_of(row: SamplingRow) -> npt.NDArray[np.int64]:
     return len(row.context) + depths(row.draft.parents, len(row.draft.token_ids))
 
 
-def _keys(row: SamplingRow, stream: int) -> UInt64:
+def keys_at(row: SamplingRow, stream: int) -> UInt64:
+    """The generator keys of the tokens to choose: uint64[k + 1]."""
     return position_keys(row.seed, row.choice_index, positions_of(row), stream)

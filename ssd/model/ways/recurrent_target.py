@@ -77,6 +77,9 @@ class _Checkpoint:
     state: Any
 
 
+_NOTHING_READ = _Checkpoint(0, None)
+
+
 class ReplayTarget(RecurrentTarget):
     """Takes tokens back by returning to a state kept from before the draft.
 
@@ -104,11 +107,10 @@ class ReplayTarget(RecurrentTarget):
         del self._texts[slot][length:]
         if self._lengths[slot] <= length and length > 0:
             return
-        kept = self._checkpoints[slot]
-        usable = kept is not None and kept.num_tokens <= length and length > 0
-        self._caches[slot] = kept.state if usable and kept is not None else None
-        self._lengths[slot] = kept.num_tokens if usable and kept is not None else 0
-        self._checkpoints[slot] = None
+        kept, self._checkpoints[slot] = self._checkpoints[slot], None
+        if kept is None or kept.num_tokens > length or length == 0:
+            kept = _NOTHING_READ
+        self._caches[slot], self._lengths[slot] = kept.state, kept.num_tokens
 
     def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
         text = self._texts[slot]

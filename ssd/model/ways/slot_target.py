@@ -48,13 +48,6 @@ class SlotTarget(Target):
         return self.steps is not None and self.steps.takes_noise
 
     @torch.inference_mode()
-    def forward(
-        self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], noise: Noise | None = None
-    ) -> PassOutput:
-        """Score tokens, see ``Target``."""
-        return self._feed(slots, tokens, counts, noise=noise)
-
-    @torch.inference_mode()
     def forward_trees(
         self,
         slots: Sequence[int],
