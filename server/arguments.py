@@ -129,6 +129,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             draft=DraftConfig(
                 num_speculative_tokens=0 if found.no_speculation else limit,
                 max_match_length=found.max_match_length,
+                lookup_threads=found.lookup_threads,
                 draft_acceptance=found.draft_acceptance,
                 draft_shape=found.draft_shape,
             ),
@@ -264,6 +265,11 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--max-match-length", type=int, default=draft.max_match_length, metavar="N",
         help="longest context tail looked up, in tokens (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--lookup-threads", type=int, default=draft.lookup_threads, metavar="N",
+        help="threads that look up the sequences of a batch of 32 or more, the engine's own among them (default: "
+        "%(default)s)",
     )  # fmt: skip
     add(
         "--draft-model",

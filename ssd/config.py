@@ -91,6 +91,10 @@ class DraftConfig:
     min_match_length: int = 1
     """Shorter matches are not drafted from."""
 
+    lookup_threads: int = 2
+    """Threads that look up the rows of a call of 32 or more, the engine's own among them. They are idle while the
+    target computes. Which tokens are drafted does not depend on it."""
+
     draft_acceptance: DraftAcceptance = "match"
     """When a token that a draft model drew at random is accepted. "match": when it is the token the target draws at
     this place itself, so one seed gives one output whatever is drafted. "rejection": with probability
@@ -114,6 +118,7 @@ class DraftConfig:
             1 <= self.min_match_length <= self.max_match_length,
             f"min_match_length must be within 1..max_match_length, got {self.min_match_length}",
         )
+        _require(self.lookup_threads >= 1, f"lookup_threads must be at least 1, got {self.lookup_threads}")
         _require_one_of(DRAFT_ACCEPTANCES, "draft_acceptance", self.draft_acceptance)
         _require_one_of(DRAFT_SHAPES, "draft_shape", self.draft_shape)
 

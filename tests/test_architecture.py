@@ -33,6 +33,7 @@ LAYERS = [
 ]
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
+    "benchmarks": {*LAYERS, "cache_builder", "server"},
     "ssd.pricing": {"ssd.errors", "ssd.config", "ssd.compiled"},
     "cache_builder": {
         "ssd.errors",

@@ -69,7 +69,7 @@ KERNELS = (
     "tests/test_search_adversarial.py",
     "tests/test_agreement.py",
     "tests/test_rows.py",
-    "tests/test_following.py",
+    "tests/test_follow.py",
     "tests/test_acceptance.py",
     "tests/test_drafting.py",
 )

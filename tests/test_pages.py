@@ -78,3 +78,19 @@ def test_page_that_lost_its_markers_is_refused() -> None:
 
     with pytest.raises(SystemExit, match="no markers"):
         spliced("text", "growth", "table")
+
+
+def test_constant_that_changed_without_a_word_is_refused(tmp_path: Path) -> None:
+    from benchmarks.report.choices import Choice
+    from benchmarks.report.constants import constants_section
+
+    (tmp_path / "ssd").mkdir()
+    (tmp_path / "ssd" / "rates.py").write_text("class Rates:\n    fast: float = 0.5\n_SLOW = 1 << 4\n")
+    chosen = Choice("rates.py", {"Rates.fast": "0.5", "_SLOW": "1 << 4"}, "haste", "a run")
+    guessed = Choice("rates.py", {"_SLOW": "1 << 4"}, "delay")
+    page = constants_section(tmp_path, {"Rates": [chosen, guessed]})
+    assert "| `fast`, `_SLOW`<br>rates.py | `0.5`, `1 << 4` | haste | a run |" in page
+    assert "Not measured: `_SLOW` 1 << 4 (rates.py: delay)." in page
+    for changed, says in (({"Rates.fast": "0.6"}, "Rates.fast is 0.5"), ({"_GONE": "1"}, "_GONE is None")):
+        with pytest.raises(SystemExit, match=says):
+            constants_section(tmp_path, {"Rates": [Choice("rates.py", changed, "haste", "a run")]})

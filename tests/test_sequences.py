@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.push import command as benchmark
+from ssd.retrieval import segment as segment_module
 from ssd.retrieval import sequences as module
-from ssd.retrieval import snapshot as snapshots
 from ssd.retrieval.packed import unpack
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.sequences import sequence_lengths, sequences_of
@@ -56,7 +56,7 @@ def test_a_push_unpacks_each_token_a_few_times_and_never_many_at_once(
         unpacked.append(num_tokens)
         return unpack(packed, num_tokens, *more, **options)
 
-    for place in (module, snapshots):
+    for place in (module, segment_module):
         monkeypatch.setattr(place, "unpack", counting)
     with StaticWriter(tmp_path / "warm", fingerprint=FINGERPRINT) as writer:
         for number in range(1000):

@@ -1,7 +1,8 @@
 """Splice measured figures into README.md, SECURITY.md and docs/: ``python -m benchmarks.report``.
 
 Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
-``<!-- growth:end -->`` (and so on). No figure in their tables is typed by hand.
+``<!-- growth:end -->`` (and so on). No figure in their tables is typed by hand, but for the runs that chose constants
+(``benchmarks/report/choices.py``).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.constants import constants_section
 from benchmarks.report.engine import engine_section, vllm_section
 from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_section
 from benchmarks.report.index import index_section, stored_tokens
-from benchmarks.report.reference import constants_section, fields_section, flags_section
+from benchmarks.report.reference import fields_section, flags_section
 from benchmarks.report.replay import curve_section, replay_section
 
 ROOT = Path(__file__).parent.parent.parent

@@ -1,17 +1,12 @@
-"""Tables made from the code itself: flags of the server, fields of the API, constants."""
+"""Tables made from the code itself: flags of the server, fields of the API."""
 
 from __future__ import annotations
 
 import argparse
-import ast
-from pathlib import Path
 
 from server.arguments import build_parser
 from server.fields import IGNORED, NEUTRAL
 from server.schema import ChatBody, CompletionBody, GenerateBody
-
-_ROOMS = ("drafting", "engine", "pricing", "retrieval")
-_MEASURED = ("measured", "python -m benchmarks")
 
 
 def flags_section() -> str:
@@ -53,44 +48,6 @@ def fields_section() -> str:
         f"Refused, but for the values that mean nothing: {_cell(', '.join(neutral))}; `best_of` unless it equals `n`.",
     ]
     return "\n".join(lines)
-
-
-def constants_section(root: Path) -> str:
-    """Every constant of the rooms that decide about drafts, with its value and what its comment says of a run."""
-    lines: list[str] = []
-    for room in _ROOMS:
-        rows = [row for path in sorted((root / "ssd" / room).rglob("*.py")) for row in _constants(path, root)]
-        lines += [f"## ssd/{room}", "", "| constant | value | meaning | chosen by |", "|---|---|---|---|", *rows, ""]
-    return "\n".join(lines)
-
-
-def _constants(path: Path, root: Path) -> list[str]:
-    body = ast.parse(path.read_text()).body
-    rows = []
-    for statement, following in zip(body, [*body[1:], None], strict=True):
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target: ast.expr = statement.targets[0]
-        elif isinstance(statement, ast.AnnAssign):
-            target = statement.target
-        else:
-            continue
-        value = statement.value
-        if not (isinstance(target, ast.Name) and target.id.isupper() and value is not None and _is_number(value)):
-            continue
-        text = ""
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            text = " ".join(str(following.value.value).split())
-        chosen = "its comment" if any(word in text.lower() for word in _MEASURED) else "no run recorded"
-        where = path.relative_to(root / "ssd").as_posix()
-        rows.append(f"| `{target.id}`, {where} | `{ast.unparse(value)}` | {_cell(text) or '-'} | {chosen} |")
-    return rows
-
-
-def _is_number(value: ast.expr) -> bool:
-    parts = list(ast.walk(value))
-    return any(isinstance(part, ast.Constant) and isinstance(part.value, (int, float)) for part in parts) and all(
-        isinstance(part, (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)) for part in parts
-    )
 
 
 def _type(schema: dict[str, object]) -> str:

@@ -24,7 +24,9 @@ def _short(config: DraftConfig) -> dict[str, int]:
 
 _MAKERS: dict[str, Callable[[DraftConfig], Drafter]] = {
     "ssd": lambda config: SuffixDrafter(
-        max_match_length=config.max_match_length, min_match_length=config.min_match_length
+        max_match_length=config.max_match_length,
+        min_match_length=config.min_match_length,
+        lookup_threads=config.lookup_threads,
     ),
     "frequency": lambda config: FrequencyDrafter(**_short(config)),
     "prompt-lookup": lambda config: PromptLookupDrafter(**_short(config)),

@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ssd.compiled.addresses import TokenIds, inlined, kernel, load_uint32, load_uint64
+import numpy as np
+
+from ssd.compiled.addresses import TokenIds, choose, inlined, kernel, load_uint32, load_uint64, prefetch
 from ssd.compiled.records import Address, Int64, Record, Uint64, views_of
 from ssd.retrieval.packed import WIDTHS
-from ssd.retrieval.pattern import PATTERN_BYTES, agrees, num_agreeing, pack_context, precedes
+from ssd.retrieval.pattern import PATTERN_BYTES, num_agreeing, pack_context
 from ssd.retrieval.segment import FENCE_STEP
 from ssd.retrieval.snapshot import SegmentRecord
 
@@ -33,9 +35,10 @@ class Lane(Record):
 
     ``low``, ``high`` : while searching, the rank looked for is in [low, high]; then ``low`` is the rank. ``text`` to
     ``width`` : of the segment, see SegmentRecord. ``pattern`` : just after the packed context, of ``pattern_bytes``.
-    ``above``, ``below`` : tokens that agree at the rank found, and just below it. ``length`` : what ``widen`` is to
-    widen to; 0 leaves the lane alone. ``probe``, ``beside`` : scratch. ``word``, ``active`` : also scratch, by place in
-    the list of active lanes.
+    ``word`` : its last eight bytes. ``probe`` : what is compared next, ``offset`` : how far before it; ``low_offset``,
+    ``high_offset`` : the same where what is below ``low`` and at ``high`` differed. ``above``, ``below`` : tokens that
+    agree at the rank found, and just below it. ``length`` : what ``widen`` is to widen to; 0 leaves the lane alone.
+    ``beside`` : scratch. ``active`` : also scratch, by place in the list of active lanes.
     """
 
     low: Int64
@@ -54,13 +57,17 @@ class Lane(Record):
     beside: Int64
     word: Uint64
     active: Int64
+    offset: Int64
+    low_offset: Int64
+    high_offset: Int64
 
 
 class Walker(Record):
     """One side of a lane: 2 * lane going up in rank, 2 * lane + 1 going down.
 
     ``taken`` : ranks taken on this side. ``had`` : how many were before the last ``widen``. ``step`` : doubles while
-    every probe agrees. ``ceiling`` : no more than this can be taken. ``probe``, ``target``, ``active`` : scratch, by
+    every probe agrees. ``ceiling`` : no more than this can be taken. ``probe`` : the rank compared next, outwards;
+    ``target`` : where its position lies, then the text compared, ``offset`` before its end. ``active`` : scratch, by
     place in the list of active walkers.
     """
 
@@ -71,6 +78,7 @@ class Walker(Record):
     is_stepping: Int64
     probe: Int64
     target: Address
+    offset: Int64
     active: Int64
 
 
@@ -85,6 +93,12 @@ walkers_at = views_of(Walker)
 def position_at(lane: Lane, rank: int) -> int:
     """The position of rank ``rank`` in the lane's segment, within 0..n whatever the bytes of the order are now."""
     return min(load_uint32(lane.order + 4 * rank), lane.num_tokens)
+
+
+@inlined
+def rank_address(lane: Lane, rank: int) -> int:
+    """Where the position of rank ``rank`` lies."""
+    return lane.order + 4 * rank
 
 
 @inlined
@@ -130,74 +144,85 @@ def open_lanes(
 
 @kernel
 def _search_fences(lanes: Lanes, num_lanes: int) -> None:
-    """Narrow each lane to the ranks between two posts of its fence."""
-    active = 0
+    """Narrow each lane to the ranks between two posts of its fence.
+
+    While searching, the post looked for is in [low, low + high]. No branch depends on what is read: what a processor
+    guesses wrong costs more than the steps of a lane that is done before another.
+    """
+    most = 0
     for number in range(num_lanes):
         lane = lanes[number]
         lane.word = load_uint64(lane.pattern - 8)
         lane.low, lane.high = 0, (lane.num_tokens + FENCE_STEP - 1) // FENCE_STEP
-        lanes[active].active = number
-        active += lane.pattern_bytes > 0
-    while active > 0:
-        kept = 0
-        for i in range(active):
-            number = lanes[i].active
+        most = max(most, lane.high)
+    while most > 1:
+        most -= most >> 1
+        for number in range(num_lanes):
             lane = lanes[number]
-            low, high = lane.low, lane.high
-            middle = (low + high) >> 1
-            is_less = load_uint64(lane.fence + 8 * middle) < lane.word
-            low, high = (middle + 1, high) if is_less else (low, middle)
-            lane.low, lane.high = low, high
-            lanes[kept].active = number
-            kept += low < high
-        active = kept
+            half = lane.high >> 1
+            middle = lane.low + half
+            is_less = load_uint64(lane.fence + 8 * (middle - (half > 0))) < lane.word
+            low, left = choose(is_less, middle, lane.low), lane.high - half
+            lane.low, lane.high = low, left
+            prefetch(lane.fence + 8 * (low + (left >> 1)) - 8)
     for number in range(num_lanes):
         lane = lanes[number]
-        n, post = lane.num_tokens, lane.low
+        n, fence = lane.num_tokens, lane.fence
         if lane.pattern_bytes == 0:
             lane.low, lane.high = n, n
             continue
+        post = lane.low + (load_uint64(fence + 8 * lane.low) < lane.word)
         num_posts, beyond, step = (n + FENCE_STEP - 1) // FENCE_STEP, post, 1
-        wanted, fence = lane.word, lane.fence
-        while beyond < num_posts and load_uint64(fence + 8 * beyond) == wanted:
+        while beyond < num_posts and load_uint64(fence + 8 * beyond) == lane.word:
             beyond += step  # the same eight bytes say nothing about what is before them
             step *= 2
         lane.low = max(0, (post - 1) * FENCE_STEP + 1)
         lane.high = min(n, beyond * FENCE_STEP)
+        prefetch(lane.order + 4 * lane.low)
+        prefetch(lane.order + 2 * (lane.low + lane.high))
+        prefetch(lane.order + 4 * lane.low + 124)
+
+
+@inlined
+def _aim(lane: Lane) -> None:
+    """Have the text of the rank between ``low`` and ``high`` brought near: it is compared one step later."""
+    lane.probe = code_address(lane, position_at(lane, min((lane.low + lane.high) >> 1, lane.num_tokens - 1))) - 8
+    prefetch(lane.probe - lane.offset)
 
 
 @kernel
 def search_lanes(lanes: Lanes, num_lanes: int) -> None:
     """Find in each lane the first rank whose text is not less than the context, and how much its neighbours agree.
 
-    O(log n) steps for all lanes together, each of one probe a lane; their memory accesses overlap.
+    O(log n) steps for all lanes together, and a few for what agrees; their memory accesses overlap. A step of a lane
+    compares eight bytes: where they are the same the next one compares those before them, else the ranks are halved.
+    Bytes that agree at both ends of the ranks left are not compared again.
     """
     _search_fences(lanes, num_lanes)
     active = 0
     for number in range(num_lanes):
+        lane = lanes[number]
         lanes[active].active = number
-        active += lanes[number].low < lanes[number].high
+        active += lane.low < lane.high
+        lane.offset, lane.low_offset, lane.high_offset = 0, 0, 0
+        _aim(lane)
     while active > 0:
-        for i in range(active):
-            lane = lanes[lanes[i].active]
-            lanes[i].probe = position_at(lane, (lane.low + lane.high) >> 1)
-        for i in range(active):
-            lane = lanes[lanes[i].active]
-            lanes[i].word = load_uint64(code_address(lane, lanes[i].probe) - 8)
         kept = 0
         for i in range(active):
             number = lanes[i].active
             lane = lanes[number]
-            word, pattern = lanes[i].word, lane.pattern
-            wanted = load_uint64(pattern - 8)
-            is_less = word < wanted
-            if word == wanted:
-                end = code_address(lane, lanes[i].probe)
-                is_less = precedes(end - 8, pattern - 8, lane.pattern_bytes - 8)
-            low, high = lane.low, lane.high
-            middle = (low + high) >> 1
-            low, high = (middle + 1, high) if is_less else (low, middle)
-            lane.low, lane.high = low, high
+            offset, low, high = lane.offset, lane.low, lane.high
+            word, wanted = load_uint64(lane.probe - offset), load_uint64(lane.pattern - 8 - offset)
+            middle, passed = (low + high) >> 1, offset + 8
+            is_same = (word == wanted) & (passed < lane.pattern_bytes)
+            is_less = (word < wanted) & (not is_same)
+            is_not_less = (not is_less) & (not is_same)
+            low, high = choose(is_less, middle + 1, low), choose(is_not_less, middle, high)
+            low_offset = choose(is_less, offset, lane.low_offset)
+            high_offset = choose(is_not_less, offset, lane.high_offset)
+            lane.low, lane.high, lane.low_offset, lane.high_offset = low, high, low_offset, high_offset
+            lane.offset = choose(is_same, passed, min(low_offset, high_offset))
+            _aim(lane)
             lanes[kept].active = number
             kept += low < high
         active = kept
@@ -253,6 +278,16 @@ def new_rank(lanes: Lanes, walkers: Walkers, lane: int, i: int) -> int:
     return lanes[lane].low + walkers[2 * lane].had + i - new_down
 
 
+@inlined
+def _aim_walker(lane: Lane, walker: Walker, side: int) -> None:
+    """Choose the next rank to be compared, and have its position brought near."""
+    taken, ceiling = walker.taken, walker.ceiling
+    probe = choose(walker.is_stepping != 0, min(taken + walker.step, ceiling) - 1, (taken + ceiling) >> 1)
+    walker.probe = probe
+    walker.target = rank_address(lane, choose(side != 0, lane.low - 1 - probe, lane.low + probe))
+    prefetch(walker.target)
+
+
 @kernel
 def widen(lanes: Lanes, walkers: Walkers, num_lanes: int, exact: int) -> None:
     """Take the ranks where as many tokens agree as each lane was asked for; they lie around the rank found.
@@ -271,34 +306,34 @@ def widen(lanes: Lanes, walkers: Walkers, num_lanes: int, exact: int) -> None:
             if lane.length == 0 or (taken == 0 and (lane.below if side else lane.above) < lane.length):
                 continue
             walker.taken = max(1, taken)
-            walker.step = 1
+            walker.step, walker.offset = 1, 0
             walker.ceiling = lane.low if side else lane.num_tokens - lane.low
             walker.is_stepping = 1
             if walker.taken < walker.ceiling:
+                _aim_walker(lane, walker, side)
                 walkers[active].active = 2 * number + side
                 active += 1
     while active > 0:
         for i in range(active):
             number = walkers[i].active
             lane, walker = lanes[number >> 1], walkers[number]
-            taken, ceiling = walker.taken, walker.ceiling
-            probe = min(taken + walker.step, ceiling) - 1 if walker.is_stepping else (taken + ceiling) >> 1
-            walkers[i].probe = probe
-            rank = lane.low - 1 - probe if number & 1 else lane.low + probe
-            walkers[i].target = code_address(lane, position_at(lane, rank))
+            walker.target = code_address(lane, min(load_uint32(walker.target), lane.num_tokens)) - 8 - walker.offset
+            prefetch(walker.target)
         kept = 0
         for i in range(active):
-            number, probe = walkers[i].active, walkers[i].probe
+            number = walkers[i].active
             lane, walker = lanes[number >> 1], walkers[number]
-            if agrees(walkers[i].target, lane.pattern, lane.length * lane.width):
-                walker.taken = probe + 1
-                walker.step *= 2
-            else:
-                walker.ceiling = probe
-                walker.is_stepping = 0
-                if walker.taken - walker.had >= exact:
-                    continue
-            if walker.taken < walker.ceiling:
-                walkers[kept].active = number
-                kept += 1
+            offset, probe, taken, ceiling = walker.offset, walker.probe, walker.taken, walker.ceiling
+            left = lane.length * lane.width - offset - 8
+            different = load_uint64(walker.target) ^ load_uint64(lane.pattern - 8 - offset)
+            is_same = different >> np.uint64(8 * max(0, -left)) == np.uint64(0)
+            is_agreed = is_same & (left <= 0)
+            taken, ceiling = choose(is_agreed, probe + 1, taken), choose(is_same, ceiling, probe)
+            walker.taken, walker.ceiling = taken, ceiling
+            walker.step = choose(is_agreed, 2 * walker.step, walker.step)
+            walker.is_stepping = choose(is_same, walker.is_stepping, 0)
+            walker.offset = choose(is_same & (left > 0), offset + 8, 0)
+            _aim_walker(lane, walker, number & 1)
+            walkers[kept].active = number
+            kept += (taken < ceiling) & (is_same | (taken - walker.had < exact))
         active = kept

@@ -62,16 +62,6 @@ def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> in
 
 
 @inlined
-def precedes(text: int, pattern: int, num_bytes: int) -> bool:
-    """Whether the text before address ``text`` comes before the one before ``pattern``; False when it goes on so."""
-    for offset in range(8, num_bytes + 8, 8):
-        one, other = load_uint64(text - offset), load_uint64(pattern - offset)
-        if one != other:
-            return bool(one < other)
-    return False
-
-
-@inlined
 def num_agreeing(text: int, pattern: int, num_bytes: int, width: int) -> int:
     """Whole tokens on which the text before ``text`` agrees with all ``num_bytes`` before ``pattern``."""
     agreeing = 0
@@ -82,15 +72,3 @@ def num_agreeing(text: int, pattern: int, num_bytes: int, width: int) -> int:
             break
         agreeing += 8
     return min(agreeing, num_bytes) // width
-
-
-@inlined
-def agrees(text: int, pattern: int, num_bytes: int) -> bool:
-    """Whether all ``num_bytes`` >= 1 before ``text`` and before ``pattern`` are the same."""
-    offset = 8
-    while offset < num_bytes:
-        if load_uint64(text - offset) != load_uint64(pattern - offset):
-            return False
-        offset += 8
-    unused = np.uint64(8 * (offset - num_bytes))
-    return bool((load_uint64(text - offset) ^ load_uint64(pattern - offset)) >> unused == np.uint64(0))

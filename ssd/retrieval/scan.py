@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Int64s, TokenIds, kernel
+from ssd.compiled.addresses import Int64s, TokenIds, kernel, leading_zeros
 
 MAX_SCAN_HITS: Final = 4096
 """A scan looks at this many occurrences of the last token, the most recent ones."""
@@ -14,7 +14,7 @@ MAX_SCAN_HITS: Final = 4096
 MAX_SCAN_TOKENS: Final = 1 << 16
 """A scan looks at this many tokens, the most recent ones: a bound on the time, far above the size of a tail."""
 
-_BLOCK: Final = 64  # tokens compared at once, in a loop that compiles to vector instructions
+_BLOCK: Final = 64  # tokens compared at once, a bit each, in a loop that compiles to vector instructions
 
 
 @kernel
@@ -53,21 +53,20 @@ def scan(
         at = ((block_stop - 1) & mask) + 1
         count = min(_BLOCK, block_stop - lowest, at)
         block = text[at - count : at]
-        equal = np.int32(0)
+        equal = np.uint64(0)
         for i in range(count):
-            equal |= np.int32(block[i] == last)
-        if equal != 0:
-            for i in range(count - 1, -1, -1):
-                if block[i] != last:
-                    continue
-                position = block_stop - count + i
-                length, longest = 1, min(max_length, position - start + 1)
-                while length < longest and text[(position - length) & mask] == context[n - 1 - length]:
-                    length += 1
-                positions[found] = position + 1
-                lengths[found] = length
-                found += 1
-                if found == len(positions):
-                    return found
+            equal |= np.uint64(block[i] == last) << np.uint64(i)
+        while equal != np.uint64(0):
+            i = 63 - leading_zeros(equal)
+            equal ^= np.uint64(1) << np.uint64(i)
+            position = block_stop - count + i
+            length, longest = 1, min(max_length, position - start + 1)
+            while length < longest and text[(position - length) & mask] == context[n - 1 - length]:
+                length += 1
+            positions[found] = position + 1
+            lengths[found] = length
+            found += 1
+            if found == len(positions):
+                return found
         block_stop -= count
     return found

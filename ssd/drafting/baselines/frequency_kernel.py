@@ -7,11 +7,18 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, TokenIds, int32_array, kernel
 from ssd.drafting.suffix.ask import MAX_DRAFT, asks_at, clear, drafts_at
-from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Texts, gather, next_token
-from ssd.drafting.suffix.workspace import frame_at
-from ssd.retrieval.lanes import lanes_at, open_lanes, search_lanes, walkers_at
-from ssd.retrieval.scan import pattern_length
-from ssd.retrieval.snapshot import segments_at, snapshot_at
+from ssd.drafting.suffix.gather import (
+    MAX_SAMPLES,
+    NOTHING,
+    Texts,
+    begin_lookup,
+    evidence_at,
+    look_up,
+    next_token,
+    scratch_at,
+)
+from ssd.drafting.suffix.workspace import evidence_of, frame_at
+from ssd.retrieval.snapshot import snapshot_at
 
 
 @kernel
@@ -61,33 +68,16 @@ def propose_frequency(
     """
     frame, searched = frame_at(workspace), snapshot_at(snapshot)
     asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
-    ring, evidence, num_lanes = int32_array(searched.ring, searched.ring_size), frame.evidence, searched.num_segments
-    segments = segments_at(searched.segments, num_lanes)
-    lanes, walkers = lanes_at(frame.lanes, num_lanes), walkers_at(frame.walkers, 2 * num_lanes)
+    ring, at = int32_array(searched.ring, searched.ring_size), evidence_of(frame, frame.num_rows)
+    evidence, lookups = evidence_at(at), scratch_at(frame.lookups)
     for row in range(num_rows):
         ask, out = asks[row], drafts[row]
         context, limit = int32_array(ask.context, ask.context_length), ask.limit
         clear(out)
-        longest = pattern_length(context, max_length)
-        if limit < 1 or longest < min_length:
+        if limit < 1 or begin_lookup(lookups.lookups[0], context, max_length, at) < min_length:
             continue
-        open_lanes(segments, context, longest, frame.patterns, lanes, walkers)
-        search_lanes(lanes, num_lanes)
+        look_up(searched, lookups, 1, min_length, 1, False)
         texts = Texts(context, ring, searched.tail_start, searched.tail_stop)
-        gather(
-            texts,
-            lanes,
-            walkers,
-            num_lanes,
-            searched.num_static,
-            longest,
-            min_length,
-            1,
-            False,
-            frame.own,
-            frame.tail,
-            evidence,
-        )
         if evidence.num_levels == 0:
             continue
         for sample in range(evidence.ends[0]):

@@ -25,7 +25,8 @@ class Ask(Record):
 
     ``context`` : int32[context_length]. ``state`` : number of the request's state in the workspace. ``prediction`` :
     int32[prediction_length], the client's text. ``price`` : of every token, where ``num_prices`` is 0; else ``prices``
-    : float64[num_prices], of the i-th token, not falling; the last one holds beyond.
+    : float64[num_prices], of the i-th token, not falling; the last one holds beyond. ``is_looked_up`` : whether what
+    is known of the context has been looked up ahead and is the row's evidence.
     """
 
     context: Address
@@ -39,6 +40,7 @@ class Ask(Record):
     num_prices: Int64
     prediction: Address
     prediction_length: Int64
+    is_looked_up: Int64
 
 
 class DraftRecord(Record):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import wait
 
 import numpy as np
 
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenIds
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
 from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
@@ -31,14 +33,23 @@ class SuffixDrafter:
     `gather.gather`.
     """
 
-    def __init__(self, *, max_match_length: int = 32, min_match_length: int = 1, price: float = 0.1) -> None:
+    def __init__(
+        self,
+        *,
+        max_match_length: int = 32,
+        min_match_length: int = 1,
+        price: float = 0.1,
+        lookup_threads: int = 1,
+    ) -> None:
         """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
 
+        ``lookup_threads`` : that look up the rows of a large call, the caller's among them; drafts are the same.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
         self._price = price
-        self._workspace = Workspace()
+        self._workspace = Workspace(lookup_threads - 1)
+        self._helpers = Helpers(self._workspace)
         self._models = NamespaceModels()
         self._verified: dict[str, tuple[int, TokenIds]] = {}
         self._learned: dict[str, LearnedState | None] = {}
@@ -83,9 +94,13 @@ class SuffixDrafter:
         learned = requests[0].learned
         model = self._models.of(learned)
         self._learned.update((request.request_id, learned) for request in requests)
-        propose_suffix(workspace.address, snapshot.address, model.address, count, self._longest, self._shortest)
+        helping = self._helpers.start(count, snapshot, self._longest, self._shortest)
+        try:
+            propose_suffix(workspace.address, snapshot.address, model.address, count, self._longest, self._shortest)
+        finally:
+            wait(helping)
         del held
-        return [workspace.draft(row, with_probabilities=True) for row in range(count)]
+        return workspace.drafts(count)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
@@ -117,5 +132,6 @@ class SuffixDrafter:
         request = DraftRequest("", np.zeros(2, np.int32), 2, None, 1)
         draft = self.propose([request])[0]
         self.propose([request, request])
+        self._helpers.warm_up()
         self.observe("", draft, 0)
         self.finish("")

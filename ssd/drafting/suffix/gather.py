@@ -1,26 +1,45 @@
-"""What followed the context where it occurred before: a bounded sample of places, those that agree longest first."""
+"""What followed contexts where they occurred before: a bounded sample of places, those that agree longest first.
+
+Several contexts go in step: what one waits for in memory is brought near while the others are worked on.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64s, Int64s, TokenIds, inlined, kernel, load_uint32, prefetch
-from ssd.compiled.records import Int64, Record
+from ssd.compiled.addresses import (
+    Float64s,
+    Int64s,
+    TokenIds,
+    data_of,
+    inlined,
+    int32_array,
+    kernel,
+    load_uint32,
+    prefetch,
+)
+from ssd.compiled.records import Address, Float64, Int64, Record, dtype_of, view_of
 from ssd.retrieval.lanes import (
     Lanes,
     Walkers,
     ask_to_widen,
     code_address,
+    lanes_at,
     longest_in_lanes,
     new_rank,
     num_new,
-    position_at,
+    open_lanes,
+    rank_address,
+    search_lanes,
+    walkers_at,
     widen,
 )
-from ssd.retrieval.pattern import MAX_MATCH_LENGTH
-from ssd.retrieval.scan import MAX_SCAN_HITS, scan
+from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES
+from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
+from ssd.retrieval.snapshot import SnapshotRecord, segments_at
 
 NOTHING: Final = -1
 """What follows the end of a sequence. Equal to SEPARATOR and to no token."""
@@ -38,6 +57,9 @@ MAX_SEGMENT_SAMPLES: Final = 24
 """Places taken from all segments together, or one of each where there are more segments than that."""
 
 MAX_SAMPLES: Final = 2 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES
+
+IN_STEP: Final = 8
+"""Contexts looked up in step: enough to hide the memory's latency, few enough for the nearest cache."""
 
 _OWN_RECENCY: Final = 1 << 62
 _TAIL_RECENCY: Final = 1 << 61
@@ -70,12 +92,65 @@ class Evidence(Record):
     ends: Annotated[Int64s, np.int64, MAX_LEVELS]
 
 
+EVIDENCE_BYTES: Final = dtype_of(Evidence).itemsize
+
+
 class Hits(Record):
     """What a scan found: positions and agreeing lengths; and how many there are of each length."""
 
     positions: Annotated[Int64s, np.int64, MAX_SCAN_HITS]
     lengths: Annotated[Int64s, np.int64, MAX_SCAN_HITS]
     counts: Annotated[Int64s, np.int64, MAX_MATCH_LENGTH + 1]
+
+
+class Scanned(Record):
+    """Places of one scanned text. Those of level i end at ``ends[i]`` and stand for ``weights[i]`` occurrences each."""
+
+    positions: Annotated[Int64s, np.int64, MAX_SCANNED_SAMPLES]
+    ends: Annotated[Int64s, np.int64, MAX_LEVELS]
+    weights: Annotated[Float64s, np.float64, MAX_LEVELS]
+
+
+class Lookup(Record):
+    """One context that is looked up.
+
+    ``context`` : int32[context_length]. ``longest`` : tokens of its tail that are looked up. ``evidence`` : where what
+    is found goes. The rest is scratch: ``num_possible`` : levels that there may be, their lengths are those of the
+    evidence. ``support`` : occurrences so far. ``first`` : the first sample of a level's segments. ``taken`` : samples
+    of segments.
+    """
+
+    context: Address
+    context_length: Int64
+    longest: Int64
+    evidence: Address
+    num_possible: Int64
+    support: Float64
+    size: Int64
+    first: Int64
+    taken: Int64
+    own: Scanned
+    tail: Scanned
+
+
+class LookupScratch(Record):
+    """Memory that lookups take turns with, and of those in step.
+
+    ``lanes`` : Lane[IN_STEP * num_lanes], ``walkers`` : Walker[2 * IN_STEP * num_lanes], ``patterns`` :
+    uint8[IN_STEP * PATTERNS_BYTES].
+    """
+
+    num_lanes: Int64
+    lanes: Address
+    walkers: Address
+    patterns: Address
+    own: Hits
+    tail: Hits
+    lookups: Annotated[Sequence[Lookup], Lookup, IN_STEP]
+
+
+evidence_at = view_of(Evidence)
+scratch_at = view_of(LookupScratch)
 
 
 class Texts(NamedTuple):
@@ -85,6 +160,12 @@ class Texts(NamedTuple):
     ring: TokenIds
     tail_start: int
     tail_stop: int
+
+
+@inlined
+def texts_of(context: TokenIds, snapshot: SnapshotRecord) -> Texts:
+    """A context and the ring of a snapshot."""
+    return Texts(context, int32_array(snapshot.ring, snapshot.ring_size), snapshot.tail_start, snapshot.tail_stop)
 
 
 @inlined
@@ -156,124 +237,177 @@ def _find_in(text: TokenIds, start: int, stop: int, context: TokenIds, longest: 
 
 
 @kernel
-def _take_scanned(
-    hits: Hits, found: int, below: int, length: int, kind: int, taken: int, evidence: Evidence, size: int
-) -> tuple[int, int]:
-    """Add the most recent hits that agree on ``length`` tokens or more but fewer than ``below``: (size, taken) then."""
-    new = 0
-    if found > 0:
-        for agreeing in range(length, below):
-            new += hits.counts[agreeing]
-    if new == 0:
-        return size, taken
-    room = min(new, MAX_SCANNED_SAMPLES - taken)
-    recency = np.int64(_OWN_RECENCY if kind == _OWN else _TAIL_RECENCY)
-    stop = size + room
-    for i in range(found):
-        if size == stop:
-            break
-        if length <= hits.lengths[i] < below:
-            evidence.kind[size] = kind
-            evidence.at[size] = hits.positions[i]
-            evidence.recency[size] = recency + hits.positions[i]
-            evidence.weights[size] = new / room
-            size += 1
-    return size, taken + room
+def _choose_scanned(hits: Hits, found: int, lookup: Lookup, evidence: Evidence, scanned: Scanned) -> None:
+    """Choose of each level the most recent hits that agree on its length or more but fewer than the level before."""
+    taken, below = 0, lookup.longest + 1
+    for level in range(lookup.num_possible):
+        length, new = evidence.lengths[level], 0
+        if found > 0:
+            for agreeing in range(length, below):
+                new += hits.counts[agreeing]
+        room = min(new, MAX_SCANNED_SAMPLES - taken)
+        stop = taken + room
+        for i in range(found):
+            if taken == stop:
+                break
+            if length <= hits.lengths[i] < below:
+                scanned.positions[taken] = hits.positions[i]
+                taken += 1
+        scanned.ends[level], scanned.weights[level] = taken, new / max(room, 1)
+        below = length
 
 
 @kernel
-def _take_segments(
-    lanes: Lanes,
-    walkers: Walkers,
-    num_lanes: int,
-    static_lanes: int,
-    length: int,
-    taken: int,
-    evidence: Evidence,
-    size: int,
-) -> tuple[int, int]:
-    """Add the new places that agree on ``length`` tokens, evenly strided if they are too many: (size, taken) then."""
-    new = 0
-    for lane in range(num_lanes):
-        ask_to_widen(lanes[lane], length)
-    widen(lanes, walkers, num_lanes, MAX_SEGMENT_SAMPLES)
-    for lane in range(num_lanes):
-        new += num_new(walkers, lane)
-    if new == 0:
-        return size, taken
-    room = max(1, MAX_SEGMENT_SAMPLES - taken)
-    stride = (new + room - 1) // room
-    for lane in range(num_lanes - 1, -1, -1):
-        here = num_new(walkers, lane)
-        if here == 0:
-            continue
-        samples = (here + stride - 1) // stride
-        if taken + samples > 2 * MAX_SEGMENT_SAMPLES:
-            continue
-        width, base = lanes[lane].width, np.int64(_RING_RECENCY if lane >= static_lanes else 0)
-        for i in range(samples):
-            number = i if stride == 1 else i * here // samples
-            position = position_at(lanes[lane], new_rank(lanes, walkers, lane, number))
-            evidence.kind[size] = IN_SEGMENT
-            evidence.at[size] = code_address(lanes[lane], position)
-            evidence.width[size] = width
-            prefetch(evidence.at[size])
-            evidence.recency[size] = base + (np.int64(lane) << _SEGMENT_BITS) + position
-            evidence.weights[size] = here / samples
-            size += 1
-        taken += samples
-    return size, taken
-
-
-@kernel
-def gather(
-    texts: Texts,
-    lanes: Lanes,
-    walkers: Walkers,
-    num_lanes: int,
-    static_lanes: int,
-    longest: int,
+def _scan(
+    searched: SnapshotRecord,
+    lookup: Lookup,
+    in_segments: int,
     min_length: int,
     max_levels: int,
     with_own: bool,
     own: Hits,
     tail: Hits,
-    evidence: Evidence,
 ) -> None:
-    """Sample the places where the context's last tokens stand, at up to ``max_levels`` match lengths.
+    """Say which levels there may be, now that the longest match in segments is known, and scan the other texts."""
+    context, ring = int32_array(lookup.context, lookup.context_length), int32_array(searched.ring, searched.ring_size)
+    num_own, own_length, evidence = 0, 0, evidence_at(lookup.evidence)
+    if with_own:
+        num_own, own_length = _find_in(context, 0, len(context) - 1, context, lookup.longest, own)
+    num_tail, index_length = _find_in(ring, searched.tail_start, searched.tail_stop, context, lookup.longest, tail)
+    index_length = max(index_length, in_segments)
+    length, other, num_possible = max(own_length, index_length), min(own_length, index_length), 0
+    while length >= max(1, min_length) and num_possible < max_levels:
+        evidence.lengths[num_possible] = length
+        num_possible += 1
+        shorter = min(length - 1, length // 2)
+        # The other source's own longest match is a level of its own: nothing more specific is known from there.
+        length = other if shorter < other < length else shorter
+    lookup.num_possible = num_possible
+    _choose_scanned(own, num_own, lookup, evidence, lookup.own)
+    _choose_scanned(tail, num_tail, lookup, evidence, lookup.tail)
 
-    ``lanes`` : the first ``num_lanes``, of which the first ``static_lanes`` are of static segments, have been searched
-    for ``longest`` tokens of ``texts.context``. ``with_own`` :
-    also in the request's own text. ``own``, ``tail`` : scratch. The levels are the longest match of own text and
-    index, then shorter ones by halves and the longest of the other, until one has ENOUGH_SUPPORT occurrences.
+
+@inlined
+def _take_scanned(lookup: Lookup, scanned: Scanned, level: int, kind: int, evidence: Evidence) -> None:
+    """Add the chosen hits of a level."""
+    size, recency = lookup.size, np.int64(_OWN_RECENCY if kind == _OWN else _TAIL_RECENCY)
+    for i in range(scanned.ends[level - 1] if level > 0 else 0, scanned.ends[level]):
+        evidence.kind[size] = kind
+        evidence.at[size] = scanned.positions[i]
+        evidence.recency[size] = recency + scanned.positions[i]
+        evidence.weights[size] = scanned.weights[level]
+        size += 1
+    lookup.size = size
+
+
+@kernel
+def _take_segments(lanes: Lanes, walkers: Walkers, num_lanes: int, lookup: Lookup, evidence: Evidence) -> None:
+    """Add the places that were new at the last widening, evenly strided if they are too many.
+
+    Only where their ranks lie: ``_resolve`` says where the places are, once that has been brought near.
+    """
+    new = 0
+    lookup.first = lookup.size
+    for lane in range(num_lanes):
+        new += num_new(walkers, lane)
+    if new == 0:
+        return
+    room = max(1, MAX_SEGMENT_SAMPLES - lookup.taken)
+    stride, size = (new + room - 1) // room, lookup.size
+    for lane in range(num_lanes - 1, -1, -1):
+        here = num_new(walkers, lane)
+        if here == 0:
+            continue
+        samples = (here + stride - 1) // stride
+        if lookup.taken + samples > 2 * MAX_SEGMENT_SAMPLES:
+            continue
+        for i in range(samples):
+            number = i if stride == 1 else i * here // samples
+            evidence.kind[size], evidence.recency[size] = IN_SEGMENT, lane
+            evidence.at[size] = rank_address(lanes[lane], new_rank(lanes, walkers, lane, number))
+            prefetch(evidence.at[size])
+            evidence.weights[size] = here / samples
+            size += 1
+        lookup.taken += samples
+    lookup.size = size
+
+
+@kernel
+def _resolve(lanes: Lanes, num_static: int, lookup: Lookup, evidence: Evidence) -> None:
+    """Say where the places are that ``_take_segments`` took last, and have what follows there brought near."""
+    for sample in range(lookup.first, lookup.size):
+        number = evidence.recency[sample]
+        lane, base = lanes[number], np.int64(_RING_RECENCY if number >= num_static else 0)
+        position = min(load_uint32(evidence.at[sample]), lane.num_tokens)
+        evidence.at[sample], evidence.width[sample] = code_address(lane, position), lane.width
+        prefetch(evidence.at[sample])
+        evidence.recency[sample] = base + (np.int64(number) << _SEGMENT_BITS) + position
+
+
+@inlined
+def begin_lookup(lookup: Lookup, context: TokenIds, max_length: int, evidence: int) -> int:
+    """Say what is looked up, and at which address the evidence goes; how many tokens of the context that are."""
+    evidence_at(evidence).num_levels = 0
+    lookup.context, lookup.context_length = data_of(context), len(context)
+    lookup.longest, lookup.evidence = pattern_length(context, max_length), evidence
+    return lookup.longest
+
+
+@kernel
+def look_up(
+    searched: SnapshotRecord, scratch: LookupScratch, count: int, min_length: int, max_levels: int, with_own: bool
+) -> None:
+    """Sample the places where the last tokens of ``count`` contexts stand, at up to ``max_levels`` match lengths each.
+
+    The contexts are those of the first lookups of ``scratch``. ``with_own`` : also in the request's own text. The
+    levels are the longest match of own text and index, then shorter ones by halves and the longest of the other, until
+    one has ENOUGH_SUPPORT occurrences.
 
     Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
     MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.
     """
-    context = texts.context
-    num_own, own_length = 0, 0
-    if with_own:
-        num_own, own_length = _find_in(context, 0, len(context) - 1, context, longest, own)
-    num_tail, index_length = _find_in(texts.ring, texts.tail_start, texts.tail_stop, context, longest, tail)
-    index_length = max(index_length, longest_in_lanes(lanes, num_lanes))
-    length, num_levels, other = max(own_length, index_length), 0, min(own_length, index_length)
-    size, below, support = 0, longest + 1, 0.0
-    own_taken, tail_taken, segments_taken = 0, 0, 0
-    while length >= max(1, min_length) and num_levels < max_levels:
-        first = size
-        size, own_taken = _take_scanned(own, num_own, below, length, _OWN, own_taken, evidence, size)
-        size, tail_taken = _take_scanned(tail, num_tail, below, length, _IN_TAIL, tail_taken, evidence, size)
-        size, segments_taken = _take_segments(
-            lanes, walkers, num_lanes, static_lanes, length, segments_taken, evidence, size
-        )
-        for sample in range(first, size):
-            support += evidence.weights[sample]
-        evidence.lengths[num_levels], evidence.ends[num_levels] = length, size
-        num_levels += 1
-        if support >= ENOUGH_SUPPORT:
+    each, lookups = searched.num_segments, scratch.lookups
+    segments = segments_at(searched.segments, each)
+    lanes, walkers = lanes_at(scratch.lanes, count * each), walkers_at(scratch.walkers, 2 * count * each)
+    for i in range(count):
+        lookup = lookups[i]
+        context = int32_array(lookup.context, lookup.context_length)
+        patterns = scratch.patterns + i * PATTERNS_BYTES
+        open_lanes(segments, context, lookup.longest, patterns, lanes[i * each :], walkers[2 * i * each :])
+    search_lanes(lanes, count * each)
+    for i in range(count):
+        lookup = lookups[i]
+        in_segments = longest_in_lanes(lanes[i * each :], each)
+        _scan(searched, lookup, in_segments, min_length, max_levels, with_own, scratch.own, scratch.tail)
+        lookup.size, lookup.taken, lookup.support = 0, 0, 0.0
+        evidence_at(lookup.evidence).num_levels = 0
+    for level in range(max_levels):
+        num_open = 0
+        for i in range(count):
+            lookup = lookups[i]
+            is_open = level < lookup.num_possible and lookup.support < ENOUGH_SUPPORT
+            length = evidence_at(lookup.evidence).lengths[level]
+            for lane in range(i * each, (i + 1) * each):
+                if is_open:
+                    ask_to_widen(lanes[lane], length)
+                else:
+                    lanes[lane].length = 0
+            num_open += is_open
+        if num_open == 0:
             break
-        below = length
-        shorter = min(length - 1, length // 2)
-        # The other source's own longest match is a level of its own: nothing more specific is known from there.
-        length = other if shorter < other < length else shorter
-    evidence.num_levels = num_levels
+        widen(lanes, walkers, count * each, MAX_SEGMENT_SAMPLES)
+        for i in range(count):
+            lookup, evidence = lookups[i], evidence_at(lookups[i].evidence)
+            if level >= lookup.num_possible or lookup.support >= ENOUGH_SUPPORT:
+                lookup.first = lookup.size
+                continue
+            first = lookup.size
+            _take_scanned(lookup, lookup.own, level, _OWN, evidence)
+            _take_scanned(lookup, lookup.tail, level, _IN_TAIL, evidence)
+            _take_segments(lanes[i * each :], walkers[2 * i * each :], each, lookup, evidence)
+            for sample in range(first, lookup.size):
+                lookup.support += evidence.weights[sample]
+            evidence.ends[level] = lookup.size
+            evidence.num_levels = level + 1
+        for i in range(count):
+            _resolve(lanes[i * each :], searched.num_static, lookups[i], evidence_at(lookups[i].evidence))

@@ -6,17 +6,33 @@ from typing import Final
 
 from ssd.compiled.addresses import TokenIds, inlined, int32_array, kernel
 from ssd.drafting.suffix.acceptance import Model, model_at
+from ssd.drafting.suffix.ahead import look_up_ahead, open_rows
 from ssd.drafting.suffix.ask import Ask, DraftRecord, asks_at, clear, drafts_at
 from ssd.drafting.suffix.chain import chain
 from ssd.drafting.suffix.follow import NO_TABLE, follow, keep
-from ssd.drafting.suffix.gather import MAX_LEVELS, Texts, gather
+from ssd.drafting.suffix.gather import (
+    IN_STEP,
+    MAX_LEVELS,
+    Texts,
+    begin_lookup,
+    evidence_at,
+    look_up,
+    scratch_at,
+    texts_of,
+)
 from ssd.drafting.suffix.learn import begin_draft, learn_from_context, learn_from_path
 from ssd.drafting.suffix.prediction import follow_prediction
 from ssd.drafting.suffix.tree import grow_tree
-from ssd.drafting.suffix.workspace import CONTINUED_CONTEXT, Frame, RequestState, frame_at, place, states_at
-from ssd.retrieval.lanes import lanes_at, open_lanes, search_lanes, walkers_at
-from ssd.retrieval.scan import pattern_length
-from ssd.retrieval.snapshot import SnapshotRecord, segments_at, snapshot_at
+from ssd.drafting.suffix.workspace import (
+    CONTINUED_CONTEXT,
+    Frame,
+    RequestState,
+    evidence_of,
+    frame_at,
+    place,
+    states_at,
+)
+from ssd.retrieval.snapshot import SnapshotRecord, snapshot_at
 
 _MOST_CONTINUED: Final = 4
 """Times that a draft is carried on past the end of all it was drawn from."""
@@ -25,36 +41,12 @@ _LEAST_CONTINUED: Final = 4
 """Shorter matches do not carry on a draft whose sources have ended: they mostly begin something else."""
 
 
-@inlined
-def _texts(context: TokenIds, snapshot: SnapshotRecord) -> Texts:
-    return Texts(context, int32_array(snapshot.ring, snapshot.ring_size), snapshot.tail_start, snapshot.tail_stop)
-
-
 @kernel
-def _search(frame: Frame, snapshot: SnapshotRecord, texts: Texts, max_length: int, min_length: int) -> None:
-    """Make what stands after the context's last tokens elsewhere the evidence."""
-    frame.evidence.num_levels = 0
-    longest = pattern_length(texts.context, max_length)
-    if longest < min_length:
-        return
-    num_lanes = snapshot.num_segments
-    lanes, walkers = lanes_at(frame.lanes, num_lanes), walkers_at(frame.walkers, 2 * num_lanes)
-    open_lanes(segments_at(snapshot.segments, num_lanes), texts.context, longest, frame.patterns, lanes, walkers)
-    search_lanes(lanes, num_lanes)
-    gather(
-        texts,
-        lanes,
-        walkers,
-        num_lanes,
-        snapshot.num_static,
-        longest,
-        min_length,
-        MAX_LEVELS,
-        True,
-        frame.own,
-        frame.tail,
-        frame.evidence,
-    )
+def _search(frame: Frame, snapshot: SnapshotRecord, context: TokenIds, max_length: int, min_length: int) -> None:
+    """Make what stands after the context's last tokens elsewhere the spare evidence."""
+    lookups, evidence = scratch_at(frame.lookups), evidence_of(frame, frame.num_rows)
+    if begin_lookup(lookups.lookups[0], context, max_length, evidence) >= min_length:
+        look_up(snapshot, lookups, 1, min_length, MAX_LEVELS, True)
 
 
 @inlined
@@ -70,6 +62,7 @@ def _continued(frame: Frame, context: TokenIds, out: DraftRecord) -> TokenIds:
 def _draft_tree(
     frame: Frame,
     snapshot: SnapshotRecord,
+    found_at: int,
     texts: Texts,
     ask: Ask,
     state: RequestState,
@@ -78,8 +71,10 @@ def _draft_tree(
     min_length: int,
     out: DraftRecord,
 ) -> None:
-    _search(frame, snapshot, texts, max_length, min_length)
-    grow_tree(texts, frame.evidence, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
+    if found_at == evidence_of(frame, frame.num_rows):
+        _search(frame, snapshot, texts.context, max_length, min_length)
+    evidence = evidence_at(found_at)
+    grow_tree(texts, evidence, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
     out.is_tree = 1
     state.followed.table = NO_TABLE
 
@@ -88,6 +83,7 @@ def _draft_tree(
 def _draft_chain(
     frame: Frame,
     snapshot: SnapshotRecord,
+    found_at: int,
     texts: Texts,
     ask: Ask,
     state: RequestState,
@@ -96,8 +92,9 @@ def _draft_chain(
     min_length: int,
     out: DraftRecord,
 ) -> None:
-    evidence, prediction, judged = frame.evidence, state.prediction, state.judged
-    found, space = frame.candidates, frame.chain
+    prediction, judged, found, space = state.prediction, state.judged, frame.candidates, frame.chain
+    spare_at = evidence_of(frame, frame.num_rows)
+    evidence = evidence_at(spare_at)
     follow(state.followed, snapshot.table_number, texts, max_length, evidence)
     has_ended = True
     if evidence.num_levels > 0:
@@ -105,7 +102,9 @@ def _draft_chain(
     if out.size < ask.limit:  # there is nothing to follow, or it does not lead far enough
         begin_draft(judged, len(texts.context))
         clear(out)
-        _search(frame, snapshot, texts, max_length, min_length)
+        if found_at == spare_at:
+            _search(frame, snapshot, texts.context, max_length, min_length)
+        evidence = evidence_at(found_at)
         has_ended = chain(texts, evidence, 0, ask, prediction, model, found, space, judged, out)
     keep(state.followed, snapshot.table_number, texts, evidence)
     context = texts.context
@@ -114,8 +113,9 @@ def _draft_chain(
         drafted = out.size
         if not has_ended or drafted == 0 or drafted == ask.limit:
             break
-        texts = _texts(_continued(frame, context, out), snapshot)
-        _search(frame, snapshot, texts, max_length, max(min_length, _LEAST_CONTINUED))
+        texts = texts_of(_continued(frame, context, out), snapshot)
+        _search(frame, snapshot, texts.context, max_length, max(min_length, _LEAST_CONTINUED))
+        evidence = evidence_at(spare_at)
         if evidence.num_levels == 0:
             break
         has_ended = chain(texts, evidence, drafted, ask, prediction, model, found, space, judged, out)
@@ -133,7 +133,11 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
     frame, searched, learned = frame_at(workspace), snapshot_at(snapshot), model_at(model)
     asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
     states = states_at(frame.states, frame.num_states)
+    open_rows(frame, num_rows)
+    is_ahead = False
     for row in range(num_rows):
+        if row % IN_STEP == 0:
+            is_ahead = look_up_ahead(frame, searched, row // IN_STEP, num_rows, max_length, min_length)
         ask, out = asks[row], drafts[row]
         context, state = int32_array(ask.context, ask.context_length), states[ask.state]
         clear(out)
@@ -143,12 +147,13 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
         begin_draft(state.judged, len(context))
         if ask.prediction_length > 0:
             prediction = int32_array(ask.prediction, ask.prediction_length)
-            follow_prediction(state.prediction, prediction, context, frame.own)
-        texts = _texts(context, searched)
+            follow_prediction(state.prediction, prediction, context, frame.prediction_hits)
+        texts = texts_of(context, searched)
+        found_at = evidence_of(frame, row if is_ahead and ask.is_looked_up else frame.num_rows)
         if ask.is_tree:
-            _draft_tree(frame, searched, texts, ask, state, learned, max_length, min_length, out)
+            _draft_tree(frame, searched, found_at, texts, ask, state, learned, max_length, min_length, out)
         else:
-            _draft_chain(frame, searched, texts, ask, state, learned, max_length, min_length, out)
+            _draft_chain(frame, searched, found_at, texts, ask, state, learned, max_length, min_length, out)
 
 
 @kernel

@@ -6,7 +6,9 @@ from typing import Final, NamedTuple
 
 from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
 from ssd.compiled.records import Address, Int64, Record, view_of
+from ssd.drafting.suffix.ahead import NO_ROWS, open_rows
 from ssd.drafting.suffix.ask import MAX_DRAFT, asks_at, drafts_at
+from ssd.drafting.suffix.gather import scratch_at
 from ssd.drafting.suffix.propose import propose_suffix
 from ssd.drafting.suffix.workspace import Frame, frame_at
 from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
@@ -216,8 +218,10 @@ def draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float,
     )
     frame = frame_at(batch.workspace)
     if not is_seated and not _are_seated(rows, by_text):
+        open_rows(frame, NO_ROWS)
         return NOT_SEATED
-    if snapshot_at(snapshot).num_segments > frame.num_lanes:
+    if snapshot_at(snapshot).num_segments > scratch_at(frame.lookups).num_lanes:
+        open_rows(frame, NO_ROWS)
         return NO_ROOM
     num_asked, num_tokens = _ask(frame, rows)
     if seconds > 0.0 and num_asked == num_rows and batch.last_asked == num_rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -15,7 +16,7 @@ from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
 from ssd.drafting.suffix.chain import ChainScratch
 from ssd.drafting.suffix.follow import NO_TABLE, Followed
-from ssd.drafting.suffix.gather import Evidence, Hits
+from ssd.drafting.suffix.gather import EVIDENCE_BYTES, IN_STEP, Evidence, Hits, LookupScratch
 from ssd.drafting.suffix.judge import Candidates
 from ssd.drafting.suffix.learn import JudgedDraft, forget_draft
 from ssd.drafting.suffix.prediction import PredictionPlace, begin_prediction
@@ -46,22 +47,24 @@ class RequestState(Record):
 class Frame(Record):
     """What kernels find in a workspace.
 
-    ``lanes`` : Lane[num_lanes]; ``walkers`` : Walker[2 * num_lanes]; ``patterns`` : uint8[PATTERNS_BYTES]. ``asks`` :
-    Ask[num_rows]; ``drafts`` : DraftRecord[num_rows]. ``states`` : RequestState[num_states]. All else is scratch.
+    ``asks`` : Ask[num_rows]; ``drafts`` : DraftRecord[num_rows]. ``states`` : RequestState[num_states].
+    ``evidences`` : Evidence[num_rows + 1], of each row what was looked up ahead, and a spare one. ``lookups`` : the
+    caller's LookupScratch. All else is scratch.
+
+    ``groups`` : int64[groups of rows, 2]: of each IN_STEP rows how many threads wanted to look them up, and whether
+    one has. ``num_open_at`` : where it is said how many rows threads may help with: an int64, 0 for not yet.
     """
 
-    num_lanes: Int64
-    lanes: Address
-    walkers: Address
-    patterns: Address
     num_rows: Int64
     asks: Address
     drafts: Address
     num_states: Int64
     states: Address
-    own: Hits
-    tail: Hits
-    evidence: Evidence
+    evidences: Address
+    lookups: Address
+    groups: Address
+    num_open_at: Address
+    prediction_hits: Hits
     candidates: Candidates
     chain: ChainScratch
     tree: TreeScratch
@@ -69,7 +72,27 @@ class Frame(Record):
 
 
 frame_at = view_of(Frame)
+
+
 states_at = views_of(RequestState)
+
+
+@inlined
+def evidence_of(frame: Frame, row: int) -> int:
+    """Where the evidence of a row lies; that of ``num_rows`` is the spare one."""
+    return frame.evidences + EVIDENCE_BYTES * row
+
+
+@inlined
+def claims_of(frame: Frame, group: int) -> int:
+    """Where it is counted how many threads wanted to look up a group of rows."""
+    return frame.groups + 16 * group
+
+
+@inlined
+def finished_of(frame: Frame, group: int) -> int:
+    """Where it is said that a group of rows has been looked up."""
+    return frame.groups + 16 * group + 8
 
 
 @inlined
@@ -103,29 +126,59 @@ def place(
         begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
 
 
+class LookupMemory:
+    """Memory of one thread that looks up. ``address`` : of its ``LookupScratch``."""
+
+    def __init__(self) -> None:
+        self._memory, self._patterns = Records(LookupScratch), np.zeros(IN_STEP * PATTERNS_BYTES, np.uint8)
+        self.address = self._memory.address
+        self._memory[0].patterns = address(self._patterns)
+
+    def make_lanes(self, count: int) -> None:
+        """For so many segments."""
+        self._lanes, self._walkers = Records(Lane, IN_STEP * count), Records(Walker, 2 * IN_STEP * count)
+        scratch = self._memory[0]
+        scratch.num_lanes, scratch.lanes, scratch.walkers = count, self._lanes.address, self._walkers.address
+
+
 class Workspace:
     """Rows, drafts and scratch memory of one drafter; grows, never shrinks. ``address`` : of its ``Frame``."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_helpers: int = 0) -> None:
+        """``num_helpers`` : threads beside the caller's that look up; no more than there are other processors."""
+        num_helpers = max(0, min(num_helpers, (os.cpu_count() or 1) - 1))
         self._memory = Records(Frame)
         self._frame, self.address = self._memory[0], self._memory.address
-        self._patterns = np.zeros(PATTERNS_BYTES, np.uint8)
-        self._frame.patterns = address(self._patterns)
+        self._lookups = [LookupMemory() for _ in range(1 + num_helpers)]
+        self.helpers = [lookups.address for lookups in self._lookups[1:]]
+        """Of each helper, where its ``LookupScratch`` lies."""
+        self._frame.lookups = self._lookups[0].address
+        self._num_open = np.zeros(1, np.int64)
+        self._frame.num_open_at = address(self._num_open)
         self._make_lanes(32)
         self._make_rows(16)
+        self.states: Records[RequestState] = Records(RequestState, 0)
+        self._state_of: dict[str, int] = {}
+        self._free_states: list[int] = []
         self._make_states(32)
 
     def _make_lanes(self, count: int) -> None:
-        self._lanes, self._walkers = Records(Lane, count), Records(Walker, 2 * count)
-        frame, self._num_lanes = self._frame, count
-        frame.num_lanes, frame.lanes, frame.walkers = count, self._lanes.address, self._walkers.address
+        self._num_lanes = count
+        for lookups in self._lookups:
+            lookups.make_lanes(count)
 
     def _make_states(self, count: int) -> None:
-        """Forgets what is kept of all requests; they search again at their next step."""
-        self.states = Records(RequestState, count)
-        self._frame.num_states, self._frame.states = count, self.states.address
-        self._state_of: dict[str, int] = {}
-        self._free_states = list(range(count))
+        """Memory for so many states, the first those that there are."""
+        grown, known = Records(RequestState, count), len(self.states)
+        grown.array[:known] = self.states.array
+        self.states = grown
+        self._frame.num_states, self._frame.states = count, grown.address
+        self._free_states += range(known, count)
+
+    def _forget_all(self) -> None:
+        """Nothing is kept of any request; all search again at their next step."""
+        self._state_of.clear()
+        self._free_states = list(range(len(self.states)))
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -135,8 +188,11 @@ class Workspace:
 
     def _make_rows(self, count: int) -> None:
         self._asks, self._drafts = Records(Ask, count), Records(DraftRecord, count)
+        self._evidences = Records(Evidence, count + 1)
         frame = self._frame
         frame.num_rows, frame.asks, frame.drafts = count, self._asks.address, self._drafts.address
+        self._groups = np.zeros((1 + count // IN_STEP, 2), np.int64)
+        frame.evidences, frame.groups = self._evidences.address, address(self._groups)
         # Views of each row, made once: they are read at every step.
         self._tokens, self._parents, self._probabilities = (
             list(self._drafts.array[name]) for name in ("tokens", "parents", "probabilities")
@@ -149,7 +205,15 @@ class Workspace:
         if len(snapshot.segments) > self._num_lanes:
             self._make_lanes(2 * len(snapshot.segments))
         if len(self._free_states) < num_requests:
-            self._make_states(min(max(_MAX_STATES, num_requests), 2 * len(self.states) + num_requests))
+            most = max(_MAX_STATES, num_requests)
+            if len(self.states) < most:
+                self._make_states(min(most, 2 * len(self.states) + num_requests))
+            if len(self._free_states) < num_requests:
+                self._forget_all()
+
+    def say_open(self, num_rows: int) -> None:
+        """Say with how many rows threads may help: 0 for not yet, less for none."""
+        self._num_open[0] = num_rows
 
     def state_of(self, request_id: str) -> tuple[int, bool]:
         """Where what is kept of a request lies, and whether nothing is yet."""
@@ -208,6 +272,29 @@ class Workspace:
         estimates = self._probabilities[row][:size].copy() if with_probabilities else None
         parents = self._parents[row][:size].copy() if written.is_tree else None
         return Draft(self._tokens[row][:size].copy(), written.match_length, SOURCES[written.source], estimates, parents)
+
+    def drafts(self, count: int) -> list[Draft]:
+        """Those that a kernel wrote in the first ``count`` rows, with probabilities; copied once for all of them."""
+        written = self._drafts.array[:count]
+        sizes, lengths, sources, trees = (
+            written[name].tolist() for name in ("size", "match_length", "source", "is_tree")
+        )
+        width = max(sizes, default=0)
+        tokens, estimates, parents = (
+            list(written[name][:, :width].copy()) for name in ("tokens", "probabilities", "parents")
+        )
+        return [
+            Draft(
+                tokens[row][:size],
+                lengths[row],
+                SOURCES[sources[row]],
+                estimates[row][:size],
+                parents[row][:size] if trees[row] else None,
+            )
+            if size
+            else EMPTY_DRAFT
+            for row, size in enumerate(sizes)
+        ]
 
 
 def contiguous(context: TokenIds) -> TokenIds:
