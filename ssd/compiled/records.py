@@ -22,7 +22,6 @@ Int64 = Annotated[int, np.int64]
 Uint64 = Annotated[int, np.uint64]
 Int32 = Annotated[int, np.int32]
 Float64 = Annotated[float, np.float64]
-Float32 = Annotated[float, np.float32]
 Address = Annotated[int, np.int64]
 """Of an array or a record whose owner outlives every call that is given this one."""
 
