@@ -78,12 +78,6 @@ def _load(bits: int, result: Any) -> Any:
     return load
 
 
-_uint8_pointer = pointer_to(types.uint8)
-_int32_pointer = pointer_to(types.int32)
-_int64_pointer = pointer_to(types.int64)
-_float32_pointer = pointer_to(types.float32)
-_float64_pointer = pointer_to(types.float64)
-
 _load_int64 = _load(64, types.int64)
 _load_uint64 = _load(64, types.uint64)
 _load_uint32 = _load(32, types.int64)
@@ -196,36 +190,20 @@ def data_of(array: npt.NDArray[Any]) -> int:
     return array.ctypes.data
 
 
-@inlined
-def uint8_array(address: int, length: int) -> npt.NDArray[np.uint8]:
-    """View uint8[length] at ``address``."""
-    require(address, length)
-    return carray(_uint8_pointer(address), (length,))  # type: ignore[no-any-return]
+def array_of(element: Any, itemsize: int) -> Callable[[int, int], Any]:
+    """For kernels: a function from an address and a length to the array there, of one of numba's types."""
+    pointer = pointer_to(element)
+
+    @njit(forceinline=True)
+    def at(address: int, length: int) -> Any:
+        require(address, itemsize * length)
+        return carray(pointer(address), (length,))
+
+    return at  # type: ignore[no-any-return]
 
 
-@inlined
-def int32_array(address: int, length: int) -> TokenIds:
-    """View int32[length] at ``address``."""
-    require(address, 4 * length)
-    return carray(_int32_pointer(address), (length,))  # type: ignore[no-any-return]
-
-
-@inlined
-def int64_array(address: int, length: int) -> Int64s:
-    """View int64[length] at ``address``."""
-    require(address, 8 * length)
-    return carray(_int64_pointer(address), (length,))  # type: ignore[no-any-return]
-
-
-@inlined
-def float32_array(address: int, length: int) -> npt.NDArray[np.float32]:
-    """View float32[length] at ``address``."""
-    require(address, 4 * length)
-    return carray(_float32_pointer(address), (length,))  # type: ignore[no-any-return]
-
-
-@inlined
-def float64_array(address: int, length: int) -> Float64s:
-    """View float64[length] at ``address``."""
-    require(address, 8 * length)
-    return carray(_float64_pointer(address), (length,))  # type: ignore[no-any-return]
+uint8_array: Callable[[int, int], npt.NDArray[np.uint8]] = array_of(types.uint8, 1)
+int32_array: Callable[[int, int], TokenIds] = array_of(types.int32, 4)
+int64_array: Callable[[int, int], Int64s] = array_of(types.int64, 8)
+float32_array: Callable[[int, int], npt.NDArray[np.float32]] = array_of(types.float32, 4)
+float64_array: Callable[[int, int], Float64s] = array_of(types.float64, 8)

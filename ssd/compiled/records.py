@@ -14,15 +14,14 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray, from_dtype, njit
+from numba import from_dtype, njit
 
-from ssd.compiled.addresses import address, pointer_to, require
+from ssd.compiled.addresses import address, array_of
 
 Int64 = Annotated[int, np.int64]
 Uint64 = Annotated[int, np.uint64]
 Int32 = Annotated[int, np.int32]
 Float64 = Annotated[float, np.float64]
-Float32 = Annotated[float, np.float32]
 Address = Annotated[int, np.int64]
 """Of an array or a record whose owner outlives every call that is given this one."""
 
@@ -81,23 +80,16 @@ def _struct_of(layout: np.dtype[Any]) -> Any:
 
 def view_of(record: type[R]) -> Callable[[int], R]:
     """For kernels: a function from an address to the record there."""
-    pointer, size = pointer_to(from_dtype(dtype_of(record))), dtype_of(record).itemsize
+    views = views_of(record)
 
     @njit(forceinline=True)
     def at(address: int) -> Any:
-        require(address, size)
-        return carray(pointer(address), (1,))[0]
+        return views(address, 1)[0]
 
     return at  # type: ignore[no-any-return]
 
 
 def views_of(record: type[R]) -> Callable[[int, int], Sequence[R]]:
     """For kernels: a function from an address and a number to the array of records there."""
-    pointer, size = pointer_to(from_dtype(dtype_of(record))), dtype_of(record).itemsize
-
-    @njit(forceinline=True)
-    def at(address: int, length: int) -> Any:
-        require(address, size * length)
-        return carray(pointer(address), (length,))
-
-    return at  # type: ignore[no-any-return]
+    layout = dtype_of(record)
+    return array_of(from_dtype(layout), layout.itemsize)

@@ -36,16 +36,12 @@ class CopyBudget:
         self._given_back: deque[int] = deque()  # not counted in yet
         self._lock = threading.Lock()
 
-    @property
-    def num_free_bytes(self) -> int:
-        """What is left."""
-        with self._lock:
-            return self._count()
-
     def take(self, num_bytes: int, *, leaving: int = 0) -> bool:
         """Take ``num_bytes`` if ``leaving`` bytes are left then; whether it was done."""
         with self._lock:
-            if self._count() - num_bytes < leaving:
+            while self._given_back:
+                self._free += self._given_back.popleft()
+            if self._free - num_bytes < leaving:
                 return False
             self._free -= num_bytes
             return True
@@ -53,11 +49,6 @@ class CopyBudget:
     def give_back(self, num_bytes: int) -> None:
         """They are no longer used. Takes no lock: the garbage collector may call it in the middle of ``take``."""
         self._given_back.append(num_bytes)
-
-    def _count(self) -> int:
-        while self._given_back:
-            self._free += self._given_back.popleft()
-        return self._free
 
 
 @dataclass(frozen=True, slots=True)
