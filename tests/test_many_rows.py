@@ -70,14 +70,14 @@ def some_requests(random: np.random.Generator, count: int) -> list[DraftRequest]
 
 def grow(request: DraftRequest, draft: Draft, random: np.random.Generator) -> None:
     """One step: a part of the draft came, then what the target says."""
-    accepted = draft.token_ids[: int(random.integers(0, len(draft.token_ids) + 1))] if draft.parents is None else []
-    new = [*accepted, int(random.integers(0, VOCAB_SIZE))]
+    num_accepted = 0 if draft.parents is not None else int(random.integers(0, len(draft.token_ids) + 1))
+    new = [*draft.token_ids[:num_accepted], int(random.integers(0, VOCAB_SIZE))]
     request.context = np.concatenate([request.context, np.array(new, np.int32)])
 
 
 def in_order_of_snapshots(requests: list[DraftRequest]) -> list[int]:
     """Rows as they teach: those of each snapshot together, in the order of the snapshots' first rows."""
-    first = {}
+    first: dict[int, int] = {}
     for row, request in enumerate(requests):
         first.setdefault(id(request.snapshot), row)
     return sorted(range(len(requests)), key=lambda row: (first[id(requests[row].snapshot)], row))
