@@ -206,7 +206,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "rows that wake a thread",
             "`benchmarks.index --rows`, 1M tokens, a processor free: 64 rows 10.7 -> 9.3 us each, 256 rows 9.2 -> 6.9",
         ),
-        Choice("drafting/suffix/ahead.py", {"_PATIENCE": "50_000"}, "how long a thread waits for another"),
+        Choice("drafting/suffix/ahead.py", {"_PATIENCE": "50000"}, "how long a thread waits for another"),
         Choice(
             "drafting/suffix/agreement.py",
             {"MOST_IN_COMMON": "8"},
