@@ -102,8 +102,9 @@ def test_drafts_are_those_of_one_row_at_a_time(seed: int, count: int, threads: i
 @pytest.mark.parametrize("threads", [2, 3])
 def test_the_row_drafter_drafts_the_same_with_threads(threads: int) -> None:
     random, count, width = np.random.default_rng(5), 40, 160
-    settings_of_both = {"limit": 8, "max_length": width, "vocab_size": VOCAB_SIZE}
-    drafters = [RowDrafter(**settings_of_both, lookup_threads=number) for number in (1, threads)]
+    drafters = [
+        RowDrafter(limit=8, max_length=width, vocab_size=VOCAB_SIZE, lookup_threads=number) for number in (1, threads)
+    ]
     snapshot = some_snapshot(random)
     rows, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
     texts = [some_text(random, 60) or [1] for _ in range(count)]
