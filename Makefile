@@ -79,6 +79,10 @@ bench: $(READY)
 		| tail -n 1 >benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --json \
 		| tail -n 1 >benchmarks/results/index-256m.json
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --rows 1,8,64,256 --threads 1,2 --json \
+		| tail -n 1 >benchmarks/results/rows-16m.json
+	$(BIN)/python -m benchmarks.push --tokens 16000000 | tail -n 1 >benchmarks/results/push.json
+	$(BIN)/python -m benchmarks.start --shape gemma3-270m | tail -n 1 >benchmarks/results/start.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
 	$(BIN)/python -m benchmarks.report
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report.constants import constants_section
-from benchmarks.report.engine import engine_section, vllm_section
+from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_section
-from benchmarks.report.index import index_section, stored_tokens
+from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.reference import fields_section, flags_section
 from benchmarks.report.replay import curve_section, replay_section
 
@@ -56,6 +56,10 @@ def pages() -> dict[str, str]:
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]
     if runs:
         put(BENCHMARKS, "index", index_section(sorted(runs, key=stored_tokens)))
+    if (rows := _result("rows-16m")) is not None:
+        put(BENCHMARKS, "rows", rows_section(rows))
+    if (start := _result("start")) is not None:
+        put(BENCHMARKS, "start", start_section(start))
     if (faults := _result("faults")) is not None:
         put("SECURITY.md", "faults", faults_section(faults))
     put(SERVING, "flags", flags_section())

@@ -83,3 +83,18 @@ def _where(result: dict[str, Any]) -> str:
         f" on {result['date']}: {result['model']}, {result['dtype'].split('.')[-1]}, {environment['cpu']}, "
         f"{result['threads']} threads"
     )
+
+
+def start_section(start: dict[str, Any]) -> str:
+    """What a model takes until the first request, by phase."""
+    lines = ["| phase | seconds | CPU seconds | GB then | at most |", "|---|--:|--:|--:|--:|"]
+    for row in start["rows"]:
+        held, peak = row["rss_bytes"] / 1e9, row["peak_bytes"] / 1e9
+        lines.append(f"| {row['phase']} | {row['seconds']:.1f} | {row['cpu_s']:.1f} | {held:.2f} | {peak:.2f} |")
+    slots, length = start["parameters"]["slots"], start["parameters"]["length"]
+    weights, kv_cache = start["weight_bytes"]["loaded"] / 1e9, start["kv_cache_bytes"] / 1e9
+    note = (
+        f"`python -m benchmarks.start`: {start['model']}, {weights:.2f} GB of weights in float32, {kv_cache:.2f} GB of "
+        f"keys and values ({slots} sequences of {length} tokens); kernels compiled before."
+    )
+    return "\n".join([*lines, "", note])
