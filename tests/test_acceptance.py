@@ -371,3 +371,16 @@ def test_a_draft_is_carried_on_past_the_end_of_all_it_was_drawn_from() -> None:
     snapshot = reference.make_snapshot([[*first, SEPARATOR], [*second, SEPARATOR]])
     request = DraftRequest("a", np.arange(30, dtype=np.int32), 0, snapshot, 60, prices=np.array([1e-6]))
     assert SuffixDrafter().propose([request])[0].token_ids.tolist() == [*range(30, 90)]
+
+
+def test_requests_of_one_call_without_a_snapshot_teach_their_own_namespace_alone() -> None:
+    drafter, learned = SuffixDrafter(), [LearnedState(), LearnedState()]
+    text = np.array([1, 2, 3] * 12, np.int32)
+    for length in (18, 24, 30):
+        drafter.propose(
+            [DraftRequest(str(row), text[:length], 6, None, 4, learned=each) for row, each in enumerate(learned)]
+        )
+    first, second = (drafter.model_of(each) for each in learned)
+    assert first.num_learned > 0
+    assert first.to_bytes() == second.to_bytes()
+    assert drafter.model_of(None).num_learned == 0

@@ -1,4 +1,4 @@
-"""Requests of several namespaces in one call: those of each snapshot together."""
+"""Requests of several namespaces in one call: those of each snapshot and what is learned beside it together."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from ssd.retrieval.snapshot import Snapshot
 def propose_by_snapshot(
     requests: Sequence[DraftRequest], propose: Callable[[Snapshot, Sequence[DraftRequest]], list[Draft]]
 ) -> list[Draft]:
-    """Call ``propose`` once for the requests of each snapshot; no snapshot is an empty one. Drafts in order."""
+    """Call ``propose`` once for the requests of each snapshot and ``learned``; no snapshot is an empty one.
+
+    Drafts in order. What is learned is a namespace's own also where requests bring no snapshot.
+    """
     if not requests:
         return []
-    snapshot = requests[0].snapshot
-    if all(request.snapshot is snapshot for request in requests):
+    snapshot, learned = requests[0].snapshot, requests[0].learned
+    if all(request.snapshot is snapshot and request.learned is learned for request in requests):
         return propose(snapshot or NO_SNAPSHOT, requests)
-    members: dict[int, list[int]] = {}
+    members: dict[tuple[int, int], list[int]] = {}
     for i, request in enumerate(requests):
-        members.setdefault(id(request.snapshot), []).append(i)
+        members.setdefault((id(request.snapshot), id(request.learned)), []).append(i)
     drafts = [EMPTY_DRAFT] * len(requests)
     for indices in members.values():
         same = [requests[i] for i in indices]
