@@ -33,31 +33,11 @@ LAYERS = [
 ]
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
-    "benchmarks": {*LAYERS, "cache_builder", "server"},
     "ssd.pricing": {"ssd.errors", "ssd.config", "ssd.compiled"},
-    "cache_builder": {
-        "ssd.errors",
-        "ssd.config",
-        "ssd.text",
-        "ssd.compiled",
-        "ssd.retrieval",
-        "ssd.sharing",
-        "ssd.pricing",
-        "ssd.drafting",
-    },
     "ssd.bundled": {"ssd.errors", "ssd.config", "ssd.text"},
-    "ssd.integrations": {
-        "ssd.errors",
-        "ssd.token_rules",
-        "ssd.config",
-        "ssd.text",
-        "ssd.compiled",
-        "ssd.retrieval",
-        "ssd.sharing",
-        "ssd.pricing",
-        "ssd.drafting",
-        "ssd.model",
-    },
+    "ssd.integrations": set(LAYERS[: LAYERS.index("ssd.engine")]),
+    "cache_builder": set(LAYERS[: LAYERS.index("ssd.model")]) - {"ssd.token_rules"},
+    "benchmarks": {*LAYERS, "cache_builder", "server"},
 }
 
 

@@ -7,8 +7,9 @@ been looked up when it is drafted is looked up then.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Final, TypeVar
 
 from ssd.compiled.addresses import fetch_add, inlined, int32_array, int64_array, kernel
 from ssd.drafting.suffix.ask import asks_at
@@ -34,6 +35,8 @@ from ssd.drafting.suffix.workspace import (
     states_at,
 )
 from ssd.retrieval.snapshot import Snapshot, SnapshotRecord, snapshot_at
+
+T = TypeVar("T")
 
 LEAST_HELPED: Final = 64
 """Rows of a call that are worth waking a thread for: that takes about as long as looking up eight. With a second
@@ -135,21 +138,25 @@ class Helpers:
         self._workspace = workspace
         self._threads: ThreadPoolExecutor | None = None
 
-    def start(self, num_rows: int, snapshot: Snapshot, max_length: int, min_length: int) -> list[Future[None]]:
-        """Have threads help with a call of so many rows, if that pays; wait for the results before it returns.
+    def beside(self, call: Callable[[], T], num_rows: int, snapshot: Snapshot, max_length: int, min_length: int) -> T:
+        """What ``call`` returns, which drafts for so many rows; threads help, if that pays, and are done by then.
 
         They begin when a kernel says ``open_rows``, and give up where none does.
         """
         workspace = self._workspace
         if num_rows < LEAST_HELPED or not workspace.helpers:
-            return []
+            return call()
         if self._threads is None:
             self._threads = ThreadPoolExecutor(len(workspace.helpers), thread_name_prefix="ssd-lookup")
         workspace.say_open(0)
-        return [
+        helping = [
             self._threads.submit(_help, workspace.address, snapshot.address, scratch, max_length, min_length)
             for scratch in workspace.helpers
         ]
+        try:
+            return call()
+        finally:
+            wait(helping)
 
     def warm_up(self) -> None:
         """Compile what the threads run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import wait
+from functools import partial
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class SuffixDrafter:
 
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
     Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
-    `gather.gather`.
+    `gather.look_up`.
     """
 
     def __init__(
@@ -94,11 +94,9 @@ class SuffixDrafter:
         learned = requests[0].learned
         model = self._models.of(learned)
         self._learned.update((request.request_id, learned) for request in requests)
-        helping = self._helpers.start(count, snapshot, self._longest, self._shortest)
-        try:
-            propose_suffix(workspace.address, snapshot.address, model.address, count, self._longest, self._shortest)
-        finally:
-            wait(helping)
+        longest, shortest = self._longest, self._shortest
+        draft = partial(propose_suffix, workspace.address, snapshot.address, model.address, count, longest, shortest)
+        self._helpers.beside(draft, count, snapshot, longest, shortest)
         del held
         return workspace.drafts(count)
 

@@ -8,7 +8,7 @@ told when a row holds another text than before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import wait
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -191,11 +191,8 @@ class RowDrafter:
         return drafts
 
     def _draft(self, num_rows: int, snapshot: Snapshot, seconds: float, is_seated: bool, by_text: bool) -> int:
-        helping = self._helpers.start(num_rows, snapshot, self._longest, self._shortest)
-        try:
-            return draft_rows(self._memory.address, snapshot.address, num_rows, seconds, is_seated, by_text)
-        finally:
-            wait(helping)
+        draft = partial(draft_rows, self._memory.address, snapshot.address, num_rows, seconds, is_seated, by_text)
+        return self._helpers.beside(draft, num_rows, snapshot, self._longest, self._shortest)
 
     def seat(self, texts: Sequence[Text | None], lengths: Sequence[int]) -> bool:
         """Say whose text, of ``lengths[i]`` tokens now, is in row i. Returns whether it is as it was. O(rows)."""
