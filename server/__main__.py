@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from .keys import hide_keys
+from server.command.keys import hide_keys
 
 
 def main() -> int:
     """Run the server; returns the exit status."""
     hide_keys()  # before anything else is loaded: they are visible until then
-    from .launch import main as launch
+    from server.command.launch import main as launch
 
     return launch()
 

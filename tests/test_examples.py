@@ -12,7 +12,7 @@ from examples import engine, openai_client, shared_cache, transformers_generate,
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Engine
 from tests.redis_server import RedisServer, redis_server
-from tests.server_engine import serving
+from tests.server.failing_engine import serving
 
 __all__ = ["redis_server"]  # a fixture
 

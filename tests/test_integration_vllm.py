@@ -26,7 +26,7 @@ from ssd.retrieval.cache import CacheSet
 from ssd.sharing.redis_log import RedisLog
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
-from tests.server_client import wait_until
+from tests.server.client import wait_until
 from tests.sharing_replica import stored
 from tests.vllm_batch import MAX_MODEL_LEN, Scripted, VllmBatch, vllm_config
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.redis_server import RedisServer, redis_server
-from tests.server_client import get, greedy_completion, wait_until
-from tests.test_server_process import SMALL, START_S, answers, running
+from tests.server.client import get, greedy_completion, wait_until
+from tests.server.test_process import SMALL, START_S, answers, running
 
 __all__ = ["redis_server"]  # a fixture
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exactness import RandomDrafter
-from server.arguments import parse_arguments
+from server.command.arguments import parse_arguments
 from ssd.config import CacheConfig, DraftAcceptance, DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest

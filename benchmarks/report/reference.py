@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from server.arguments import build_parser
-from server.fields import IGNORED, NEUTRAL
-from server.schema import ChatBody, CompletionBody, GenerateBody
+from server.command.arguments import build_parser
+from server.schema.chat import ChatBody
+from server.schema.completions import CompletionBody
+from server.schema.fields import IGNORED, NEUTRAL
+from server.schema.generate import GenerateBody
 
 
 def flags_section() -> str:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.attacks import ATTACKS, COMPLETIONS, Attack
-from tests.server_client import get, wait_until
-from tests.test_server_process import START_S, answers, running
+from tests.server.client import get, wait_until
+from tests.server.test_process import START_S, answers, running
 
 KEY = {"authorization": "Bearer secret"}
 LONGEST_WAIT_S = 1.0

@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 
-from server.fields import IGNORED, NEUTRAL
-from server.output_fields import JsonSchemaFormat, Prediction, ResponseFormat, StructuredOutputs
-from server.schema import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    StreamOptions,
-    TokenizeChatBody,
-    TokenizeTextBody,
-)
-from tests.server_client import get, post
-from tests.server_engine import RunningServer, serving
-from tests.test_server import load
+from server.schema.body import Body
+from server.schema.chat import ChatBody
+from server.schema.completions import CompletionBody
+from server.schema.fields import IGNORED, NEUTRAL
+from server.schema.generate import StreamOptions
+from server.schema.output_fields import JsonSchemaFormat, Prediction, ResponseFormat, StructuredOutputs
+from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from tests.server.client import get, post
+from tests.server.failing_engine import RunningServer, serving
+from tests.server.test_endpoints import load
 
 MESSAGES = [{"role": "user", "content": "x"}]
 

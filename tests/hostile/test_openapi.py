@@ -15,13 +15,13 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
-from server.limits import Limits
+from server.base.limits import Limits
 from ssd.bundled import MODEL_PATH
 from ssd.config import EngineConfig
 from ssd.engine import Engine
 from ssd.text.codec import TextCodec
-from tests.server_client import get
-from tests.server_engine import FailingEngine, RunningServer, serving
+from tests.server.client import get
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
 NUM_POSTS = 4
 CASES = int(os.environ.get("SSD_FUZZ_CASES", "300"))

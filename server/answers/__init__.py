@@ -1,0 +1,1 @@
+"""What is sent back, whole and in chunks."""

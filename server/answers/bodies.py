@@ -1,0 +1,191 @@
+"""Response bodies of completions and chat completions, whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from server.answers.logprobs import LogprobsWriter
+from server.base.settings import ServerSettings
+from server.running.generation import Choice, Generation
+
+if TYPE_CHECKING:
+    from ssd.engine import RequestOutput
+
+_FEW_CHOICES = 16
+
+
+class Bodies(ABC):
+    """Writes the bodies of one HTTP request; all share its id and time."""
+
+    id_prefix: str
+    object_name: str
+    chunk_name: str
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        return_token_ids: bool = False,
+        logprobs: LogprobsWriter | None = None,
+        prompt_logprobs: LogprobsWriter | None = None,
+    ) -> None:
+        """``logprobs``, ``prompt_logprobs`` : write them; None where they were not asked for."""
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.return_token_ids = return_token_ids
+        self.logprobs = logprobs
+        self.prompt_logprobs = prompt_logprobs
+        self._common: dict[str, Any] = {
+            "created": int(time.time()),
+            "model": settings.model_name,
+            "system_fingerprint": settings.system_fingerprint,
+        }
+
+    @abstractmethod
+    def whole_choice(self, generation: Generation, index: int) -> dict[str, Any]:
+        """The content fields of a finished choice."""
+
+    @abstractmethod
+    def first_chunks(self, generation: Generation, index: int) -> list[dict[str, Any]]:
+        """Content fields of chunks that go before the first text of a choice."""
+
+    @abstractmethod
+    def text_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """The content fields of a chunk with what a step produced for a choice; its text may be empty."""
+
+    def is_shown(self, output: RequestOutput) -> bool:
+        """Whether an output has anything that this request's client asked to see."""
+        asked_for_tokens = self.return_token_ids or self.logprobs is not None
+        return bool(output.text or output.finish_reason or (asked_for_tokens and output.token_ids))
+
+    def is_short(self, generation: Generation) -> bool:
+        """Whether the whole answer is little but the texts of a few choices."""
+        is_plain = self.logprobs is None and self.prompt_logprobs is None and not self.return_token_ids
+        return is_plain and len(generation.choices) <= _FEW_CHOICES
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        choices = []
+        for index, choice in enumerate(generation.choices):
+            body = {"index": index, **self.whole_choice(generation, index), **_ending(choice)}
+            if self.return_token_ids:
+                body |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt_of(generation, index)}
+            choices.append(body)
+        return {
+            "id": self.id, "object": self.object_name, **self._common, "choices": choices,
+            "usage": generation.usage.body(), **self.whole_extras(generation),
+        }  # fmt: skip
+
+    def whole_extras(self, _generation: Generation) -> dict[str, Any]:
+        """Fields beside the choices."""
+        return {}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One streamed chunk around its choices."""
+        return {"id": self.id, "object": self.chunk_name, **self._common, "choices": choices}
+
+    def chunk_choice(
+        self, index: int, content: dict[str, Any], token_ids: tuple[int, ...] = (), ended: Choice | None = None
+    ) -> dict[str, Any]:
+        """One choice of a chunk; ``ended`` is the choice when this is its last chunk."""
+        body = {"index": index, **content, **_ending(ended or Choice())}
+        if self.return_token_ids:
+            body["token_ids"] = list(token_ids)
+        return body
+
+
+class CompletionBodies(Bodies):
+    """/v1/completions. ``echo`` : the texts of the prompts where they are to be repeated."""
+
+    id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, settings: ServerSettings, *, echo: Sequence[str] | None = None, **options: Any) -> None:
+        super().__init__(settings, **options)
+        self._echo = echo
+        self._offsets: dict[int, int] = {}
+
+    def whole_choice(self, generation: Generation, index: int) -> dict[str, Any]:
+        """``text`` and ``logprobs``, the prompt's before them if it is repeated."""
+        choice = generation.choices[index]
+        text = self._echoed(generation, index) + "".join(choice.text)
+        body: dict[str, Any] = {"text": text, "logprobs": None}
+        if self.logprobs is not None:
+            before = choice.prompt_logprobs if self._echo is not None else ()
+            entries = [*before, *choice.logprobs]
+            body["logprobs"] = self.logprobs.completion(entries, prompt_of(generation, index)[0], 0)
+        if self.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self.prompt_logprobs.prompt(choice.prompt_logprobs)
+        return body
+
+    def first_chunks(self, generation: Generation, index: int) -> list[dict[str, Any]]:
+        """The prompt, where its text or its ids were asked for."""
+        if not self.return_token_ids and self._echo is None:
+            return []
+        prompt = prompt_of(generation, index)
+        body: dict[str, Any] = {"text": self._echoed(generation, index), "logprobs": None}
+        if self.return_token_ids:
+            body["prompt_token_ids"] = prompt
+        if self.logprobs is not None and self._echo is not None:
+            entries = generation.choices[index].prompt_logprobs
+            body["logprobs"] = self.logprobs.completion(entries, prompt[0], 0)
+            self._offsets[index] = self.logprobs.length_of(prompt)
+        return [body]
+
+    def text_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        """``text`` and ``logprobs``."""
+        body: dict[str, Any] = {"text": output.text, "logprobs": None}
+        if self.logprobs is not None:
+            offset = self._offsets.get(index, 0)
+            body["logprobs"] = self.logprobs.completion(output.logprobs or (), None, offset)
+            self._offsets[index] = offset + self.logprobs.length_of(output.token_ids)
+        return body
+
+    def _echoed(self, generation: Generation, index: int) -> str:
+        return "" if self._echo is None else self._echo[_prompt_index(generation, index)]
+
+
+class ChatBodies(Bodies):
+    """/v1/chat/completions."""
+
+    id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def whole_choice(self, generation: Generation, index: int) -> dict[str, Any]:
+        """``message`` and ``logprobs``."""
+        choice = generation.choices[index]
+        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+        return {"message": message, "logprobs": None if self.logprobs is None else self.logprobs.chat(choice.logprobs)}
+
+    def whole_extras(self, generation: Generation) -> dict[str, Any]:
+        """All choices have one prompt."""
+        if self.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": self.prompt_logprobs.prompt(generation.choices[0].prompt_logprobs)}
+
+    def first_chunks(self, generation: Generation, index: int) -> list[dict[str, Any]]:
+        """The role goes first, with no text."""
+        first: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        if self.return_token_ids:
+            first["prompt_token_ids"] = prompt_of(generation, index)
+        return [first]
+
+    def text_chunk(self, _index: int, output: RequestOutput) -> dict[str, Any]:
+        """``delta`` and ``logprobs``."""
+        logprobs = self.logprobs.chat(output.logprobs or ()) if self.logprobs is not None else None
+        return {"delta": {"content": output.text} if output.text else {}, "logprobs": logprobs}
+
+
+def prompt_of(generation: Generation, index: int) -> tuple[int, ...]:
+    """The prompt of a choice."""
+    return generation.prompts[_prompt_index(generation, index)]
+
+
+def _prompt_index(generation: Generation, index: int) -> int:
+    """Each prompt has equally many choices, in order."""
+    return index // (len(generation.choices) // len(generation.prompts))
+
+
+def _ending(choice: Choice) -> dict[str, Any]:
+    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}

@@ -1,0 +1,198 @@
+"""Server-sent events, and work that ends when its client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pydantic_core
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.answers.bodies import Bodies
+from server.base.errors import error_body
+from server.running.generation import Generation, Usage
+from server.schema.generate import StreamOptions
+from ssd.errors import SSDError
+
+if TYPE_CHECKING:
+    from ssd.engine import RequestOutput
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+PADDED_BYTES = 1024
+"""With obfuscation an event's length is a multiple of this: 16 tokens of text with what is around them fit one."""
+_LONGEST_NUMBER = 24
+"""Characters of a float64 in JSON: sign, 17 digits, point, exponent."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` while the client is there; raises ClientGone, with the work cancelled, once it is not.
+
+    The request's body must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for running in (task, watch):
+            running.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events as they come. The generation is closed at the end, whoever caused it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, events: AsyncGenerator[bytes, None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._generation = generation
+        self._events = events
+        # Proxies must neither store nor collect events.
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        """As a response without a body of its own, hence without content-length."""
+        self.body = b""
+        super().init_headers(headers)
+        del self.headers["content-length"]
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the events end or the client goes."""
+        try:
+            await until_disconnect(receive, self._send(send))
+        except ClientGone:
+            log.debug("client left a stream")
+        finally:
+            self._generation.close()
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventWriter:
+    """Writes the events of one stream. ``pad`` : the client wants them obfuscated."""
+
+    def __init__(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> None:
+        self.pad = bool(options.include_obfuscation)
+        self._generation = generation
+        self._bodies = bodies
+        self._with_usage = bool(options.include_usage)
+        self._continuous = bool(options.continuous_usage_stats and options.include_usage)
+
+    async def opening(self, index: int, usage: Usage | None = None) -> bytes:
+        """What goes before the first text of a choice; ``usage`` : so far, where it is not the generation's.
+
+        Where it holds a prompt's tokens it is written aside.
+        """
+        bodies, generation = self._bodies, self._generation
+
+        def write() -> bytes:
+            contents = bodies.first_chunks(generation, index)
+            return b"".join(self._event(bodies.chunk_choice(index, content), usage) for content in contents)
+
+        return write() if bodies.is_short(generation) else await generation.aside.run(write)
+
+    def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
+        """What a choice has said; ``usage`` as for `opening`."""
+        ended = self._generation.choices[index] if output.finish_reason is not None else None
+        content = self._bodies.text_chunk(index, output)
+        return self._event(self._bodies.chunk_choice(index, content, output.token_ids, ended), usage)
+
+    def usage(self) -> bytes:
+        """The last event but the end mark, where it was asked for."""
+        if not self._with_usage:
+            return b""
+        return encode_event({**self._bodies.chunk([]), "usage": self._generation.usage.body()}, pad=self.pad)
+
+    def failure(self, error: Exception) -> bytes:
+        """An error is an event, too."""
+        if not isinstance(error, SSDError):
+            log.error("a stream failed", exc_info=error)
+        return encode_event(error_body(error), pad=False)
+
+    def _event(self, choice: dict[str, Any], usage: Usage | None) -> bytes:
+        chunk = self._bodies.chunk([choice])
+        if self._with_usage:
+            chunk["usage"] = (usage or self._generation.usage).body() if self._continuous else None
+        return encode_event(chunk, pad=self.pad)
+
+
+async def events(
+    generation: Generation, bodies: Bodies, writer: EventWriter, keep_alive_s: float
+) -> AsyncGenerator[bytes, None]:
+    """The events of a generation: chunks, usage if asked for, and the end mark."""
+    begun: set[int] = set()
+    ready = bytearray()
+    try:
+        async for arrived in generation.outputs(wait_s=keep_alive_s):
+            if arrived is None:
+                yield KEEP_ALIVE
+                continue
+            index, output = arrived
+            if index not in begun:
+                begun.add(index)
+                ready += await writer.opening(index)
+            if bodies.is_shown(output):
+                ready += writer.piece(index, output)
+            # What arrived together goes out together: a write costs more than all the rest of an event.
+            if ready and not generation.has_more_now:
+                yield bytes(ready)
+                ready.clear()
+        ready += writer.usage()
+    except Exception as error:
+        ready += writer.failure(error)
+    yield bytes(ready + DONE)
+
+
+def encode_event(body: dict[str, Any], *, pad: bool) -> bytes:
+    """One server-sent event; padded, it has a random ``obfuscation`` field that fills it to whole kilobytes.
+
+    How many depends on the body without the digits of its numbers that are no integers: log-probabilities are rounded
+    differently in passes of another width.
+    """
+    event = b"data: " + pydantic_core.to_json(body) + b"\n\n"
+    if pad:
+        length = len(event) + len(b',"obfuscation":""')
+        spare = _spare_digits(body)
+        missing = spare + -(length + spare) % PADDED_BYTES
+        filled = {**body, "obfuscation": secrets.token_hex((missing + 1) // 2)[:missing]}
+        event = b"data: " + pydantic_core.to_json(filled) + b"\n\n"
+    return event
+
+
+def _spare_digits(value: Any) -> int:
+    """How many characters shorter JSON is than it would be with the longest of numbers. O(values)."""
+    if isinstance(value, float):
+        return _LONGEST_NUMBER - len(pydantic_core.to_json(value))
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return sum(map(_spare_digits, value))

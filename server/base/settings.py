@@ -1,0 +1,86 @@
+"""What the endpoints need to know about the service they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ssd
+from server.base.limits import Limits
+from ssd.errors import ConfigError
+
+VERSION = ssd.__version__
+
+OBFUSCATION_INTERVAL_S = 0.25
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+"""Fields of a model's generation_config.json that stand in for what a request leaves out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Fixed for the life of the process."""
+
+    model_names: tuple[str, ...]
+    """Names a request may call the model by; the first is the one in responses and metrics."""
+
+    model: str
+    """The model's path or id."""
+
+    namespace: str | None = "default"
+    """Cache namespace of every request; None neither drafts from a cache nor learns."""
+
+    api_keys: tuple[str, ...] = ()
+    """Any of these opens the service; empty leaves it open."""
+
+    share_prefix_cache: bool = False
+    """Requests of different keys go on with each other's keys and values; what is cached can then be told by time."""
+
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
+
+    trust_request_chat_template: bool = False
+    """Run a ``chat_template`` that a request brings; a hostile one can keep the tokenizer's thread busy."""
+
+    allow_special_tokens: bool = False
+    """Special tokens that messages spell out are control tokens; else they are text."""
+
+    obfuscation_interval_s: float = OBFUSCATION_INTERVAL_S
+    """Seconds between two events of an obfuscated stream; 0 sends each when it is complete."""
+
+    keep_alive_s: float = 15.0
+    """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
+
+    limits: Limits = field(default_factory=Limits)
+    """What is too much for one request, or for all."""
+
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Start of the service, seconds since the epoch."""
+
+    @property
+    def model_name(self) -> str:
+        """The name in responses and metrics."""
+        return self.model_names[0]
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Changes when the same seed may give another output: with the model or this program."""
+        return "ssd-" + hashlib.sha256(f"{VERSION}\0{self.model}".encode()).hexdigest()[:12]
+
+
+def read_sampling_defaults(path: Path) -> dict[str, float]:
+    """Sampling defaults of a ``generation_config.json``; raises ConfigError where it is no JSON object of numbers."""
+    try:
+        content: Any = json.loads(path.read_text())
+        found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"cannot read sampling defaults from {path}: {error}") from error
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{name} in {path} must be a number, got {value!r}")
+    return found

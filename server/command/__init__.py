@@ -1,0 +1,1 @@
+"""The command line, and what starts and stops the process."""

@@ -1,0 +1,47 @@
+"""The application: all endpoints behind one gate."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from server.base.errors import ApiError, answer_error, answer_http_exception
+from server.base.settings import VERSION, ServerSettings
+from server.endpoints.completions import add_completions
+from server.endpoints.models import add_models
+from server.endpoints.openapi import describe
+from server.endpoints.service import Service
+from server.endpoints.state import add_state
+from server.endpoints.tokenizer import add_tokenizer
+from server.intake.gate import Gate
+from server.observe.metrics import NamespaceStats
+from server.running.engine_thread import Worker
+from ssd.errors import SSDError
+
+
+def create_app(worker: Worker, settings: ServerSettings, sharing_stats: NamespaceStats | None = None) -> FastAPI:
+    """The application over a worker that the caller starts and stops; ``sharing_stats`` is for /metrics.
+
+    Answers /live at once, /health with 200 once the worker takes requests, and everything under /v1 with 503 before.
+    """
+    service = Service(worker, settings, sharing_stats)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
+    app.add_middleware(Gate, api_keys=settings.api_keys)
+    for kind in (SSDError, ApiError):
+        app.add_exception_handler(kind, answer_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+    add_completions(app, service)
+    add_models(app, service)
+    add_tokenizer(app, service)
+    add_state(app, service)
+    describe(app, needs_key=bool(settings.api_keys))
+    return app

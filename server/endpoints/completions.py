@@ -1,0 +1,50 @@
+"""/v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.answers.bodies import Bodies
+from server.answers.stream import ClientGone, EventStream, until_disconnect
+from server.endpoints.service import Service
+from server.intake.gate import tenant_of
+from server.running.generation import Generation
+from server.schema.chat import ChatBody
+from server.schema.completions import CompletionBody
+from server.schema.generate import GenerateBody, StreamOptions
+
+_CLIENT_CLOSED_REQUEST = 499
+
+
+def add_completions(app: FastAPI, service: Service) -> None:
+    """Both, whole and as streams."""
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await service.read(request, CompletionBody)
+        return await _generate(request, service, body, service.completion(body, tenant_of(request.scope)))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = await service.read(request, ChatBody)
+        return await _generate(request, service, body, service.chat(body, tenant_of(request.scope)))
+
+
+async def _generate(
+    request: Request, service: Service, body: GenerateBody, start: Coroutine[Any, Any, tuple[Generation, Bodies]]
+) -> Response:
+    generation, bodies = await start
+    if body.stream:
+        return EventStream(generation, service.events(generation, bodies, body.stream_options or StreamOptions()))
+    try:
+        await until_disconnect(request.receive, generation.finish())
+        return Response(await service.answer(generation, bodies), media_type="application/json")
+    except ClientGone:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    finally:
+        generation.close()

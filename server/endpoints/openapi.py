@@ -1,0 +1,91 @@
+"""What /openapi.json says beside what the framework knows: bodies, which the endpoints read, errors, keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from server.schema.body import Body
+from server.schema.chat import ChatBody
+from server.schema.completions import CompletionBody
+from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+
+_BODIES: dict[str, tuple[type[Body], ...]] = {
+    "/v1/completions": (CompletionBody,),
+    "/v1/chat/completions": (ChatBody,),
+    "/tokenize": (TokenizeTextBody, TokenizeChatBody),
+    "/detokenize": (DetokenizeBody,),
+}
+_OPEN = frozenset({"/live", "/health", "/version", "/metrics"})
+_PLACE = "#/components/schemas/{model}"
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def describe(app: FastAPI, *, needs_key: bool) -> None:
+    """Have the application answer /openapi.json with the whole description."""
+
+    def description() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _complete(found, needs_key)
+            app.openapi_schema = found
+        return app.openapi_schema
+
+    app.openapi = description  # type: ignore[method-assign]
+
+
+def _complete(description: dict[str, Any], needs_key: bool) -> None:
+    schemas: dict[str, Any] = {"Error": _ERROR}
+    components: dict[str, Any] = {"schemas": schemas}
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in description["paths"].items():
+        for operation in operations.values():
+            if path in _BODIES:
+                operation["requestBody"] = _body(_BODIES[path], schemas)
+            operation["responses"] = _responses(path)
+            if needs_key and path not in _OPEN:
+                operation["security"] = [{"key": []}]
+    description["components"] = components
+
+
+def _body(kinds: tuple[type[Body], ...], schemas: dict[str, Any]) -> dict[str, Any]:
+    """A reference to the schema of a body, whose own parts go to ``schemas``."""
+    references = []
+    for kind in kinds:
+        schema = kind.model_json_schema(ref_template=_PLACE)
+        schemas |= schema.pop("$defs", {})
+        schemas[kind.__name__] = schema
+        references.append({"$ref": _PLACE.format(model=kind.__name__)})
+    chosen = references[0] if len(references) == 1 else {"anyOf": references}
+    return {"required": True, "content": {"application/json": {"schema": chosen}}}
+
+
+def _responses(path: str) -> dict[str, Any]:
+    kind = "text/plain" if path == "/metrics" else "application/json"
+    content: dict[str, Any] = {kind: {"schema": {"type": "string"} if path == "/metrics" else {"type": "object"}}}
+    if path.endswith("/completions"):
+        content["text/event-stream"] = {}
+    answers = {"200": {"description": "what was asked for", "content": content}}
+    if path == "/health":
+        return {**answers, "503": {"description": "no requests are taken now", "content": content}}
+    error = {"application/json": {"schema": {"$ref": _PLACE.format(model="Error")}}}
+    return {**answers, "default": {"description": "why not", "content": error}}

@@ -1,0 +1,37 @@
+"""How the service is: /live, /health, /version, /metrics."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from server.base.errors import RETRY_AFTER_S
+from server.base.settings import VERSION
+from server.endpoints.service import Service
+from server.running.engine_thread import WorkerState
+
+
+def add_state(app: FastAPI, service: Service) -> None:
+    """All four."""
+    worker = service.worker
+
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if worker.state is WorkerState.READY:
+            return JSONResponse({"status": "ok"})
+        headers = {} if worker.state is WorkerState.FAILED else {"retry-after": str(RETRY_AFTER_S)}
+        return JSONResponse({"status": worker.state.value}, 503, headers)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        content = await service.lanes.answers.run(service.metrics.exposition)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,1 @@
+"""What a request passes first: the gate, its body, its texts."""

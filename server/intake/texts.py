@@ -1,0 +1,196 @@
+"""Between text and token ids, beside the event loop and within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from server.base.lanes import Lanes
+from server.base.limits import Limits
+from server.schema.messages import ChatTemplateFields
+from server.schema.tokenize import TokenizeTextBody
+from ssd.errors import ContextTooLong, RequestError
+from ssd.text.bad_words import encode_bad_words
+
+if TYPE_CHECKING:
+    from ssd.engine import Engine
+    from ssd.text.codec import TextCodec
+
+Encode = Callable[[str], list[int]]
+
+_MAX_CHARACTERS_PER_TOKEN = 512
+"""No tokenizer in use has a longer token; those that come near are runs of spaces."""
+_USUAL_CHARACTERS_PER_TOKEN = 4
+_MOST_DETOKENIZED = 1 << 16
+"""Token ids of a call of /detokenize, or the context where that is more: the tokenizer keeps all threads waiting."""
+_TOKENS_CUT = 64
+"""The beginning of a text may have a few tokens more than the text has there: the last ones were cut."""
+_CHARACTERS_A_TEXT = 64
+"""What every text costs beside its length, as characters."""
+
+
+class Texts:
+    """Tokenises and detokenises for requests. Whatever is too much is refused, early and by name."""
+
+    def __init__(
+        self, lanes: Lanes, limits: Limits, *, trust_request_chat_template: bool, allow_special_tokens: bool
+    ) -> None:
+        self._lanes, self._limits = lanes, limits
+        self._trusts_templates = trust_request_chat_template
+        self._allow_special_tokens = allow_special_tokens
+
+    async def prompts(self, engine: Engine, prompts: Sequence[str | list[int]], *, special: bool) -> list[list[int]]:
+        """Token ids of prompts, texts with the tokenizer's own special tokens around them if ``special``."""
+        most = self.most_tokens(engine)
+        if sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)) > most:
+            raise self._too_many(most)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if not texts:
+            return [prompt for prompt in prompts if not isinstance(prompt, str)]
+        codec = codec_of(engine)
+        encode = codec.encode_prompt if special else codec.encode_completion
+        num_characters = max(map(len, texts))
+        _require_plausible_length(engine, num_characters, "prompt")
+
+        def call() -> list[list[int]]:
+            found: list[list[int]] = []
+            num_tokens = 0
+            for text in texts:
+                require_fits(codec, text, engine.max_model_len, "prompt")
+                found.append(encode(text))
+                num_tokens += len(found[-1])
+                if num_tokens > most:
+                    raise self._too_many(most)
+            return found
+
+        return await self._lanes.text(sum(len(text) + _CHARACTERS_A_TEXT for text in texts)).run(call)
+
+    async def messages(self, engine: Engine, body: ChatTemplateFields) -> list[int]:
+        """Token ids of a conversation."""
+        call, num_characters = self._conversation(engine, body)
+        return await self._lanes.text(num_characters).run(call)
+
+    async def prediction(self, engine: Engine, text: str) -> tuple[int, ...]:
+        """Token ids of what the output is expected to be."""
+        codec = codec_of(engine)
+        _require_plausible_length(engine, len(text), "prediction")
+
+        def call() -> tuple[int, ...]:
+            require_fits(codec, text, engine.max_model_len, "prediction")
+            return tuple(codec.encode_completion(text))
+
+        return await self._lanes.text(len(text)).run(call)
+
+    async def bad_words(self, engine: Engine, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of words that must not be said."""
+        cost = sum(len(word) + _CHARACTERS_A_TEXT for word in words)
+        return await self._lanes.text(2 * cost).run(encode_bad_words, codec_of(engine), words)
+
+    async def echoes(self, engine: Engine, prompts: Sequence[str | list[int]]) -> list[str]:
+        """The texts of prompts that are to be repeated."""
+        codec = codec_of(engine)
+
+        def text_of(prompt: str | list[int]) -> str:
+            if isinstance(prompt, str):
+                return prompt
+            known = [token for token in prompt if 0 <= token < codec.vocab_size]  # others are refused by the engine
+            return codec.decode(known, skip_special_tokens=True)
+
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return [text_of(prompt) for prompt in prompts]
+        return await self._lanes.text(sum(map(len, prompts))).run(lambda: [text_of(prompt) for prompt in prompts])
+
+    async def tokenize(self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields) -> tuple[list[int], Any]:
+        """Ids of a text or a conversation, and each one's text where that is asked for."""
+        codec = codec_of(engine)
+        most = self.most_tokens(engine)
+        if isinstance(body, TokenizeTextBody):
+            text, encode = body.prompt, codec.encode_prompt if body.add_special_tokens else codec.encode_completion
+            wants_texts = body.return_token_strs
+
+            def ids() -> list[int]:
+                require_fits(codec, text, most, "prompt")
+                return encode(text)
+
+        else:
+            wants_texts = getattr(body, "return_token_strs", False)
+            ids, _ = self._conversation(engine, body)
+
+        def call() -> tuple[list[int], Any]:
+            tokens = ids()
+            return tokens, [codec.decode([token]) for token in tokens] if wants_texts else None
+
+        return await self._lanes.tools.run(call)
+
+    async def detokenize(self, engine: Engine, tokens: list[int]) -> str:
+        """The text of token ids."""
+        codec, most = codec_of(engine), max(_MOST_DETOKENIZED, engine.max_model_len)
+        if len(tokens) > most:
+            raise RequestError(
+                f"tokens has {len(tokens)} token ids, at most {most} are taken: send parts", param="tokens"
+            )
+        if tokens and not (min(tokens) >= 0 and max(tokens) < codec.vocab_size):
+            raise RequestError(f"tokens has a token id outside 0..{codec.vocab_size - 1}", param="tokens")
+        return await self._lanes.tools.run(codec.decode, tokens)
+
+    def most_tokens(self, engine: Engine) -> int:
+        """Prompt tokens that one request may have."""
+        return max(self._limits.max_request_tokens, engine.max_model_len)
+
+    def _conversation(self, engine: Engine, body: ChatTemplateFields) -> tuple[Callable[[], list[int]], int]:
+        """What tokenises a conversation, and about how many characters it has."""
+        contents = [str(message.get("content")) for message in body.messages]
+        num_characters = sum(map(len, contents))
+        _require_plausible_length(engine, num_characters, "messages")
+        if body.chat_template is not None and not self._trusts_templates:
+            raise RequestError(
+                "chat templates of requests are not run here: a template is a program. "
+                "Leave chat_template out, or start the server with --trust-request-chat-template",
+                param="chat_template",
+            )
+        codec = codec_of(engine)
+        arguments = {**body.template_arguments(), "allow_special_tokens": self._allow_special_tokens}
+
+        def call() -> list[int]:
+            if num_characters > _USUAL_CHARACTERS_PER_TOKEN * engine.max_model_len:
+                require_fits(codec, "\n".join(contents), engine.max_model_len, "messages")
+            return codec.encode_chat(body.messages, **arguments)
+
+        return call, num_characters + _CHARACTERS_A_TEXT * len(contents)
+
+    def _too_many(self, most: int) -> RequestError:
+        return RequestError(
+            f"the prompts of a request may have {most} tokens together: send several requests", param="prompt"
+        )
+
+
+def require_fits(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
+    """Raise ContextTooLong for a text of clearly more tokens, as soon as its beginning has more.
+
+    Beginnings of four times the length each are tokenised, so that a text that is far too long costs no more than one
+    that is a little too long. Nothing is done for a text of usual length.
+    """
+    size = max(1 << 14, _USUAL_CHARACTERS_PER_TOKEN * most_tokens)
+    while size < len(text):
+        if len(codec.encode_completion(text[:size])) > most_tokens + _TOKENS_CUT:
+            raise ContextTooLong(
+                f"{param} has more than the {most_tokens} tokens that can be taken: shorten it", param=param
+            )
+        size *= 4
+
+
+def _require_plausible_length(engine: Engine, num_characters: int, param: str) -> None:
+    """Refuse text that cannot fit before time is spent on it."""
+    limit = engine.max_model_len * _MAX_CHARACTERS_PER_TOKEN
+    if num_characters > limit:
+        raise ContextTooLong(
+            f"{param} has {num_characters} characters, which cannot fit this model's maximum context length of "
+            f"{engine.max_model_len} tokens: shorten it",
+            param=param,
+        )
+
+
+def codec_of(engine: Engine) -> TextCodec:
+    """The tokenizer, which the engine of a server always has."""
+    assert engine.codec is not None
+    return engine.codec

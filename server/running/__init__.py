@@ -1,0 +1,1 @@
+"""Requests while the engine works on them."""

@@ -1,0 +1,176 @@
+"""The engine's thread, and the bridge between it and the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from server.base.errors import EngineFailed, ServerNotReady
+from ssd.errors import EngineStopped
+
+if TYPE_CHECKING:  # the engine brings torch, which is loaded by the thread, after the port has been taken
+    from ssd.engine import Engine, Request, RequestOutput
+
+log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.25
+"""How long an idle engine thread sleeps before it looks whether it shall stop."""
+
+
+class WorkerState(Enum):
+    """Only READY takes requests."""
+
+    LOADING = "loading"
+    READY = "ready"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+class Inbox:
+    """Where the outputs of some requests arrive, in order, on one event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[tuple[str, RequestOutput | Exception]] = asyncio.Queue()
+
+
+class Worker:
+    """Loads an engine on a thread of its own and steps it there until told to stop.
+
+    ``load`` gets an ExitStack for what must be closed after the engine, and returns the engine, not yet warmed up.
+    All methods may be called from any thread; inboxes are filled on their own event loop.
+    """
+
+    def __init__(self, load: Callable[[ExitStack], Engine]) -> None:
+        self._load = load
+        self._engine: Engine | None = None
+        self._inboxes: dict[str, Inbox] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.state = WorkerState.LOADING
+        self.load_error: BaseException | None = None
+        """Why the engine could not be loaded; a failure later is logged."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine while requests are taken; raises ServerNotReady or EngineFailed else."""
+        if self.state is WorkerState.LOADING:
+            raise ServerNotReady("the model is being loaded: try again in a moment")
+        if self.state is WorkerState.STOPPING:
+            raise ServerNotReady("the server is shutting down")
+        if self.state is WorkerState.FAILED or self._engine is None:
+            raise EngineFailed("the engine has failed; the server must be restarted, its log says why")
+        return self._engine
+
+    @property
+    def loaded_engine(self) -> Engine | None:
+        """The engine in whatever state, for reading counters."""
+        return self._engine
+
+    @property
+    def num_requests(self) -> int:
+        """Requests submitted and not yet ended."""
+        return len(self._inboxes)
+
+    def start(self) -> None:
+        """Begin to load; returns at once."""
+        self._thread.start()
+
+    def submit(self, request: Request, inbox: Inbox) -> None:
+        """Hand a request to the engine; its outputs come to ``inbox``, the last with a finish reason or an exception.
+
+        Raises RequestError, QueueFull, EngineStopped, ServerNotReady or EngineFailed; then nothing will come.
+        """
+        engine = self.engine
+        with self._lock:
+            self._inboxes[request.request_id] = inbox
+        try:
+            engine.submit(request)
+            if self.state is WorkerState.FAILED:  # it may have failed between the two lines above
+                raise EngineFailed("the engine has failed")
+        except BaseException:
+            self._forget(request.request_id)
+            raise
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; nothing more comes for it. Unknown and finished requests are ignored."""
+        if self._forget(request_id) and self._engine is not None:
+            self._engine.cancel(request_id)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more requests, let running ones finish for a while, then end the rest with EngineStopped."""
+        if self.state is not WorkerState.FAILED:
+            self.state = WorkerState.STOPPING
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while self._inboxes and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        for request_id in list(self._inboxes):
+            self._deliver([(request_id, EngineStopped("the server is shutting down"))])
+            if self._engine is not None:
+                self._engine.cancel(request_id)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread, which closes the engine; False when it is still busy after the timeout."""
+        if self.state is not WorkerState.FAILED:
+            self.state = WorkerState.STOPPING
+        self._stop.set()
+        if self._thread.ident is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with ExitStack() as resources:
+            try:
+                engine = self._load(resources)
+                resources.callback(engine.close)
+                engine.warm_up()
+            except BaseException as error:
+                self.load_error = error
+                self.state = WorkerState.FAILED
+                return
+            self._engine = engine
+            if self.state is WorkerState.LOADING:
+                self.state = WorkerState.READY
+            try:
+                self._step_until_stopped(engine)
+            except BaseException as error:  # whatever it is, this thread ends here
+                self.state = WorkerState.FAILED
+                log.critical("the engine failed with %d requests in flight", self.num_requests, exc_info=error)
+                failure = EngineFailed("the engine failed while it worked on this request; the server's log says why")
+                self._deliver([(request_id, failure) for request_id in list(self._inboxes)])
+
+    def _step_until_stopped(self, engine: Engine) -> None:
+        while not self._stop.is_set():
+            if engine.wait_for_work(_IDLE_WAIT_S):
+                self._deliver([(output.request_id, output) for output in engine.step()])
+
+    def _deliver(self, deliveries: list[tuple[str, RequestOutput | Exception]]) -> None:
+        """Wake each event loop once, however many requests got something."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, str, RequestOutput | Exception]]] = {}
+        for request_id, delivery in deliveries:
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None:  # else the client has gone
+                by_loop.setdefault(inbox.loop, []).append((inbox, request_id, delivery))
+                if isinstance(delivery, Exception) or delivery.finish_reason is not None:
+                    self._forget(request_id)
+        for loop, batch in by_loop.items():
+            with suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+                loop.call_soon_threadsafe(_fill, batch)
+
+    def _forget(self, request_id: str) -> bool:
+        with self._lock:
+            return self._inboxes.pop(request_id, None) is not None
+
+
+def _fill(batch: list[tuple[Inbox, str, RequestOutput | Exception]]) -> None:
+    for inbox, request_id, delivery in batch:
+        inbox.queue.put_nowait((request_id, delivery))

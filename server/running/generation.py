@@ -1,0 +1,206 @@
+"""The choices of one HTTP request while the engine works on them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from server.base.budget import Share
+from server.base.errors import RequestFailed
+from server.base.lanes import Lane
+from server.running.engine_thread import Inbox, Worker
+from server.running.latencies import Latencies
+from ssd.errors import EngineStopped
+
+if TYPE_CHECKING:
+    from ssd.engine import Request, RequestOutput, TokenLogprobs
+
+_MOST_AT_ONCE = 32
+"""Outputs taken in a row before others have their turn on the event loop."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one choice has produced so far; log-probabilities where they were asked for."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole HTTP request; a prompt counts once, however many choices it has.
+
+    ``cached_tokens`` : prompt tokens that no choice of this request had to compute.
+    ``accepted_prediction_tokens`` : of the prediction, how many are in the output, see ``common_tokens``, over all
+    choices; ``rejected_prediction_tokens`` : the others, which are not part of ``completion_tokens``. None without one.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        counts: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+        if self.accepted_prediction_tokens is not None:
+            counts["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted_prediction_tokens,
+                "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            }
+        return counts
+
+
+class Generation:
+    """Submits requests, one a choice, and follows them to their end. ``close`` must be called, whatever happens."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        latencies: Latencies,
+        prompts: list[tuple[int, ...]],
+        prediction: tuple[int, ...] | None,
+        *,
+        aside: Lane,
+        share: Share,
+    ) -> None:
+        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end."""
+        self.prompts = prompts
+        self.aside = aside
+        self._share = share
+        self.prediction = prediction
+        self.choices: list[Choice] = []
+        self.stop: tuple[str, ...] = ()
+        self.include_stop = False
+        self._worker = worker
+        self._latencies = latencies
+        self._inbox = Inbox()
+        self._index: dict[str, int] = {}
+        self._running: set[str] = set()
+        self._started = time.perf_counter()
+        self._first_token: dict[str, float] = {}
+        self._num_prompt_tokens = sum(map(len, prompts))
+        self._num_completion_tokens = 0
+        self._num_accepted: int | None = None
+
+    def submit(self, requests: list[Request]) -> None:
+        """Hand over all choices; when one is refused, none stays and the refusal is raised."""
+        try:
+            for request in requests:
+                self.stop, self.include_stop = request.sampling.stop, request.sampling.include_stop_str_in_output
+                self._worker.submit(request, self._inbox)
+                self._index[request.request_id] = len(self.choices)
+                self._running.add(request.request_id)
+                self.choices.append(Choice())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, so that its slot is free at the engine's next step."""
+        for request_id in self._running:
+            self._worker.cancel(request_id)
+        self._running.clear()
+        self._share.give_back()
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far; those of the prediction once all choices have ended. O(choices)."""
+        per_prompt = max(1, len(self.choices) // len(self.prompts))
+        cached = [choice.num_cached_tokens for choice in self.choices]
+        usage = Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._num_completion_tokens,
+            cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
+        )
+        if self.prediction is None or self._num_accepted is None:
+            return usage
+        return replace(
+            usage,
+            accepted_prediction_tokens=self._num_accepted,
+            rejected_prediction_tokens=len(self.prediction) * len(self.choices) - self._num_accepted,
+        )
+
+    @property
+    def has_more_now(self) -> bool:
+        """True when the next output is here already."""
+        return bool(self._running) and not self._inbox.queue.empty()
+
+    async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
+        """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
+
+        Raises RequestFailed, EngineFailed or EngineStopped when a choice cannot be finished.
+        """
+        num_at_once = 0
+        while self._running:
+            if self._inbox.queue.empty():
+                try:
+                    async with asyncio.timeout(wait_s):
+                        request_id, delivery = await self._inbox.queue.get()
+                except TimeoutError:
+                    yield None
+                    continue
+            else:
+                request_id, delivery = self._inbox.queue.get_nowait()
+                num_at_once += 1
+                if num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
+                    await asyncio.sleep(0)
+            if isinstance(delivery, Exception):
+                self._running.discard(request_id)
+                raise delivery
+            self._record(request_id, delivery)
+            yield self._index[request_id], delivery
+        if self.prediction is not None:
+            self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
+
+    def _accepted_tokens(self, prediction: tuple[int, ...]) -> int:
+        from server.running.prediction import common_tokens  # compiled, and loaded where it is needed
+
+        return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
+
+    async def finish(self) -> None:
+        """Wait until all choices have ended."""
+        async for _ in self.outputs():
+            pass
+
+    def _record(self, request_id: str, output: RequestOutput) -> None:
+        choice = self.choices[self._index[request_id]]
+        choice.text.append(output.text)
+        choice.token_ids.extend(output.token_ids)
+        self._num_completion_tokens += len(output.token_ids)
+        choice.num_cached_tokens = output.stats.num_cached_tokens
+        choice.logprobs.extend(output.logprobs or ())
+        if output.prompt_logprobs is not None:
+            choice.prompt_logprobs = output.prompt_logprobs
+        now = time.perf_counter()
+        if output.token_ids and request_id not in self._first_token:
+            self._first_token[request_id] = now
+            self._latencies.time_to_first_token.observe(now - self._started)
+        if output.finish_reason is None:
+            return
+        self._running.discard(request_id)
+        if output.finish_reason == "error":
+            raise RequestFailed(f"this request failed: {output.error}; the server's log says why")
+        if output.finish_reason == "cancelled":
+            raise EngineStopped("the request was cancelled by the server")
+        choice.finish_reason = str(output.finish_reason)
+        choice.stop_reason = output.stop_reason
+        self._latencies.end_to_end.observe(now - self._started)
+        if len(choice.token_ids) > 1:
+            decoding_s = now - self._first_token[request_id]
+            self._latencies.time_per_output_token.observe(decoding_s / (len(choice.token_ids) - 1))

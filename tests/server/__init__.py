@@ -1,0 +1,1 @@
+"""The endpoint, from requests to the process."""

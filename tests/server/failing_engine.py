@@ -1,0 +1,169 @@
+"""An engine that fails on purpose, for what the real one cannot be made to do; and a server around any engine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+
+from server.base.settings import ServerSettings
+from server.endpoints.app import create_app
+from server.observe.metrics import NamespaceStats
+from server.running.engine_thread import Worker, WorkerState
+from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
+from ssd.errors import ContextTooLong, EngineStopped, QueueFull
+from tests.server.client import wait_until
+
+
+class CharCodec:
+    """One token per character."""
+
+    vocab_size = 0x110000
+    special_ids = frozenset[int]()
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    encode_completion = encode_prompt
+
+    def encode_chat(self, messages: list[dict[str, Any]], **_options: Any) -> list[int]:
+        return self.encode_prompt("".join(message["content"] for message in messages))
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class FailingEngine:
+    """Answers with the prompt reversed, one token a step; fails, dawdles or fills up as told."""
+
+    def __init__(self, *, step_s: float = 0.0, max_waiting: int = 100, fail_at_step: int | None = None) -> None:
+        self.codec = CharCodec()
+        self.max_model_len = 512
+        self.target = SimpleNamespace(way="in tests", can_roll_back=True)
+        self.metrics = EngineMetrics()
+        self.caches = None
+        self.closed = False
+        self.warm_up_gate: threading.Event | None = None
+        self.load_error: Exception | None = None
+        self._step_s, self._max_waiting, self._fail_at_step = step_s, max_waiting, fail_at_step
+        self._work = threading.Event()
+        self._lock = threading.Lock()
+        self._running: dict[str, tuple[Request, RequestStats]] = {}
+        self._cancelled: set[str] = set()
+        self._num_steps = 0
+
+    def submit(self, request: Request) -> None:
+        limit = request.sampling.max_tokens or 1
+        if len(request.prompt_token_ids) + limit > self.max_model_len:
+            raise ContextTooLong("too long", param="prompt")
+        with self._lock:
+            if self.closed:
+                raise EngineStopped("closed")
+            if len(self._running) >= self._max_waiting:
+                raise QueueFull(f"{self._max_waiting} requests are waiting already: try again later")
+            self._running[request.request_id] = (request, RequestStats(len(request.prompt_token_ids)))
+        self._work.set()
+
+    def cancel(self, request_id: str) -> None:
+        with self._lock:
+            self._cancelled.add(request_id)
+        self._work.set()
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def wait_for_work(self, timeout_s: float) -> bool:
+        if not self.has_work():
+            self._work.wait(timeout_s)
+        self._work.clear()
+        return self.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        self._num_steps += 1
+        if self._num_steps == self._fail_at_step:
+            raise RuntimeError("injected")
+        time.sleep(self._step_s)
+        outputs = []
+        with self._lock:
+            for request_id, (request, stats) in list(self._running.items()):
+                outputs.append(output := self._advance(request, stats))
+                if output.finish_reason is not None:
+                    del self._running[request_id]
+            self.metrics.num_running = len(self._running)
+        return outputs
+
+    def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
+        def output(token_ids: tuple[int, ...], reason: FinishReason | None) -> RequestOutput:
+            return RequestOutput(
+                request_id=request.request_id,
+                token_ids=token_ids,
+                text="".join(map(chr, token_ids)),
+                finish_reason=reason,
+                stats=stats,
+            )
+
+        if request.request_id in self._cancelled:
+            return output((), FinishReason.CANCELLED)
+        prompt = request.prompt_token_ids
+        token = prompt[::-1][stats.num_output_tokens % len(prompt)]
+        stats.num_output_tokens += 1
+        limit = request.sampling.max_tokens or len(prompt)
+        return output((token,), FinishReason.LENGTH if stats.num_output_tokens == limit else None)
+
+    def warm_up(self) -> None:
+        if self.warm_up_gate is not None:
+            assert self.warm_up_gate.wait(20)
+        if self.load_error is not None:
+            raise self.load_error
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class RunningServer:
+    """A worker, and a real server on a real port in front of it."""
+
+    def __init__(self, engine_thread: Worker, port: int) -> None:
+        self.engine_thread = engine_thread
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def wait_until(self, state: WorkerState, timeout_s: float = 120) -> None:
+        """Wait for a state; raises what went wrong if the engine cannot be loaded instead."""
+        wait_until(lambda: self.engine_thread.state is state or self.engine_thread.load_error is not None, timeout_s)
+        if self.engine_thread.state is not state and self.engine_thread.load_error is not None:
+            raise self.engine_thread.load_error
+
+
+@contextmanager
+def serving(
+    load: Callable[[ExitStack], Any],
+    *,
+    wait: bool = True,
+    sharing_stats: NamespaceStats | None = None,
+    **settings: Any,
+) -> Iterator[RunningServer]:
+    """Serve whatever ``load`` returns; the arguments are those of ServerSettings."""
+    given: dict[str, Any] = {"model_names": ("test-model",), "model": "a/model", **settings}
+    worker = Worker(load)
+    app = create_app(worker, ServerSettings(**given), sharing_stats)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=3))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    running = RunningServer(worker, listener.getsockname()[1])
+    worker.start()
+    thread.start()
+    try:
+        if wait:
+            running.wait_until(WorkerState.READY)
+        yield running
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert worker.stop(20)

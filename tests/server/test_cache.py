@@ -1,0 +1,84 @@
+"""The server and its retrieval cache: speculation changes no token, and replicas learn from each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.command.arguments import parse_arguments
+from server.command.assembly import EngineLoader, make_settings
+from tests.redis_server import RedisServer
+from tests.redis_server import redis_server as redis_server  # a fixture
+from tests.server.client import get, post, wait_until
+from tests.server.failing_engine import RunningServer, serving
+
+SMALL = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "2", "--max-model-len", "256"]
+PROMPT = "class Queue:\n    def __init__(self):\n"
+
+
+def served(*arguments: str) -> Any:
+    """A server as the command line would make it, inside this process."""
+    options = parse_arguments([*SMALL, "--cache-tokens", "65536", *arguments], environment={})
+    loader = EngineLoader(options)
+    settings = make_settings(options)
+    return serving(
+        loader,
+        sharing_stats=loader.sharing_stats,
+        model=settings.model,
+        namespace=settings.namespace,
+        sampling_defaults=settings.sampling_defaults,
+    )
+
+
+def metric(server: RunningServer, name: str, **labels: str) -> float:
+    """The sum over all samples of a name."""
+    text = get(server.port, "/metrics").content.decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+def token_ids(server: RunningServer, **fields: Any) -> list[int]:
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 1, "ignore_eos": True, "return_token_ids": True, **fields}
+    answer = post(server.port, "/v1/completions", body)
+    assert answer.status == 200, answer.content
+    ids: list[int] = answer.json["choices"][0]["token_ids"]
+    return ids
+
+
+def test_a_repeated_request_takes_fewer_steps_and_gives_the_same_tokens() -> None:
+    with served("--no-speculation") as plain:
+        expected = [token_ids(plain, temperature=temperature) for temperature in (0.0, 0.8)]
+        assert metric(plain, "vllm:spec_decode_num_drafts_total") == 0
+        assert metric(plain, "ssd:verify_steps_total") == 120
+    with served() as server:
+        steps = []
+        for _ in range(2):
+            before = metric(server, "ssd:verify_steps_total")
+            assert [token_ids(server, temperature=temperature) for temperature in (0.0, 0.8)] == expected
+            steps.append(metric(server, "ssd:verify_steps_total") - before)
+        assert steps[1] < 60
+        assert steps[1] < steps[0]
+
+
+def test_a_salted_request_neither_reads_nor_feeds_the_cache() -> None:
+    with served() as server:
+        token_ids(server, cache_salt="private")
+        assert metric(server, "ssd:cache_tokens") == 0
+        token_ids(server)
+        assert metric(server, "ssd:cache_tokens") > 60
+
+
+def test_replicas_learn_from_each_other_and_live_on_without_redis(redis_server: RedisServer) -> None:
+    arguments = ("--redis", redis_server.url, "--namespace", "team")
+    with served(*arguments) as first, served(*arguments) as second:
+        for server in (first, second):
+            wait_until(lambda server=server: metric(server, "ssd:sharing_connected") == 1)  # type: ignore[misc]
+        expected = token_ids(first)
+        wait_until(lambda: metric(second, "ssd:cache_tokens", namespace="team") > 60)
+        assert metric(second, "ssd:sharing_received_total", namespace="team") >= 1
+        assert token_ids(second) == expected
+        assert metric(second, "ssd:verify_steps_total") < 30
+        redis_server.kill()
+        assert token_ids(first) == token_ids(second) == expected
+        wait_until(lambda: metric(first, "ssd:sharing_connected") == 0)

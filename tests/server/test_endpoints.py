@@ -1,0 +1,417 @@
+"""The official client against a real server with the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.answers.stream import PADDED_BYTES
+from server.base.limits import Limits
+from server.base.settings import read_sampling_defaults
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, EngineConfig
+from ssd.engine import Engine
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+from tests.server.client import Answer, ask, get, greedy_completion, official_client, post, wait_until
+from tests.server.failing_engine import RunningServer, serving
+
+MODEL = "test-model"
+MAX_MODEL_LEN = 512
+MESSAGES: list[Any] = [{"role": "user", "content": "Write a function that adds two numbers."}]
+PROMPT = "def add(a, b):\n    return"
+
+
+def load(resources: ExitStack) -> Engine:
+    codec = TextCodec.load(str(MODEL_PATH))
+    caches = CacheSet(CacheConfig(), codec.fingerprint)
+    resources.callback(caches.close)
+    config = EngineConfig(max_num_seqs=4, max_model_len=MAX_MODEL_LEN)
+    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    defaults = read_sampling_defaults(MODEL_PATH / "generation_config.json")
+    with serving(load, model=str(MODEL_PATH), sampling_defaults=defaults, trust_request_chat_template=True) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with official_client(server.port) as made:
+        yield made
+
+
+def completion(server: RunningServer, **fields: Any) -> Answer:
+    return greedy_completion(server.port, **{"prompt": PROMPT, **fields})
+
+
+# -- completions and chat ------------------------------------------------------------------------------------------
+
+
+def test_completion(client: openai.OpenAI) -> None:
+    found = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0)
+    assert (found.object, found.model) == ("text_completion", MODEL)
+    assert found.id.startswith("cmpl-")
+    assert abs(found.created - time.time()) < 60
+    assert found.system_fingerprint is not None
+    assert found._request_id is not None
+    assert found.choices[0].text
+    assert found.choices[0].finish_reason in ("length", "stop")
+    usage = found.usage
+    assert usage is not None
+    assert 0 < usage.completion_tokens <= 12
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_completions_generate_sixteen_tokens_unless_told_otherwise(client: openai.OpenAI) -> None:
+    found = client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"ignore_eos": True})
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 16
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    found = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_completion_tokens=20, temperature=0)
+    assert (found.object, found.choices[0].message.role) == ("chat.completion", "assistant")
+    assert found.id.startswith("chatcmpl-")
+    assert found.choices[0].message.content
+    assert found.choices[0].finish_reason in ("length", "stop")
+
+
+def test_chat_goes_on_to_the_end_of_the_context(server: RunningServer) -> None:
+    answer = post(server.port, "/v1/chat/completions", {"messages": MESSAGES, "ignore_eos": True, "temperature": 0})
+    assert answer.json["usage"]["total_tokens"] == MAX_MODEL_LEN
+    assert answer.json["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**arguments)
+    with client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}) as stream:
+        chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[0].choices[0].delta.content == ""
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    *content, last = chunks
+    assert last.choices == []
+    assert last.usage is not None and whole.usage is not None
+    without_cached = {"prompt_tokens_details": None}  # the second request finds what the first has left
+    assert last.usage.model_copy(update=without_cached) == whole.usage.model_copy(update=without_cached)
+    assert all(chunk.usage is None for chunk in content)
+    assert content[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert all(choice.finish_reason is None for chunk in content[:-1] for choice in chunk.choices)
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+def test_a_streamed_completion_says_what_the_whole_one_says(server: RunningServer) -> None:
+    whole = completion(server, max_tokens=24).json
+    events = completion(server, max_tokens=24, stream=True).events
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
+    assert all("usage" not in event for event in events)
+
+
+def test_continuous_usage_counts_up(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = completion(server, max_tokens=10, ignore_eos=True, stream=True, stream_options=options).events
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 10
+
+
+def test_obfuscated_chunks_have_lengths_that_tell_nothing(server: RunningServer) -> None:
+    answer = completion(server, max_tokens=10, stream=True, stream_options={"include_obfuscation": True})
+    blocks = answer.content.split(b"\n\n")[:-2]
+    assert blocks
+    assert all((len(block) + 2) % PADDED_BYTES == 0 for block in blocks)
+    assert all("obfuscation" in event for event in answer.events)
+
+
+def test_choices_of_one_seed_differ_and_are_repeatable(server: RunningServer) -> None:
+    fields = {"n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 16}
+    first, second = (completion(server, **fields).json for _ in range(2))
+    texts = [choice["text"] for choice in first["choices"]]
+    assert texts == [choice["text"] for choice in second["choices"]]
+    assert len(set(texts)) > 1
+    assert [choice["index"] for choice in first["choices"]] == [0, 1, 2]
+    # A choice is the same alone, in a batch and in a stream.
+    alone = completion(server, **{**fields, "n": 1}).json["choices"][0]["text"]
+    assert alone == texts[0]
+    streamed = ["", "", ""]
+    for event in completion(server, **fields, stream=True).events:
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["text"]
+    assert streamed == texts
+
+
+def test_without_a_seed_answers_differ(server: RunningServer) -> None:
+    texts = {completion(server, temperature=1.5, top_p=1.0, max_tokens=24).json["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) > 1
+
+
+def test_every_shape_of_prompt(server: RunningServer) -> None:
+    ids = post(server.port, "/tokenize", {"prompt": PROMPT}).json["tokens"]
+    expected = completion(server, max_tokens=8).json["choices"][0]["text"]
+    for prompt in (ids, [PROMPT], [ids]):
+        assert completion(server, prompt=prompt, max_tokens=8).json["choices"][0]["text"] == expected
+    two = completion(server, prompt=[PROMPT, "import os\n"], n=2, max_tokens=8).json
+    assert [choice["index"] for choice in two["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] == expected for choice in two["choices"]] == [True, True, False, False]
+    assert two["usage"]["completion_tokens"] <= 32
+    other = post(server.port, "/tokenize", {"prompt": "import os\n"}).json["count"]
+    assert two["usage"]["prompt_tokens"] == len(ids) + other
+
+
+def test_stop_string_ends_the_text(server: RunningServer) -> None:
+    text = completion(server, max_tokens=16, ignore_eos=True).json["choices"][0]["text"]
+    stop = text.strip()[1:3]
+    choice = completion(server, max_tokens=16, ignore_eos=True, stop=[stop, "\x00"]).json["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["text"] == text[: text.index(stop)]
+    kept = completion(server, max_tokens=16, ignore_eos=True, stop=stop, include_stop_str_in_output=True).json
+    assert kept["choices"][0]["text"] == choice["text"] + stop
+
+
+def test_stop_token_ends_the_output(server: RunningServer) -> None:
+    ids = completion(server, max_tokens=8, ignore_eos=True, return_token_ids=True).json["choices"][0]["token_ids"]
+    choice = completion(server, max_tokens=8, ignore_eos=True, return_token_ids=True, stop_token_ids=[ids[2]]).json
+    found = choice["choices"][0]
+    assert found["token_ids"] == ids[: ids.index(ids[2]) + 1]
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", ids[2])
+
+
+def test_token_ids_are_the_same_whole_and_streamed(server: RunningServer) -> None:
+    whole = completion(server, max_tokens=12, return_token_ids=True).json["choices"][0]
+    events = completion(server, max_tokens=12, return_token_ids=True, stream=True).events
+    choices = [event["choices"][0] for event in events]
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["token_ids"]
+    assert choices[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+
+
+def test_logit_bias_and_sampling_fields_are_honoured(server: RunningServer) -> None:
+    token = post(server.port, "/tokenize", {"prompt": "x"}).json["tokens"][0]
+    choice = completion(server, logit_bias={str(token): 100}, max_tokens=3, return_token_ids=True).json["choices"][0]
+    assert choice["token_ids"] == [token] * 3
+    greedy = completion(server, max_tokens=8).json["choices"][0]["text"]
+    assert completion(server, temperature=1.0, top_k=1, max_tokens=8).json["choices"][0]["text"] == greedy
+
+
+def test_chat_template_fields(server: RunningServer) -> None:
+    def count(**fields: Any) -> int:
+        return int(post(server.port, "/tokenize", {"messages": MESSAGES, **fields}).json["count"])
+
+    assert count(add_generation_prompt=False) < count()
+    template = "{{ messages[0]['content'] }}{{ tail }}"
+    longer = count(chat_template=template, chat_template_kwargs={"tail": "one two three"})
+    assert count(chat_template=template) < longer
+    begun = [*MESSAGES, {"role": "assistant", "content": "def add("}]
+    fields = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True, "max_tokens": 4}
+    answer = post(server.port, "/v1/chat/completions", fields)
+    assert answer.status == 200, answer.content
+    assert not answer.json["choices"][0]["message"]["content"].startswith("def add(")
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 30}, "logprobs"),
+        ({"allowed_token_ids": [99999999]}, "allowed_token_ids"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [1 << 40]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"stop_token_ids": [99999999]}, "stop_token_ids"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 129}, "num_speculative_tokens"),
+    ],
+)
+def test_bad_fields_answer_400_with_param(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="x", extra_body=fields)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_bad_messages_answer_400_with_param(client: openai.OpenAI) -> None:
+    for messages in ([{"role": "nobody", "content": "x"}], [{"content": "x"}], [{"role": "user", "content": 5}], ["x"]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[arg-type]
+        assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_context_answers_400(server: RunningServer, stream: bool) -> None:
+    for fields in ({"prompt": [5] * MAX_MODEL_LEN}, {"prompt": [5] * 500, "max_tokens": 50}):
+        answer = post(server.port, "/v1/completions", {**fields, "stream": stream})
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        assert str(MAX_MODEL_LEN) in answer.error["message"]
+    hopeless = post(server.port, "/v1/completions", {"prompt": "x" * 1_000_000, "stream": stream})
+    assert (hopeless.status, hopeless.error["param"]) == (400, "prompt")
+    full = completion(server, prompt=[5] * (MAX_MODEL_LEN - 1))
+    assert full.json["usage"]["completion_tokens"] == 1
+
+
+def test_unknown_model_answers_404(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="other", messages=MESSAGES)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 5000, b'{"prompt": "\\ud800"}', b"[]", b"NaN"])
+def test_malformed_json_answers_400(server: RunningServer, content: bytes) -> None:
+    answer = post(server.port, "/v1/completions", content)
+    assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+
+
+def test_unknown_paths_and_methods_have_error_bodies(server: RunningServer) -> None:
+    assert (lambda answer: (answer.status, bool(answer.error)))(get(server.port, "/v1/nothing")) == (404, True)
+    assert (lambda answer: (answer.status, bool(answer.error)))(get(server.port, "/v1/completions")) == (405, True)
+
+
+def test_request_id_is_kept_or_made(server: RunningServer) -> None:
+    assert get(server.port, "/live", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+    assert get(server.port, "/v1/nothing").headers["x-request-id"].startswith("req_")
+
+
+# -- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_models(client: openai.OpenAI) -> None:
+    found = client.models.list().data
+    assert [model.id for model in found] == [MODEL]
+    extra = client.models.retrieve(MODEL).model_extra
+    assert extra is not None
+    assert (extra["root"], extra["max_model_len"]) == (str(MODEL_PATH), MAX_MODEL_LEN)
+    assert (extra["decoding"], extra["can_speculate"]) == ("slot attention", True)
+
+
+def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
+    found = post(server.port, "/tokenize", {"prompt": PROMPT, "return_token_strs": True}).json
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), MAX_MODEL_LEN)
+    assert "".join(found["token_strs"]) == PROMPT
+    assert post(server.port, "/detokenize", {"tokens": found["tokens"]}).json == {"prompt": PROMPT}
+    assert post(server.port, "/detokenize", {"tokens": [-1]}).error["param"] == "tokens"
+
+
+def test_state_endpoints(server: RunningServer) -> None:
+    assert get(server.port, "/health").json == {"status": "ok"}
+    assert get(server.port, "/live").status == 200
+    assert get(server.port, "/version").json["version"]
+
+
+def metrics(server: RunningServer) -> dict[tuple[str, str], float]:
+    """Values by name and label."""
+    text = get(server.port, "/metrics").content.decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(s.name, s.labels.get("finished_reason", s.labels.get("position", ""))): s.value for s in samples}
+
+
+def test_speculation_is_limited_by_request(server: RunningServer) -> None:
+    ids = [7, 8, 9] * 20
+
+    def drafted(**fields: Any) -> tuple[float, str]:
+        before = metrics(server)
+        text = completion(server, prompt=ids, max_tokens=24, ignore_eos=True, **fields).json["choices"][0]["text"]
+        after = metrics(server)
+        tokens, steps = (
+            after[name, ""] - before[name, ""]
+            for name in ("vllm:spec_decode_num_draft_tokens_total", "ssd:verify_steps_total")
+        )
+        return tokens / steps, text
+
+    freely, text = drafted()
+    assert freely > 2
+    assert drafted(num_speculative_tokens=0) == (0, text)
+    a_few, same = drafted(num_speculative_tokens=2)
+    assert 0 < a_few <= 2 and same == text
+
+
+def test_metrics_count_what_was_served(server: RunningServer) -> None:
+    before = metrics(server)
+    ids = [7, 8, 9] * 20
+    for _ in range(2):
+        completion(server, prompt=ids, max_tokens=30, ignore_eos=True)
+    after = metrics(server)
+
+    def grown(name: str, label: str = "") -> float:
+        return after[name, label] - before.get((name, label), 0.0)
+
+    assert grown("vllm:prompt_tokens_total") == 120
+    assert grown("vllm:generation_tokens_total") == 60
+    assert grown("vllm:request_success_total", "length") == 2
+    assert grown("vllm:time_to_first_token_seconds_count") == 2
+    assert grown("vllm:e2e_request_latency_seconds_count") == 2
+    steps, accepted = grown("ssd:verify_steps_total"), grown("vllm:spec_decode_num_accepted_tokens_total")
+    assert steps + accepted == 60
+    assert accepted <= grown("vllm:spec_decode_num_draft_tokens_total")
+    assert accepted > 0
+    assert after["vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"] > 0
+    families = text_string_to_metric_families(get(server.port, "/metrics").content.decode())
+    by_source = next(family.samples for family in families if family.name == "ssd:source_accepted_tokens")
+    assert sum(s.value for s in by_source) == after["vllm:spec_decode_num_accepted_tokens_total", ""]
+    assert {s.labels["source"] for s in by_source} <= {"own", "index"}
+    assert (after["vllm:num_requests_running", ""], after["vllm:num_requests_waiting", ""]) == (0, 0)
+    assert after["ssd:ready", ""] == 1
+    assert after["ssd:target_info", ""] == 1
+    assert after["ssd:cache_tokens", ""] > 0
+
+
+def test_concurrent_clients_get_what_each_gets_alone(server: RunningServer) -> None:
+    def answer(number: int) -> str:
+        fields = {"prompt": f"# {number}\nimport", "max_tokens": 12, "seed": number, "temperature": 0.8}
+        return str(completion(server, **fields).json["choices"][0]["text"])
+
+    alone = [answer(number) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(answer, range(8))) == alone
+
+
+def test_async_client_streams_concurrently(server: RunningServer) -> None:
+    async def text(client: openai.AsyncOpenAI, prompt: str) -> str:
+        stream = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=10, temperature=0, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def both() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return list(await asyncio.gather(text(client, PROMPT), text(client, "class Stack:\n")))
+
+    assert asyncio.run(both())[0] == completion(server, max_tokens=10).json["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slots(server: RunningServer, stream: bool) -> None:
+    engine = server.engine_thread.engine
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+        body = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "temperature": 1.5, "n": 4, "stream": stream}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        if stream:
+            connection.getresponse().read(10)
+        wait_until(lambda: engine.metrics.num_running > 0)
+    wait_until(lambda: not engine.has_work() and server.engine_thread.num_requests == 0, 1)
+    assert completion(server, max_tokens=2).status == 200
+
+
+def test_too_long_bodies_are_refused_before_they_are_read() -> None:
+    with serving(load, limits=Limits(max_body_bytes=1000)) as small:
+        answer = ask(small.port, "POST", "/v1/completions", {"prompt": "x" * 2000})
+        assert (answer.status, answer.error["code"]) == (413, "body_too_long")

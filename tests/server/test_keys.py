@@ -1,0 +1,251 @@
+"""Keys are apart: what one key's requests left tells another nothing, and nobody reads the keys themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.command.arguments import parse_arguments
+from server.command.assembly import make_settings
+from server.command.keys import divide, read_key_file
+from server.intake.gate import Gate, tenant_of
+from ssd.bundled import MODEL_PATH
+from ssd.config import DraftConfig, EngineConfig
+from ssd.engine import Engine
+from ssd.errors import ConfigError
+from tests.server.client import ask, get, post, wait_until
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.server.test_process import SMALL, START_S, answers, refused, running
+
+KEYS = ("alices-key", "bobs-key")
+PROC = Path("/proc/self/cmdline")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def load(_resources: ExitStack) -> Engine:
+    return Engine.from_pretrained(
+        MODEL_PATH,
+        dtype="float32",
+        device="cpu",
+        config=EngineConfig(max_num_seqs=3, max_model_len=256),
+        draft=DraftConfig(num_speculative_tokens=0),
+    )
+
+
+# -- reuse -------------------------------------------------------------------------------------------------------------
+
+
+def cached(server: RunningServer, key: str, prompt: str, **fields: Any) -> int:
+    asked = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
+    answer = post(server.port, "/v1/completions", asked, headers=bearer(key))
+    number: int = answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return number
+
+
+def test_keys_and_values_are_reused_within_one_key_only() -> None:
+    with serving(load, api_keys=KEYS) as server:
+        prompt = "def add(a, b):\n    return a + b\n" * 3
+        assert [cached(server, key, prompt) > 0 for key in (*KEYS, *KEYS)] == [False, False, True, True]
+        salted = [cached(server, key, prompt, cache_salt="same") > 0 for key in (*KEYS, *KEYS)]
+        assert salted == [False, False, True, True]
+
+
+def test_a_secret_of_another_key_is_not_read_digit_by_digit() -> None:
+    """Where keys and values are shared, the right digit is cached one token further than the others."""
+    with serving(load, api_keys=KEYS) as server:
+        found = []
+        for guess in "9012345678":
+            cached(server, KEYS[0], "the pin is 4071 and nobody else knows it")
+            found.append(cached(server, KEYS[1], f"the pin is {guess}#"))
+        assert found[0] == 0 and len(set(found[1:])) == 1  # its own first guess is all that the others find
+
+
+def test_the_operator_may_share_them() -> None:
+    with serving(load, api_keys=KEYS, share_prefix_cache=True) as server:
+        prompt = "import os\n" * 8
+        assert [cached(server, key, prompt) > 0 for key in KEYS] == [False, True]
+
+
+def test_a_server_without_keys_reuses_for_everybody() -> None:
+    with serving(load) as server:
+        prompt = "import os\n" * 8
+        assert [cached(server, key, prompt) > 0 for key in KEYS] == [False, True]
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_watches_the_service_answers_without_a_key() -> None:
+    with serving(lambda _: FailingEngine(), api_keys=KEYS) as server:
+        closed = [
+            ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"),
+            ("POST", "/detokenize"), ("GET", "/no/such/path"), ("POST", "/tokenize/"), ("GET", "//v1/models"),
+        ]  # fmt: skip
+        for method, path in closed:
+            for headers in (
+                {},
+                bearer("wrong"),
+                {"authorization": f"Basic {KEYS[0]}"},
+                bearer(""),
+                bearer(KEYS[0][:-1]),
+            ):
+                answer = ask(server.port, method, path, {}, headers=headers)
+                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        for key in KEYS:
+            assert get(server.port, "/v1/models", headers=bearer(key)).status == 200
+            assert post(server.port, "/tokenize", {"prompt": "ab"}, headers=bearer(key)).json["tokens"] == [97, 98]
+        for path in ("/health", "/live", "/metrics", "/version", "/openapi.json"):
+            assert get(server.port, path).status == 200
+
+
+def test_a_tenant_tells_keys_apart_and_nothing_about_them() -> None:
+    tenants = [asyncio.run(tenants_seen()) for _process in range(2)]
+    for one, other, again, nobody in tenants:
+        assert one == again != other and nobody is None
+        assert one is not None and KEYS[0] not in one
+    assert not {*tenants[0][:2]} & {*tenants[1][:2]}  # another process, another secret
+
+
+async def tenants_seen() -> list[str | None]:
+    """What a gate makes of two keys, the first one again, and none."""
+    seen: list[str | None] = []
+
+    async def note(scope: Any, _receive: Any, _send: Any) -> None:
+        seen.append(tenant_of(scope))
+
+    async def nothing(*_: Any) -> Any:
+        return {"type": "http.request"}
+
+    gate = Gate(note, api_keys=KEYS)
+    for headers in (bearer(KEYS[0]), bearer(KEYS[1]), bearer(KEYS[0]), {}):
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await gate({"type": "http", "method": "GET", "path": "/live", "headers": raw}, nothing, nothing)
+    return seen
+
+
+# -- where keys come from ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_holds_a_key_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# who: alice\nfirst\n\n  second#2  \n")
+    path.chmod(0o600)
+    assert read_key_file(path) == ("first", "second#2")
+    assert not caplog.records
+    path.chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        assert read_key_file(path) == ("first", "second#2")
+    assert "chmod 600" in caplog.text and "first" not in caplog.text
+    options = parse_arguments(["--api-key-file", str(path), "--api-key", "third"], {"SSD_API_KEY": "fourth"})
+    assert make_settings(options).api_keys == ("third", "fourth", "first", "second#2")
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [(None, "No such file"), (b"", "holds no key"), (b"# none\n", "holds no key"), (b"good\nb\xc3\xa4d\n", "key 2"),
+     (b"\xff\n", "not text"), (b"secret\tkey", "key 1")],
+)  # fmt: skip
+def test_a_file_of_no_use_is_explained_without_its_content(tmp_path: Path, content: bytes | None, hint: str) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+        path.chmod(0o600)
+    with pytest.raises(ConfigError, match=hint) as error:
+        read_key_file(path)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--api-key-file", "/no/such/file"), "--api-key-file /no/such/file"),
+        (("--api-key", ""), "--api-key: key 1 must not be empty"),
+        (("--api-key",), "expected one argument"),
+        (("--api-key", "--host", "x"), "expected one argument"),
+        (("--api-key-fd", "99"), "--api-key-file"),
+    ],
+)
+def test_keys_of_no_use_end_the_start_in_one_line(arguments: tuple[str, ...], hint: str) -> None:
+    assert hint in refused("--port", "0", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "rest", "keys"),
+    [
+        ("--port 0", "--port 0", ""),
+        ("--port 0 --api-key a m", "--port 0 m", "a"),
+        ("--api-key=a --served-model-name x y --api-key b --port 0", "--served-model-name x y --port 0", "a b"),
+        ("--api-key a=b", "", "a=b"),
+        ("--api-key-file f --api-key a", "--api-key-file f", "a"),
+        ("--port 0 -- --api-key", "--port 0 -- --api-key", ""),
+        ("--api-key a --api-key", "--api-key a --api-key", ""),  # the parser says what is wrong
+        ("--api-key --port 0", "--api-key --port 0", ""),
+        ("--api-key=", "--api-key=", ""),
+    ],
+)
+def test_a_command_line_is_divided_into_keys_and_the_rest(line: str, rest: str, keys: str) -> None:
+    assert divide(line.split()) == (rest.split(), keys.split())
+
+
+# -- the process list --------------------------------------------------------------------------------------------------
+
+
+def command_lines(process: subprocess.Popen[bytes]) -> list[bytes]:
+    """Of the process and all its descendants."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # ended meanwhile
+        parents.setdefault(parent, []).append(int(stat.parent.name))
+    family = [process.pid]
+    for member in family:
+        family += parents.get(member, [])
+    assert len(family) > 1  # the cache has a process of its own
+    return [Path(f"/proc/{member}/{name}").read_bytes() for member in family for name in ("cmdline", "environ")]
+
+
+@pytest.mark.skipif(not PROC.exists(), reason="needs /proc")
+def test_keys_of_the_command_line_are_not_in_the_process_list() -> None:
+    with running(*SMALL, "--api-key", KEYS[0], f"--api-key={KEYS[1]}") as (process, port):
+        wait_until(lambda: answers(port, "/health"), START_S)
+        assert [get(port, "/v1/models", headers=bearer(key)).status for key in (*KEYS, "wrong")] == [200, 200, 401]
+        assert not any(key.encode() in text for text in command_lines(process) for key in KEYS)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.skipif(not PROC.exists(), reason="needs /proc")
+def test_children_do_not_inherit_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSD_API_KEY", KEYS[0])
+    with running(*SMALL) as (process, port):
+        wait_until(lambda: answers(port, "/health"), START_S)
+        assert get(port, "/v1/models", headers=bearer(KEYS[0])).status == 200
+        own_command, _own_environment, *children = command_lines(process)
+        assert not any(KEYS[0].encode() in text for text in (own_command, *children))
+
+
+def test_a_process_that_cannot_be_started_again_says_so() -> None:
+    arguments = ["x", "--api-key", KEYS[0]]
+    code = f"import sys; sys.argv = {arguments}; from server.command.keys import hide_keys; hide_keys()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert "--api-key-file" in done.stderr and KEYS[0] not in done.stderr and done.returncode == 0
+
+
+def test_the_address_of_redis_may_come_from_the_environment_and_the_command_line_wins() -> None:
+    secret = "redis://:password@localhost:6379/0"
+    assert parse_arguments([], {"SSD_REDIS_URL": secret}).cache.redis_url == secret
+    assert parse_arguments(["--redis", "redis://other"], {"SSD_REDIS_URL": secret}).cache.redis_url == "redis://other"
+    assert parse_arguments([], {}).cache.redis_url is None

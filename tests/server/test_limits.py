@@ -1,0 +1,279 @@
+"""What is refused before anything is made of it, and who waits behind whom."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import fields
+from typing import Any
+
+import pydantic_core
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.base.budget import Budget
+from server.base.json_text import json_text
+from server.base.lanes import Lane
+from server.base.limits import Limits
+from server.command.arguments import parse_arguments
+from server.intake.json_size import num_values
+from server.intake.texts import require_fits
+from server.running.prediction import common_tokens
+from server.schema.chat import ChatBody
+from server.schema.completions import CompletionBody
+from ssd.bundled import MODEL_PATH
+from ssd.config import SamplingParams
+from ssd.errors import ConfigError, ContextTooLong, QueueFull, RequestError, shown
+from ssd.text.codec import TextCodec
+from tests.reference.text import common_subsequence, json_values
+from tests.server.client import get, post, wait_until
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec.load(str(MODEL_PATH))
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='a",:[{\\é'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='a",:\\'), inner),
+)
+
+
+@given(JSON)
+def test_values_are_counted_as_by_the_slow_twin(value: Any) -> None:
+    content = json.dumps(value).encode()
+    assert num_values(content) == json_values(content)
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_have_a_count(content: bytes) -> None:
+    assert 0 <= num_values(content) <= len(content)
+
+
+@given(JSON)
+def test_json_is_written_in_pieces_as_at_once(value: Any) -> None:
+    assert json_text(value) == pydantic_core.to_json(value)
+
+
+def test_long_lists_are_written_as_at_once() -> None:
+    value = {"a": [{"b": list(range(1000)), "c": [{"d": n} for n in range(600)]}, {}], "e": tuple(range(257)), "é": {}}
+    assert json_text(value) == pydantic_core.to_json(value)
+
+
+@given(st.lists(st.integers(0, 2), max_size=300), st.lists(st.integers(0, 2), max_size=100))
+def test_common_tokens_of_several_words_equal_the_slow_twin(prediction: list[int], output: list[int]) -> None:
+    assert common_tokens(prediction, output) == common_subsequence(prediction, output)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [[1]] * 20, "n": 9}, "n"), ({"prompt": ["x"] * 101}, "prompt"), ({"n": 101}, "n"),
+        ({"logit_bias": {str(token): 1 for token in range(11)}}, "logit_bias"),
+        ({"allowed_token_ids": [1] * 11}, "allowed_token_ids"), ({"bad_words": ["x"] * 11}, "bad_words"),
+        ({"bad_words": ["x" * 21]}, "bad_words"), ({"stop": ["x" * 11, "y" * 10]}, "stop"),
+        ({"stop": "x" * 21}, "stop"),
+        ({"guided_regex": "x" * 21}, "guided_regex"), ({"guided_json": {"const": "x" * 20}}, "guided_json"),
+        ({"structured_outputs": {"choice": ["x" * 30]}}, "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_too_much_of_anything_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    limits = Limits(
+        max_choices=100, max_logit_bias=10, max_allowed_token_ids=10, max_bad_words=10, max_bad_words_characters=20,
+        max_stop_characters=20, max_regex_characters=20, max_grammar_characters=20,
+    )  # fmt: skip
+    with pytest.raises(RequestError) as caught:
+        CompletionBody.parse({"prompt": "x", **fields}, limits)
+    assert caught.value.param == param
+    CompletionBody.parse({"prompt": [1] * 200, "n": 100}, limits)  # token ids are one prompt
+
+
+def test_too_many_messages_are_refused() -> None:
+    message = {"role": "user", "content": "x"}
+    with pytest.raises(RequestError, match="at most 3"):
+        ChatBody.parse({"messages": [message] * 4}, Limits(max_messages=3))
+
+
+@pytest.mark.parametrize("key", ["007", "", "+1", "1.0", "\u0661", "9" * 5000, "-1", " 1"])
+def test_a_token_has_one_name_in_logit_bias(key: str) -> None:
+    body = CompletionBody.parse({"prompt": "x", "logit_bias": {key: 1.0}})
+    with pytest.raises(RequestError) as caught:
+        body.sampling({}, room=10, default_limit=None)
+    assert caught.value.param == "logit_bias" and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"top_k": 1 << 31}, {"max_tokens": 1 << 63}, {"min_tokens": 10**400}, {"repetition_penalty": 1e-300},
+     {"repetition_penalty": 1e308}, {"seed": 10**5000}, {"temperature": float("nan")}],
+    ids=lambda given: next(iter(given)),
+)  # fmt: skip
+def test_numbers_are_bounded_where_they_enter(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**given)
+    assert caught.value.param == next(iter(given)) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10**6, 10**5000, [1] * 10**6, {}, None, 1.5, object(), "\0" * 100, "é" * 72],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_quotes_little_of_any_value(value: object) -> None:
+    assert len(shown(value)) <= 100
+
+
+# -- sharing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_refuses_what_it_has_not_got_and_takes_it_back() -> None:
+    budget = Budget(10, "things")
+    share, other = budget.share(), budget.share()
+    share.grow(4)
+    share.grow(5)
+    with pytest.raises(QueueFull, match="things"):
+        other.grow(2)
+    other.give_back()
+    share.give_back()
+    share.give_back()
+    assert budget.used == 0
+    other.grow(10)
+
+
+def test_a_lane_refuses_beyond_its_line_and_keeps_the_place_of_what_was_left() -> None:
+    async def scenario() -> None:
+        lane, gate = Lane("work", num_threads=1, max_waiting=1), threading.Event()
+        left = asyncio.ensure_future(lane.run(gate.wait, 20))
+        waiting = asyncio.ensure_future(lane.run(int, "7"))
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFull, match="work"):
+            await lane.run(int, "1")
+        left.cancel()
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFull):  # its thread is still busy
+            await lane.run(int, "1")
+        gate.set()
+        assert await waiting == 7
+        with pytest.raises(ValueError):
+            await lane.run(int, "x")
+        for number in range(20):
+            assert await lane.run(int, str(number)) == number
+        lane.close()
+
+    asyncio.run(scenario())
+
+
+def test_tokenizers_work_on_several_texts_at_once(codec: TextCodec) -> None:
+    texts = [f"def f{number}(x):\n    return x + {number}\n" * 50 for number in range(40)]
+    alone = [codec.encode_prompt(text) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(codec.encode_prompt, texts)) == alone
+            assert list(pool.map(codec.decode, alone)) == texts
+
+
+class CountingCodec:
+    """One token per character; remembers how much it was given."""
+
+    def __init__(self) -> None:
+        self.num_characters = 0
+
+    def encode_completion(self, text: str) -> list[int]:
+        self.num_characters += len(text)
+        return list(range(len(text)))
+
+
+def test_a_text_far_too_long_costs_no_more_than_its_beginning() -> None:
+    codec: Any = CountingCodec()
+    with pytest.raises(ContextTooLong):
+        require_fits(codec, "x" * 10**7, 8192, "prompt")
+    assert codec.num_characters <= 4 * 8192
+    require_fits(codec, "x" * 8192, 8192, "prompt")
+    assert codec.num_characters <= 4 * 8192
+
+
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[RunningServer]:
+    limits = Limits(max_body_bytes=200_000, max_body_values=2000, max_body_seconds=1, max_queued_tokens=100)
+    with serving(lambda _: FailingEngine(step_s=0.01), limits=limits, api_keys=("secret",)) as running:
+        yield running
+
+
+KEY = {"authorization": "Bearer secret"}
+
+
+def test_what_says_it_is_too_long_is_refused_unread(server: RunningServer) -> None:
+    for length in ("200001", "9" * 19):
+        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+            connection.putrequest("POST", COMPLETIONS)
+            for name, value in {**KEY, "content-length": length}.items():
+                connection.putheader(name, value)
+            connection.endheaders()
+            response = connection.getresponse()
+            assert (response.status, json.load(response)["error"]["code"]) == (413, "body_too_long")
+
+
+def test_what_does_not_arrive_is_given_up(server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(10)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-length: 100\r\n\r\n{"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_too_many_values_are_refused_before_they_are_made(server: RunningServer) -> None:
+    body = b'{"prompt":[' + b"1," * 40_000 + b"1]}"
+    answer = post(server.port, COMPLETIONS, body, headers=KEY)
+    assert (answer.status, answer.error["code"]) == (413, "body_too_long")
+    text = json.dumps({"prompt": "[,{:" * 20_000, "max_tokens": 1}).encode()  # the same in a string is one value
+    assert post(server.port, COMPLETIONS, text, headers=KEY).error["code"] == "context_length_exceeded"
+
+
+def test_tokens_of_all_choices_are_counted_and_given_back(server: RunningServer) -> None:
+    body = {"prompt": "x" * 30, "max_tokens": 20}
+    assert post(server.port, COMPLETIONS, {**body, "n": 4}, headers=KEY).error["code"] == "queue_full"
+    for _ in range(3):
+        assert post(server.port, COMPLETIONS, {**body, "n": 3}, headers=KEY).status == 200
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+        asked = {**body, "n": 3, "max_tokens": 400, "stream": True}
+        connection.request("POST", COMPLETIONS, json.dumps(asked), KEY)
+        connection.getresponse().read(10)
+        refused = post(server.port, COMPLETIONS, body, headers=KEY)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    wait_until(lambda: post(server.port, COMPLETIONS, body, headers=KEY).status == 200, 5)
+
+
+def test_tokenising_needs_a_key(server: RunningServer) -> None:
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+        assert post(server.port, path, body).status == 401
+        assert post(server.port, path, body, headers=KEY).status == 200
+    assert get(server.port, "/metrics").status == 200
+
+
+def test_every_limit_is_an_option() -> None:
+    given = [
+        word
+        for each in fields(Limits)
+        for word in (f"--{each.name.replace('_', '-')}", str(getattr(Limits(), each.name)))
+    ]
+    assert parse_arguments(given, {}).limits == Limits()
+    assert parse_arguments(["--max-choices", "5"], {}).limits == Limits(max_choices=5)
+    with pytest.raises(ConfigError, match="max_choices"):
+        Limits(max_choices=0)

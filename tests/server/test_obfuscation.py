@@ -1,0 +1,246 @@
+"""An obfuscated stream looks the same on the wire, whatever was drafted and accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.answers.obfuscation import PIECE_TOKENS, EvenPieces, Pace
+from server.answers.stream import PADDED_BYTES
+from server.command.arguments import parse_arguments
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, EngineConfig
+from ssd.engine import Engine, FinishReason, RequestOutput, RequestStats
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+from ssd.text.stream import TextStream
+from tests.server.client import get, post
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
+
+INTERVAL_S = 0.02
+PROMPT = "def add(a, b):\n    return"
+
+
+def load(resources: ExitStack) -> Engine:
+    codec = TextCodec.load(str(MODEL_PATH))
+    caches = CacheSet(CacheConfig(), codec.fingerprint)
+    resources.callback(caches.close)
+    config = EngineConfig(max_num_seqs=4, max_model_len=512)
+    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(load, obfuscation_interval_s=INTERVAL_S) as running:
+        yield running
+
+
+def on_the_wire(port: int, path: str, body: dict[str, Any]) -> tuple[list[int], bytes]:
+    """Sizes of the writes of a streamed answer, which an observer of the network sees, and what they hold."""
+    content = json.dumps({**body, "stream": True}).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(head + content)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+    rest, sizes, whole = answer.partition(b"\r\n\r\n")[2], [], b""
+    while size := int(rest.partition(b"\r\n")[0], 16):
+        start = rest.index(b"\r\n") + 2
+        sizes.append(size)
+        whole += rest[start : start + size]
+        rest = rest[start + size + 2 :]
+    return sizes, whole
+
+
+def num_accepted(server: RunningServer) -> float:
+    text = get(server.port, "/metrics").content.decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(s.value for s in samples if s.name == "vllm:spec_decode_num_accepted_tokens_total")
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "options"),
+    [
+        (COMPLETIONS, {"prompt": PROMPT}, {}),
+        (COMPLETIONS, {"prompt": PROMPT, "temperature": 1.0, "seed": 5}, {"include_usage": True}),
+        (COMPLETIONS, {"prompt": PROMPT, "logprobs": 2, "echo": True, "return_token_ids": True}, USAGE),
+        (COMPLETIONS, {"prompt": [PROMPT, "import os\n"], "n": 2, "seed": 1, "temperature": 0.8}, USAGE),
+        (COMPLETIONS, {"prompt": PROMPT, "stop": ["zzz", "\n\n\n\n\n"], "prediction": PROMPT * 4}, USAGE),
+        (CHAT, {"messages": MESSAGES}, {}),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "n": 3, "temperature": 1.0, "seed": 2}, USAGE),
+    ],
+)
+def test_number_and_sizes_of_writes_do_not_tell_what_was_accepted(
+    server: RunningServer, path: str, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    if "prediction" in fields:
+        fields = {**fields, "prediction": {"type": "content", "content": fields["prediction"]}}
+    asked = {"temperature": 0, "max_tokens": 100, "ignore_eos": True, **fields}
+    whole = post(server.port, path, asked).json  # and the cache has learned it
+    obfuscated = {**asked, "stream_options": {"include_obfuscation": True, **options}}
+    before = num_accepted(server)
+    plain_sizes, plain = on_the_wire(server.port, path, {**obfuscated, "num_speculative_tokens": 0})
+    assert num_accepted(server) == before
+    drafted_sizes, drafted = on_the_wire(server.port, path, obfuscated)
+    assert num_accepted(server) > before + 40
+    assert drafted_sizes == plain_sizes
+    assert all(size % PADDED_BYTES == 0 for size in plain_sizes[:-1])
+    assert len(plain_sizes) == -(-100 // PIECE_TOKENS)
+    assert said(plain) == said(drafted) == {c["index"]: text_of(c) for c in whole["choices"]}
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    shown = choice.get("message") or choice.get("delta") or choice
+    return shown.get("text") or shown.get("content") or ""
+
+
+def said(stream: bytes) -> dict[int, str]:
+    """The text of every choice."""
+    texts: dict[int, str] = {}
+    for block in stream.split(b"\n\n")[:-2]:
+        for choice in json.loads(block.removeprefix(b"data: "))["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + text_of(choice)
+    return texts
+
+
+def test_pieces_hold_what_belongs_together(server: RunningServer, codec: TextCodec) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "logprobs": 0, "stream": True}
+    options = {"include_obfuscation": True, **USAGE}
+    asked |= {"return_token_ids": True, "stream_options": options}
+    _first, *events, last = post(server.port, COMPLETIONS, asked).events
+    assert [len(event["choices"][0]["token_ids"]) for event in events] == [16, 16, 8]
+    assert [event["usage"]["completion_tokens"] for event in (*events, last)] == [16, 32, 40, 40]
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None, None, "length"]
+    for event in events:
+        choice = event["choices"][0]
+        assert len(choice["logprobs"]["tokens"]) == len(choice["token_ids"])
+        assert codec.decode(choice["token_ids"], skip_special_tokens=True) == choice["text"]
+
+
+@pytest.mark.parametrize("stop", [["return"], ["\n\n", "self"], []])
+def test_an_output_that_ends_early_is_whole(server: RunningServer, stop: list[str]) -> None:
+    asked = {"prompt": "class Stack:\n", "max_tokens": 200, "temperature": 0, "stop": stop}
+    whole = post(server.port, COMPLETIONS, asked).json["choices"][0]
+    _, content = on_the_wire(server.port, COMPLETIONS, {**asked, "stream_options": {"include_obfuscation": True}})
+    assert said(content) == {0: whole["text"]}
+    assert (
+        json.loads(content.split(b"\n\n")[-3].removeprefix(b"data: "))["choices"][0]["finish_reason"]
+        == (whole["finish_reason"])
+    )
+
+
+def test_a_stream_that_fails_says_so() -> None:
+    asked = {"prompt": "ab" * 30, "max_tokens": 60, "stream": True, "stream_options": {"include_obfuscation": True}}
+    with serving(lambda _: FailingEngine(fail_at_step=40), obfuscation_interval_s=0.0) as server:
+        *events, failed = post(server.port, COMPLETIONS, asked).events
+    assert "".join(event["choices"][0]["text"] for event in events) == "ba" * 16  # two whole pieces of 40 tokens
+    assert failed["error"]["code"] is not None
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def outputs(codec: TextCodec, token_ids: list[int], cuts: list[int]) -> list[RequestOutput]:
+    """An output of ``token_ids`` whose steps end at ``cuts``."""
+    stream = TextStream(codec)
+    bounds = sorted({*(cut for cut in cuts if cut < len(token_ids)), len(token_ids)} - {0})
+    made = []
+    for start, stop in zip([0, *bounds], bounds, strict=False):
+        text, ended = stream.push(token_ids[start:stop]), stop == len(token_ids)
+        text += stream.finish() if ended else ""
+        made.append(
+            RequestOutput(
+                request_id="a",
+                token_ids=tuple(token_ids[start:stop]),
+                text=text,
+                finish_reason=FinishReason.LENGTH if ended else None,
+                stats=RequestStats(),
+            )
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec.load(str(MODEL_PATH))
+
+
+@given(
+    st.lists(st.lists(st.integers(4, 300), min_size=1, max_size=70), min_size=1, max_size=3),
+    st.lists(st.integers(1, 70), max_size=40),
+    st.randoms(use_true_random=False),
+)
+def test_pieces_do_not_depend_on_how_tokens_came(
+    codec: TextCodec, choices: list[list[int]], cuts: list[int], random: Any
+) -> None:
+    """Tokens of 4..300 are mostly single bytes: many characters are spelled by several."""
+    found = []
+    for cut_at in (cuts, range(71), []):
+        pieces = EvenPieces([TextStream(codec) for _ in choices])
+        steps = [[(i, output) for output in outputs(codec, ids, [*cut_at])] for i, ids in enumerate(choices)]
+        rounds = []
+        while any(steps):
+            index, output = random.choice([queue for queue in steps if queue]).pop(0)
+            pieces.add(index, output)
+            while pairs := pieces.next_round():
+                rounds.append([(i, piece.token_ids, piece.text, piece.finish_reason) for i, piece in pairs])
+        assert pieces.ended
+        found.append(rounds)
+    assert found[0] == found[1] == found[2]
+    for index, token_ids in enumerate(choices):
+        mine = [piece for pairs in found[0] for piece in pairs if piece[0] == index]
+        assert [len(piece[1]) for piece in mine[:-1]] == [PIECE_TOKENS] * (len(mine) - 1)
+        assert [token for piece in mine for token in piece[1]] == token_ids
+        assert "".join(piece[2] for piece in mine) == "".join(o.text for o in outputs(codec, token_ids, []))
+
+
+# -- the pace ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_ticks_evenly_and_waits_for_nobody_who_is_late() -> None:
+    async def ticks() -> list[float]:
+        pace, started, found = Pace(0.05, lambda: False), time.monotonic(), []
+        for work_s in (0.0, 0.0, 0.12, 0.0):
+            await asyncio.sleep(work_s)
+            await pace.tick()
+            found.append(time.monotonic() - started)
+        return found
+
+    found = asyncio.run(ticks())
+    assert all(at >= earliest - 0.01 for at, earliest in zip(found, (0.05, 0.10, 0.25, 0.30), strict=True))
+    assert found[-1] < 2
+
+
+def test_there_is_no_clock_at_0_and_none_once_the_server_stops() -> None:
+    async def ticks(interval_s: float, *, hurries: bool) -> float:
+        started, pace = time.monotonic(), Pace(interval_s, lambda: hurries)
+        for _ in range(10):
+            await pace.tick()
+        return time.monotonic() - started
+
+    assert asyncio.run(ticks(0.0, hurries=False)) < 1
+    assert asyncio.run(ticks(30.0, hurries=True)) < 1
+
+
+def test_the_interval_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_arguments([], {}).obfuscation_interval_s == 0.25
+    assert parse_arguments(["--obfuscation-interval", "0"], {}).obfuscation_interval_s == 0
+    for wrong in ("-1", "nan", "1000"):
+        with pytest.raises(SystemExit):
+            parse_arguments(["--obfuscation-interval", wrong], {})
+        assert "--obfuscation-interval" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""``ssd-serve`` as a process: start, errors at start, signals."""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.processes import free_port
+from ssd.bundled import MODEL_PATH
+from tests.server.client import get, greedy_completion, post, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 240.0
+"""Long, for what starts on a busy machine with all kernels to compile."""
+SMALL = ("--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "256", "--cache-tokens", "65536")
+
+
+def refused(*arguments: str) -> str:
+    """Run a server that cannot start; returns its one line of complaint."""
+    done = subprocess.run(
+        [sys.executable, "-m", "server", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    complaints = [line for line in done.stderr.splitlines() if line.startswith("ssd-serve: error: ")]
+    assert len(complaints) == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == complaints[0]
+    return complaints[0]
+
+
+@contextmanager
+def running(
+    *arguments: str,
+    before: Callable[[], object] = lambda: signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    ),  # the tests may be run by nohup
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A server process; ``before`` is called in it before it becomes one."""
+    port = free_port()
+    command = [sys.executable, "-m", "server", "--port", str(port), *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=before)
+    try:
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(port: int, path: str) -> bool:
+    try:
+        return get(port, path, timeout=5).status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def cache_tokens(port: int) -> float:
+    text = get(port, "/metrics").content.decode()
+    tokens = next(line for line in text.splitlines() if line.startswith("ssd:cache_tokens{"))
+    return float(tokens.rsplit(" ", 1)[1])
+
+
+def test_port_in_use_is_found_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        started = time.monotonic()
+        assert "--port" in refused("--port", str(taken.getsockname()[1]))
+        assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--no-such-flag",), "--no-such-flag"),
+        (("--port", "http"), "--port"),
+        (("--num-speculative-tokens", "500"), "num_speculative_tokens"),
+        (("--draft-acceptance", "rejection"), "--draft-model"),
+        (("--cache-tokens", "0"), "capacity_tokens"),
+        (("--host", "no such host"), "--host"),
+        (("./no-such-directory",), "no-such-directory"),
+        ((str(ROOT / "tests"),), "config.json"),
+        (("--generation-config", str(ROOT / "tests")), "generation_config.json"),
+    ],
+)
+def test_unusable_arguments_end_in_one_line(arguments: tuple[str, ...], hint: str) -> None:
+    if "--port" not in arguments:
+        arguments = ("--port", "0", *arguments)
+    assert hint in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--max-model-len", "1000000"), "max_model_len"),
+        *(
+            pytest.param(arguments, hint, marks=pytest.mark.slow)
+            for arguments, hint in [
+                (("--warm", str(ROOT / "tests")), "tests"),
+                (("--namespace", "../other"), "namespace"),
+                (("--draft-model", "./no-such-directory"), "no-such-directory"),
+                (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
+            ]
+        ),
+    ],
+)
+def test_what_only_loading_shows_ends_in_one_line(arguments: tuple[str, ...], hint: str) -> None:
+    assert hint in refused("--port", "0", "--device", "cpu", *arguments)
+
+
+def test_a_draft_model_drafts_beside_the_cache() -> None:
+    arguments = ("--draft-model", str(MODEL_PATH), "--draft-acceptance", "rejection")
+    with running(*SMALL, *arguments) as (_, port):
+        wait_until(lambda: answers(port, "/health"), START_S)
+        asked = {"prompt": "import os\n", "max_tokens": 24, "temperature": 0.9, "ignore_eos": True}
+        seeded = [post(port, "/v1/completions", {**asked, "seed": 3}).json["choices"][0]["text"] for _ in range(2)]
+        assert seeded[0] == seeded[1]
+        assert post(port, "/v1/completions", asked).json["usage"]["completion_tokens"] == 24
+        metrics = get(port, "/metrics").content.decode()
+        assert "ssd:source_draft_tokens_total" in metrics and 'source="' in metrics
+        assert "ssd:drafter_failures_total" in metrics and get(port, "/health").status == 200
+
+
+def test_start_serve_and_sigterm_with_a_request_in_flight(tmp_path: Path) -> None:
+    directory = str(tmp_path / "cache")
+    with running(*SMALL, "--cache-dir", directory) as (process, port):
+        wait_until(lambda: answers(port, "/live"), 60)
+        wait_until(lambda: answers(port, "/health"), START_S)
+        assert get(port, "/v1/models").json["data"][0]["max_model_len"] == 256
+        fields = {"prompt": "import os\n", "temperature": 0, "ignore_eos": True}
+        assert post(port, "/v1/completions", {**fields, "max_tokens": 40}).status == 200
+        assert directory in refused("--port", "0", *SMALL, "--cache-dir", directory)
+
+        statuses: list[int] = []
+        # Long enough to be running still when the signal comes, whatever the machine.
+        asked = {**fields, "prompt": "x = 1\n", "max_tokens": 200, "n": 4}
+        client = threading.Thread(target=lambda: statuses.append(post(port, "/v1/completions", asked).status))
+        client.start()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        client.join(10)
+        assert statuses in ([200], [503])
+
+    # What was learned is there again after a restart.
+    with running(*SMALL, "--cache-dir", directory) as (process, port):
+        wait_until(lambda: answers(port, "/health"), START_S)
+        assert cache_tokens(port) >= 40
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_loading_ends_with_status_0(number: signal.Signals) -> None:
+    with running(*SMALL) as (process, port):
+        wait_until(lambda: answers(port, "/live"), 60)
+        process.send_signal(number)
+        assert process.wait(20) == 0
+
+
+def test_a_hang_up_keeps_what_was_learned_and_nohup_is_heard(tmp_path: Path) -> None:
+    arguments = (*SMALL, "--cache-dir", str(tmp_path / "cache"))
+    with running(*arguments) as (process, port):
+        wait_until(lambda: answers(port, "/health"), START_S)
+        greedy_completion(port, prompt="import os\n", max_tokens=40, ignore_eos=True)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(20) == 0
+    with running(*arguments, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as (process, port):
+        wait_until(lambda: answers(port, "/health"), START_S)
+        assert cache_tokens(port) >= 40
+        process.send_signal(signal.SIGHUP)
+        greedy_completion(port, prompt="import os\n", max_tokens=40)
+        assert process.poll() is None
+
+
+_BREAKS = """
+import sys
+from server.command.launch import main
+from ssd.engine.engine import Engine
+from ssd.model.ways.slot_target import SlotTarget
+
+warm_up = Engine.warm_up
+
+def failing(*arguments, **options):
+    raise MemoryError("the device is gone")
+
+def warm_up_and_break(engine):
+    warm_up(engine)
+    SlotTarget.forward = failing
+
+Engine.warm_up = warm_up_and_break
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_engine_that_ends_answers_500_and_ends_the_process_with_status_1(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-c", _BREAKS, "--port", str(port), *SMALL, "--cache-dir", str(tmp_path / "cache")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: answers(port, "/health"), START_S)
+        answer = post(port, "/v1/completions", {"prompt": "import os\n", "max_tokens": 8})
+        assert answer.status == 500
+        assert answer.error["code"] in ("request_failed", "engine_failed")
+        _, log = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "the model computes nothing any more: the device is gone" in log
+    finally:
+        process.kill()
+        process.communicate()

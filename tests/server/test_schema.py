@@ -1,0 +1,262 @@
+"""What request bodies may contain, and what becomes of each field."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.answers.stream import PADDED_BYTES, encode_event
+from server.base.settings import VERSION, read_sampling_defaults
+from server.schema.chat import ChatBody
+from server.schema.completions import CompletionBody
+from server.schema.fields import IGNORED, NEUTRAL
+from server.schema.generate import GenerateBody
+from ssd.config import GrammarKind, SamplingParams, StructuredOutput
+from ssd.errors import ConfigError, RequestError
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def sampling(
+    body: GenerateBody, *, room: int = 100, default_limit: int | None = None, **defaults: float
+) -> SamplingParams:
+    return body.sampling(defaults, room=room, default_limit=default_limit)
+
+
+def refusal(schema: type[GenerateBody], fields: dict[str, Any]) -> RequestError:
+    base: dict[str, Any] = {"messages": MESSAGES} if schema is ChatBody else {"prompt": "hello"}
+    with pytest.raises(RequestError) as caught:
+        body = schema.parse({**base, **fields})
+        if isinstance(body, CompletionBody):
+            body.prompts()
+        if isinstance(body, ChatBody):
+            body.template_arguments()
+        sampling(body)
+    return caught.value
+
+
+@pytest.mark.parametrize("schema", [CompletionBody, ChatBody])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprobs", "1"), ("logprobs", 21), ("top_logprobs", 30), ("prompt_logprobs", 21), ("prompt_logprobs", -1),
+        ("echo", "yes"), ("suffix", "end"), ("best_of", 2), ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"), ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}),
+        ("response_format", {"type": "grammar"}), ("response_format", {"type": "json_schema"}),
+        ("structured_outputs", {}), ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("modalities", ["audio"]), ("audio", {"voice": "x"}),
+        ("prediction", {"type": "content"}), ("prediction", "x"), ("guided_json", 1), ("guided_choice", "x"),
+        ("bad_words", [""]), ("truncate_prompt_tokens", 5),
+        ("skip_special_tokens", False), ("use_beam_search", True), ("allowed_token_ids", []), ("no_such_field", 1),
+        ("max_tokens", -1), ("max_tokens", 0), ("max_tokens", "5"), ("max_tokens", 1.5), ("temperature", -0.1),
+        ("temperature", 2.5), ("temperature", "hot"), ("temperature", True), ("top_p", 0.0), ("top_p", 1.5),
+        ("top_k", -2), ("min_p", 2.0), ("repetition_penalty", 0.0), ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0), ("n", 0), ("n", 1000), ("seed", 1 << 64), ("stop", [""]), ("stop", ""),
+        ("stop", [1]), ("stop", ["x"] * 200), ("stop_token_ids", ["1"]), ("min_tokens", -1), ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {"1": 1000.0}), ("stream", "yes"), ("stream_options", {"include_usage": True}),
+        ("cache_salt", ""), ("model", 5),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_honoured_are_refused_by_name(schema: type[GenerateBody], field: str, value: Any) -> None:
+    error = refusal(schema, {field: value})
+    assert error.param == field
+    assert field in str(error)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "param"),
+    [
+        (CompletionBody, {"prompt": []}, "prompt"),
+        (CompletionBody, {"prompt": [[]]}, "prompt"),
+        (CompletionBody, {"prompt": [1, "a"]}, "prompt"),
+        (CompletionBody, {"prompt": [[1], 2]}, "prompt"),
+        (CompletionBody, {"prompt": [True]}, "prompt"),
+        (CompletionBody, {"prompt": 7}, "prompt"),
+        (CompletionBody, {"prompt": None}, "prompt"),
+        (CompletionBody, {"messages": MESSAGES}, "messages"),
+        (ChatBody, {"messages": []}, "messages"),
+        (ChatBody, {"messages": "hello"}, "messages"),
+        (ChatBody, {"messages": None}, "messages"),
+        (ChatBody, {"prompt": "hello"}, "prompt"),
+        (ChatBody, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (ChatBody, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (ChatBody, {"add_special_tokens": True}, "add_special_tokens"),
+        (ChatBody, {"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        (ChatBody, {"stream": True, "stream_options": {"every": 2}}, "stream_options.every"),
+        (ChatBody, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (ChatBody, {"top_logprobs": 2}, "top_logprobs"),
+        (ChatBody, {"logprobs": 1}, "logprobs"),
+        (ChatBody, {"echo": True}, "echo"),
+        (CompletionBody, {"logprobs": True}, "logprobs"),
+        (ChatBody, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ],
+)
+def test_malformed_bodies_name_the_field(schema: type[GenerateBody], fields: dict[str, Any], param: str) -> None:
+    assert refusal(schema, fields).param == param
+
+
+@pytest.mark.parametrize("content", [None, [], "text", 3])
+def test_a_body_that_is_no_object_is_refused(content: Any) -> None:
+    with pytest.raises(RequestError, match="JSON object"):
+        ChatBody.parse(content)
+
+
+def test_null_means_absent_and_fields_without_effect_are_ignored() -> None:
+    plain = CompletionBody.parse({"prompt": "x"})
+    nulls = {name: None for name in [*CompletionBody.model_fields, *NEUTRAL, "best_of"] if name != "prompt"}
+    assert CompletionBody.parse({"prompt": "x", **nulls}) == plain
+    assert CompletionBody.parse({"prompt": "x", **{name: {"any": "thing"} for name in IGNORED}}) == plain
+    neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+    assert CompletionBody.parse({"prompt": "x", "best_of": 1, **neutral}) == plain
+
+
+def test_fields_reach_the_sampling_parameters() -> None:
+    fields: dict[str, Any] = {
+        "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
+        "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": -4, "stop_token_ids": [5],
+        "include_stop_str_in_output": True, "ignore_eos": True, "min_tokens": 2,
+    }  # fmt: skip
+    body = CompletionBody.parse({"prompt": "x", "logit_bias": {"3": -1, "4": 2.5}, "stop": "end", **fields})
+    expected: dict[str, Any] = {**fields, "stop_token_ids": (5,), "stop": ("end",), "logit_bias": ((3, -1.0), (4, 2.5))}
+    assert sampling(body, temperature=1.5, top_k=3) == SamplingParams(**expected)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "source"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            "json_schema",
+            json.dumps(SCHEMA),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
+        ({"structured_outputs": {"json": "{}"}}, "json_schema", "{}"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
+        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        ({"guided_json": SCHEMA}, "json_schema", json.dumps(SCHEMA)),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a"]}, "choice", '["a"]'),
+        ({"guided_grammar": "start: /a/"}, "grammar", "start: /a/"),
+    ],
+)
+def test_structured_output_has_many_names(fields: dict[str, Any], kind: GrammarKind, source: str) -> None:
+    for schema, base in ((ChatBody, {"messages": MESSAGES}), (CompletionBody, {"prompt": "x"})):
+        found = sampling(schema.parse({**base, **fields})).structured_output
+        assert found == StructuredOutput(kind, source)
+        assert found.param in fields
+    neutral = ChatBody.parse({"messages": MESSAGES, "response_format": {"type": "text"}})
+    assert sampling(neutral).structured_output is None
+
+
+def test_log_probabilities_are_asked_for_in_two_ways() -> None:
+    def asked(schema: type[GenerateBody], **fields: Any) -> tuple[int | None, int | None]:
+        base: dict[str, Any] = {"messages": MESSAGES} if schema is ChatBody else {"prompt": "x"}
+        params = sampling(schema.parse({**base, **fields}))
+        return params.logprobs, params.prompt_logprobs
+
+    assert asked(CompletionBody) == asked(ChatBody) == asked(CompletionBody, logprobs=False) == (None, None)
+    assert asked(CompletionBody, logprobs=0) == asked(ChatBody, logprobs=True) == (0, None)
+    assert asked(ChatBody, logprobs=True, top_logprobs=5, prompt_logprobs=1) == (5, 1)
+    assert asked(CompletionBody, logprobs=2, echo=True) == (2, 2)
+    assert asked(CompletionBody, echo=True) == (None, None)
+
+
+def test_defaults_fill_what_the_request_leaves_out_and_openai_fills_the_rest() -> None:
+    body = ChatBody.parse({"messages": MESSAGES, "top_p": 0.5})
+    found = sampling(body, temperature=0.6, top_p=0.9, top_k=20)
+    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.6, 0.5, 20, 0.0)
+    assert sampling(body).temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "room", "default_limit", "defaults", "expected"),
+    [
+        ({}, 100, 16, {}, 16),
+        ({}, 10, 16, {}, 10),
+        ({}, -5, 16, {}, 1),
+        ({}, 100, None, {}, None),
+        ({}, 100, None, {"max_new_tokens": 50}, 50),
+        ({}, 30, None, {"max_new_tokens": 50}, 30),
+        ({"max_tokens": 60}, 30, None, {"max_new_tokens": 50}, 60),
+        ({"max_tokens": 60, "max_completion_tokens": 7}, 30, None, {}, 7),
+    ],
+)
+def test_output_limit(
+    fields: dict[str, int], room: int, default_limit: int | None, defaults: dict[str, float], expected: int | None
+) -> None:
+    body = ChatBody.parse({"messages": MESSAGES, **fields})
+    assert sampling(body, room=room, default_limit=default_limit, **defaults).max_tokens == expected
+
+
+def test_only_a_request_that_asks_for_a_seed_has_one() -> None:
+    assert sampling(CompletionBody.parse({"prompt": "x"})).seed is None
+    assert sampling(CompletionBody.parse({"prompt": "x", "seed": 5})).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), ("", [""]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_four_shapes_of_prompt(prompt: Any, expected: list[Any]) -> None:
+    assert CompletionBody.parse({"prompt": prompt}).prompts() == expected
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*ChatBody.model_fields, *CompletionBody.model_fields, "x"]), _JSON))
+def test_any_json_is_understood_or_refused_with_our_error(fields: dict[str, Any]) -> None:
+    for schema in (ChatBody, CompletionBody):
+        try:
+            body = schema.parse(fields)
+            body.prompts() if isinstance(body, CompletionBody) else body.template_arguments()
+            sampling(body)
+        except RequestError as error:
+            assert str(error)
+
+
+@given(st.text(max_size=400))
+def test_padded_events_have_a_length_that_tells_nothing(text: str) -> None:
+    assert len(encode_event({"text": text}, pad=True)) % PADDED_BYTES == 0
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=100), st.integers(0, 1 << 30))
+def test_the_length_of_a_padded_event_does_not_tell_its_numbers_digits(numbers: list[float], count: int) -> None:
+    padded = [
+        len(encode_event({"logprobs": some, "count": count}, pad=True)) for some in (numbers, [0.0] * len(numbers))
+    ]
+    assert padded[0] == padded[1]
+
+
+def test_sampling_defaults_are_read_from_a_generation_config(tmp_path: Any) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": [1, 2], "do_sample": true, "top_p": null}')
+    assert read_sampling_defaults(path) == {"temperature": 0.6, "top_k": 20}
+    for content in ("[]", "{", '{"top_k": "x"}'):
+        path.write_text(content)
+        with pytest.raises(ConfigError):
+            read_sampling_defaults(path)
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    assert tomllib.loads(project.read_text())["project"]["version"] == VERSION
