@@ -95,7 +95,7 @@ def tokenizer_with(markers: frozenset[str]) -> tuple[Tokenizer, LLTokenizer, dic
     tokenizer.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in sorted(markers)])
     end = tokenizer.token_to_id("<|end|>")
     known = LLTokenizer(tokenizer.to_str(), n_vocab=tokenizer.get_vocab_size(), eos_token=[end])
-    return tokenizer, known, {marker: tokenizer.token_to_id(marker) for marker in markers}
+    return tokenizer, known, {text: token for text, token in tokenizer.get_vocab().items() if text in markers}
 
 
 def allows(grammar: str, text: str, markers: frozenset[str]) -> bool:
