@@ -19,6 +19,7 @@ from server.base.json_text import json_text
 from server.base.lanes import Lanes
 from server.base.settings import ServerSettings
 from server.intake.body_reader import BodyReader
+from server.intake.learning import may_learn
 from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
 from server.running.engine_thread import Worker, WorkerState
@@ -70,7 +71,11 @@ class Service:
 
     async def read(self, request: Request, schema: type[B]) -> B:
         """The checked body of a request; raises RequestError, ApiError, QueueFull, or why there is no engine."""
-        return await self._read(request, lambda content: schema.parse(content, self.settings.limits))
+        learns = may_learn(request.headers)
+        body = await self._read(request, lambda content: schema.parse(content, self.settings.limits))
+        if not learns and isinstance(body, GenerateBody):
+            body.store = False
+        return body
 
     async def read_tokenize(self, request: Request) -> TokenizeTextBody | TokenizeChatBody:
         """The body of /tokenize, which has one of two forms."""
@@ -170,7 +175,13 @@ class Service:
         share.grow(num_tokens)
         prompt_ids = [tuple(prompt) for prompt in prompts]
         generation = Generation(
-            self.worker, self.metrics.latencies, prompt_ids, prediction, aside=self.lanes.answers, share=share
+            self.worker,
+            self.metrics.latencies,
+            prompt_ids,
+            prediction,
+            aside=self.lanes.answers,
+            share=share,
+            only_scores=body.only_scores,
         )
 
         def submit() -> None:
@@ -244,6 +255,7 @@ class Service:
             tenant=None if self.settings.share_prefix_cache else tenant,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
+            learn=body.store is not False,
         )
 
     def _namespace(self, body: GenerateBody) -> str | None:
