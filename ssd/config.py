@@ -234,6 +234,10 @@ class SamplingParams:
     structured_output: StructuredOutput | None = None
     """Only tokens that keep the text within this grammar are sampled. It goes before ``allowed_token_ids``, and both go
     before ``bad_words`` and ``min_tokens``: a weaker rule that would leave no token is not applied there."""
+    skip_special_tokens: bool = True
+    """Special tokens of the output give no text; an end of text that ends it never does."""
+    shown_special_ids: tuple[int, ...] = ()
+    """Special tokens that give text all the same: what a reader of the text looks for."""
     logprobs: int | None = None
     """Report each output token's log-probability and those of this many most probable tokens. They are the model's own:
     of float32 logits before bias, penalties, temperature and everything else here, as vLLM's are by default."""
@@ -270,6 +274,7 @@ class SamplingParams:
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words", [token for word in self.bad_words for token in word]),
+            ("shown_special_ids", self.shown_special_ids),
         ):
             check(not ids or (min(ids) >= 0 and max(ids) <= _MOST), name, f"of token ids within 0..{_MOST}")
         for name, limit in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):

@@ -116,8 +116,9 @@ class Service:
         engine = self.worker.loaded_engine
         if not writer.pad or engine is None:
             return events(generation, bodies, writer, keep_alive_s)
-        codec, stop = codec_of(engine), generation.stop
-        streams = [TextStream(codec, stop=stop, include_stop=generation.include_stop) for _ in generation.choices]
+        assert generation.sampling is not None  # every generation was submitted
+        codec, sampling = codec_of(engine), generation.sampling
+        streams = [TextStream.following(codec, sampling) for _ in generation.choices]
         pace = Pace(self.settings.obfuscation_interval_s, lambda: self.worker.state is not WorkerState.READY)
         return obfuscated_events(generation, writer, EvenPieces(streams), pace, keep_alive_s)
 

@@ -16,6 +16,7 @@ from server.running.latencies import Latencies
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
+    from ssd.config import SamplingParams
     from ssd.engine import Request, RequestOutput, TokenLogprobs
 
 _MOST_AT_ONCE = 32
@@ -85,8 +86,7 @@ class Generation:
         self._share = share
         self.prediction = prediction
         self.choices: list[Choice] = []
-        self.stop: tuple[str, ...] = ()
-        self.include_stop = False
+        self.sampling: SamplingParams | None = None
         self._worker = worker
         self._latencies = latencies
         self._inbox = Inbox()
@@ -102,7 +102,7 @@ class Generation:
         """Hand over all choices; when one is refused, none stays and the refusal is raised."""
         try:
             for request in requests:
-                self.stop, self.include_stop = request.sampling.stop, request.sampling.include_stop_str_in_output
+                self.sampling = request.sampling
                 self._worker.submit(request, self._inbox)
                 self._index[request.request_id] = len(self.choices)
                 self._running.add(request.request_id)
