@@ -35,9 +35,13 @@ def make_parser(
 def check_names(tool_call: str | None, reasoning: str | None) -> None:
     """Raise ConfigError where one is no format's name; None is none."""
     if tool_call is not None and tool_call not in TOOL_CALL_PARSERS:
-        raise ConfigError(f"no tool-call parser {tool_call!r}: give one of {', '.join(TOOL_CALL_PARSERS)}, auto or none")
+        raise ConfigError(
+            f"no tool-call parser {tool_call!r}: give one of {', '.join(TOOL_CALL_PARSERS)}, auto or none"
+        )
     if reasoning is not None and reasoning not in REASONING_PARSERS:
-        raise ConfigError(f"no reasoning parser {reasoning!r}: give one of {', '.join(REASONING_PARSERS)}, auto or none")
+        raise ConfigError(
+            f"no reasoning parser {reasoning!r}: give one of {', '.join(REASONING_PARSERS)}, auto or none"
+        )
 
 
 def special_tokens(tool_call: str | None, reasoning: str | None) -> frozenset[str]:

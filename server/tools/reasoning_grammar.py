@@ -1,0 +1,47 @@
+"""What a model may think before a text that a grammar constrains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from server.tools.formats import REASONING_FORMATS
+from server.tools.harmony import CHANNEL, END, MESSAGE, START
+
+_ANYTHING = "/(?s:.*)/"
+
+
+def reasoning_rule(name: str | None, prompt: str, special: Mapping[str, int]) -> str | None:
+    """Lark rules for llguidance, of which ``reasoning`` is all that may come before; None where nothing does.
+
+    ``name`` : of the reasoning's format. ``prompt`` : the end of what the model continues, which may have opened or
+    closed it. ``special`` : the vocabulary's special tokens, which no other text can spell.
+    """
+    if name is None:
+        return None
+    form = REASONING_FORMATS[name].form
+    if form is None:  # harmony: a message on a channel of its own, and the header of the next one
+        begin = " ".join(_marker(part, special) for part in (CHANNEL, "analysis", MESSAGE))
+        after = " ".join(_marker(part, special) for part in (START, "assistant"))
+        return f"reasoning: ({begin} thought {after})?\n{_thought(END, special)}"
+    written = prompt.rstrip()
+    if written.endswith(form.end):
+        return None
+    opening = " | ".join(_marker(begin, special) for begin in form.begin)
+    rules = f"{_thought(form.end[0], special)}SPACE: /[ \\n]{{1,4}}/\n"
+    if written.endswith(form.begin):
+        return f"reasoning: thought SPACE?\n{rules}"
+    if form.inside:
+        return f"reasoning: ({opening})? thought SPACE?\n{rules}"
+    return f"reasoning: (({opening}) thought SPACE?)?\n{rules}"
+
+
+def _thought(end: str, special: Mapping[str, int]) -> str:
+    """The rule ``thought``: any text up to ``end``."""
+    if end in special:
+        return f"thought: {_ANYTHING} {_marker(end, special)}\n"
+    return f"thought[suffix={json.dumps(end)}]: {_ANYTHING}\n"
+
+
+def _marker(text: str, special: Mapping[str, int]) -> str:
+    return f"<[{special[text]}]>" if text in special else json.dumps(text)
