@@ -14,7 +14,8 @@ from server.schema.tool_fields import ToolUse
 from server.tools.messages import Messages, call_id
 from server.tools.reasoning_grammar import reasoning_rule
 from server.tools.reasoning_tokens import count_reasoning_tokens
-from server.tools.registry import call_grammar, make_parser, special_tokens
+from server.tools.call_grammars import call_grammar
+from server.tools.registry import make_parser, special_tokens
 from ssd.config import StructuredOutput
 from ssd.errors import RequestError
 

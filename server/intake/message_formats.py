@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from server.tools.registry import detect
+from server.tools.detection import detect
 from ssd.text.tools_in_words import knows_tools
 
 if TYPE_CHECKING:
