@@ -24,15 +24,24 @@ class ReasoningFormat:
     inside: bool = False
 
 
+def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
+    """Whether the model goes on inside the reasoning; None where the prompt has closed it.
+
+    ``prompt`` : its end; templates of several models open or close the reasoning themselves.
+    """
+    written = prompt.rstrip()
+    if written.endswith(form.end):
+        return None
+    return form.inside or written.endswith(form.begin)
+
+
 def reasoning(form: ReasoningFormat, prompt: str) -> Reader:
     """Reads it where there is any; ``prompt`` : the end of what the model continues, which may open or close it."""
-    written = prompt.rstrip()
-    closed = written.endswith(form.end)
-    inside = written.endswith(form.begin) or (form.inside and not closed)
+    inside = begins_inside(form, prompt)
     markers = Markers(*form.end, *form.also_ends)
 
     def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
-        if closed:
+        if inside is None:
             return
         yield from scanner.space()
         if not (yield from scanner.literal(*form.begin)) and not inside:
