@@ -11,10 +11,10 @@ from server.base.limits import Limits
 from server.intake.message_formats import MessageFormat
 from server.schema.chat import ChatBody
 from server.schema.tool_fields import ToolUse
+from server.tools.call_grammars import call_grammar
 from server.tools.messages import Messages, call_id
 from server.tools.reasoning_grammar import reasoning_rule
 from server.tools.reasoning_tokens import count_reasoning_tokens
-from server.tools.call_grammars import call_grammar
 from server.tools.registry import make_parser, special_tokens
 from ssd.config import StructuredOutput
 from ssd.errors import RequestError
@@ -66,17 +66,19 @@ def plan_answer(
         elif reader is None:
             raise _no_parser()
     seen = special_tokens(reader, form.reasoning)
-    output = _output(calls, asked, reasoning_rule(form.reasoning, tail, codec.special_tokens), must=mode == "required")
+    output = _output(calls, asked, reasoning_rule(form.reasoning, tail, codec.added_tokens), must=mode == "required")
     messages = Messages(
         partial(make_parser, reader, form.reasoning, functions=functions, prompt=tail),
         parallel=use is None or use.parallel,
+        only_calls=mode == "required",
         show_reasoning=body.include_reasoning,
         make_id=partial(call_id, _MISTRAL_ID_LENGTH, "") if reader == "mistral" else None,
     )
     count = None
     if form.reasoning is not None:
         count = partial(_count_reasoning, form.reasoning, tail, codec)
-    shown = tuple(sorted(token_id for text, token_id in codec.special_tokens.items() if text in seen))
+    ids = {token_id for text, token_id in codec.added_tokens.items() if text in seen}
+    shown = tuple(sorted(ids & codec.special_ids))
     return AnswerPlan(messages, output, shown, count)
 
 
@@ -95,7 +97,7 @@ def _calls(
 ) -> tuple[str, str]:
     """The format that calls are to be written in, and its grammar: the model's own if possible."""
     for name in (form.tool_call, _JSON_CALLS):
-        grammar = name and call_grammar(name, functions, parallel=use.parallel, special=codec.special_tokens)
+        grammar = name and call_grammar(name, functions, parallel=use.parallel, special=codec.added_tokens)
         if name and grammar:
             if len(grammar) > limits.max_grammar_characters:
                 raise RequestError(

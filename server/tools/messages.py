@@ -50,12 +50,18 @@ class Messages:
         make_parser: Callable[[], MessageParser],
         *,
         parallel: bool = True,
+        only_calls: bool = False,
         show_reasoning: bool = True,
         make_id: Callable[[], str] | None = None,
     ) -> None:
-        """``parallel`` : a message may call more than one function; else calls after its first are dropped."""
+        """``parallel`` : a message may call more than one function; else calls after its first are dropped.
+
+        ``only_calls`` : a grammar holds it to calls, so that there is no content but the beginning of a call that was
+        cut, which is dropped.
+        """
         self._make_parser = make_parser
         self._most_calls = None if parallel else 1
+        self._only_calls = only_calls
         self._show_reasoning = show_reasoning
         self._make_id = make_id or call_id
         self._parsers: dict[int, MessageParser] = {}
@@ -81,12 +87,12 @@ class Messages:
         return self.of(index)
 
     def _taken(self, message: Message, delta: MessageDelta) -> MessageDelta:
+        content = "" if self._only_calls else delta.content
         reasoning = delta.reasoning if self._show_reasoning else ""
         calls = delta.tool_calls
         if self._most_calls is not None:
             calls = tuple(call for call in calls if call.index < self._most_calls)
-        if reasoning != delta.reasoning or len(calls) != len(delta.tool_calls):
-            delta = MessageDelta(content=delta.content, reasoning=reasoning, tool_calls=calls)
+        delta = MessageDelta(content=content, reasoning=reasoning, tool_calls=calls)
         if delta.content:
             message.content.append(delta.content)
         if delta.reasoning:

@@ -7,41 +7,43 @@ from collections.abc import Mapping
 
 from server.tools.formats import REASONING_FORMATS
 from server.tools.harmony import CHANNEL, END, MESSAGE, START
+from server.tools.reasoning import begins_inside
 
 _ANYTHING = "/(?s:.*)/"
 
 
-def reasoning_rule(name: str | None, prompt: str, special: Mapping[str, int]) -> str | None:
+def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> str | None:
     """Lark rules for llguidance, of which ``reasoning`` is all that may come before; None where nothing does.
 
     ``name`` : of the reasoning's format. ``prompt`` : the end of what the model continues, which may have opened or
-    closed it. ``special`` : the vocabulary's special tokens, which no other text can spell.
+    closed it. ``added`` : the tokens added beside the vocabulary and their ids, which a grammar's texts never
+    spell, be they special or not.
     """
     if name is None:
         return None
     form = REASONING_FORMATS[name].form
     if form is None:  # harmony: a message on a channel of its own, and the header of the next one
-        begin = " ".join(_marker(part, special) for part in (CHANNEL, "analysis", MESSAGE))
-        after = " ".join(_marker(part, special) for part in (START, "assistant"))
-        return f"reasoning: ({begin} thought {after})?\n{_thought(END, special)}"
-    written = prompt.rstrip()
-    if written.endswith(form.end):
+        begin = " ".join(_marker(part, added) for part in (CHANNEL, "analysis", MESSAGE))
+        after = " ".join(_marker(part, added) for part in (START, "assistant"))
+        return f"reasoning: ({begin} thought {after})?\n{_thought(END, added)}"
+    inside = begins_inside(form, prompt)
+    if inside is None:
         return None
-    opening = " | ".join(_marker(begin, special) for begin in form.begin)
-    rules = f"{_thought(form.end[0], special)}SPACE: /[ \\n]{{1,4}}/\n"
-    if written.endswith(form.begin):
+    opening = " | ".join(_marker(begin, added) for begin in form.begin)
+    rules = f"{_thought(form.end[0], added)}SPACE: /[ \\n]{{1,4}}/\n"
+    if prompt.rstrip().endswith(form.begin):
         return f"reasoning: thought SPACE?\n{rules}"
-    if form.inside:
+    if inside:
         return f"reasoning: ({opening})? thought SPACE?\n{rules}"
     return f"reasoning: (({opening}) thought SPACE?)?\n{rules}"
 
 
-def _thought(end: str, special: Mapping[str, int]) -> str:
+def _thought(end: str, added: Mapping[str, int]) -> str:
     """The rule ``thought``: any text up to ``end``."""
-    if end in special:
-        return f"thought: {_ANYTHING} {_marker(end, special)}\n"
+    if end in added:
+        return f"thought: {_ANYTHING} {_marker(end, added)}\n"
     return f"thought[suffix={json.dumps(end)}]: {_ANYTHING}\n"
 
 
-def _marker(text: str, special: Mapping[str, int]) -> str:
-    return f"<[{special[text]}]>" if text in special else json.dumps(text)
+def _marker(text: str, added: Mapping[str, int]) -> str:
+    return f"<[{added[text]}]>" if text in added else json.dumps(text)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from server.tools.formats import REASONING_FORMATS
 from server.tools.harmony import CHANNEL, END
+from server.tools.reasoning import begins_inside
 
 _BEGINNING = 16
 """Tokens among which the marker that begins it must be."""
@@ -25,11 +26,8 @@ def count_reasoning_tokens(name: str, prompt: str, token_ids: Sequence[int], dec
     if form is None:
         end, begun = END, beginning.startswith(f"{CHANNEL}analysis")
     else:
-        written = prompt.rstrip()
-        end = form.end[0]
-        begun = not written.endswith(form.end) and (
-            form.inside or written.endswith(form.begin) or beginning.startswith(form.begin)
-        )
+        inside = begins_inside(form, prompt)
+        end, begun = form.end[0], inside or (inside is False and beginning.startswith(form.begin))
     if not begun:
         return 0
     ends_within = bisect_left(range(len(token_ids)), True, key=lambda last: end in decode(token_ids[: last + 1]))

@@ -241,9 +241,9 @@ class TextCodec:
         return token_id in self._added_ids
 
     @cached_property
-    def special_tokens(self) -> Mapping[str, int]:
-        """The ids that stand for structure, by the text they are written as."""
-        pieces = {token_id: self.piece(token_id) for token_id in sorted(self.special_ids)}
+    def added_tokens(self) -> Mapping[str, int]:
+        """The ids of the tokens added beside the vocabulary, special ones and others, by their text."""
+        pieces = {token_id: self.piece(token_id) for token_id in sorted(self._added_ids)}
         return {piece: token_id for token_id, piece in pieces.items() if piece}
 
     def to_json(self) -> str:
