@@ -15,6 +15,7 @@ from server.command.limit_options import add_limit_options, limits_of
 from server.command.model_options import ModelOptions, add_model_options, model_options_of
 from server.command.service_options import ServiceOptions, add_service_options, service_options_of
 from server.command.speculation_options import SpeculationOptions, add_speculation_options, speculation_options_of
+from server.command.tool_options import ToolOptions, add_tool_options, tool_options_of
 from ssd.errors import ConfigError
 
 _EXAMPLES = """\
@@ -30,6 +31,7 @@ class Options:
     """A checked command line, a part for each group of options."""
 
     service: ServiceOptions
+    tools: ToolOptions
     model: ModelOptions
     speculation: SpeculationOptions
     cache: CacheOptions
@@ -50,6 +52,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
     try:
         return Options(
             service=service_options_of(found, environment),
+            tools=tool_options_of(found),
             model=model_options_of(found),
             speculation=speculation_options_of(found),
             cache=cache_options_of(found, environment),
@@ -70,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ssd-serve {VERSION}")
     add_service_options(parser)
+    add_tool_options(parser)
     add_model_options(parser)
     add_limit_options(parser)
     add_speculation_options(parser)

@@ -24,6 +24,8 @@ _HELP = {
     "max_grammar_characters": "longest schema, choices or grammar",
     "max_regex_characters": "longest regular expression",
     "max_messages": "most messages of a conversation",
+    "max_tools": "most functions that a model is told of",
+    "max_tools_characters": "most characters of their names, descriptions and schemas together",
 }
 
 

@@ -31,7 +31,7 @@ class Body(BaseModel):
         """
         if not isinstance(content, dict):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
-        fields = honoured_fields(content)
+        fields = honoured_fields(content, cls.model_fields)
         unknown = next((name for name in fields if name not in cls.model_fields), None)
         if unknown is not None:  # before anything else, since it explains other mistakes
             raise _unknown_field(unknown)
