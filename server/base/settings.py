@@ -56,6 +56,9 @@ class ServerSettings:
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
 
+    logs_requests: bool = True
+    """A line of log for each request."""
+
     limits: Limits = field(default_factory=Limits)
     """What is too much for one request, or for all."""
 

@@ -13,6 +13,7 @@ from server.base.limits import Limits
 from server.base.settings import OBFUSCATION_INTERVAL_S, VERSION
 from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
 from server.command.limit_options import add_limit_options, limits_of
+from server.observe.logs import LOG_FORMATS, LogFormat
 from ssd.config import (
     DRAFT_ACCEPTANCES,
     DRAFT_SHAPES,
@@ -64,6 +65,8 @@ class Options:
     allow_special_tokens: bool
     obfuscation_interval_s: float
     log_level: str
+    log_format: LogFormat
+    logs_requests: bool
     engine: EngineConfig
     draft: DraftConfig
     cache: CacheConfig
@@ -114,6 +117,8 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             allow_special_tokens=found.allow_special_tokens,
             obfuscation_interval_s=found.obfuscation_interval,
             log_level=found.log_level,
+            log_format=found.log_format,
+            logs_requests=not found.no_access_log,
             engine=EngineConfig(
                 max_num_seqs=found.max_num_seqs,
                 max_model_len=found.max_model_len,
@@ -208,6 +213,14 @@ def build_parser() -> argparse.ArgumentParser:
         "model takes for them without drafts; 0 sends each when it is complete (default: %(default)s)",
     )  # fmt: skip
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(default: %(default)s)")
+    add(
+        "--log-format", default="text", choices=LOG_FORMATS,
+        help="lines for people, or one JSON object a line; neither holds any text of a request (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--no-access-log", "--disable-log-requests", action="store_true",
+        help="no line for each request (default: one; of /live, /health and /metrics only at --log-level debug)",
+    )  # fmt: skip
 
     add = parser.add_argument_group("model").add_argument
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: %(default)s)")

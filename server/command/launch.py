@@ -19,6 +19,7 @@ from server.base.settings import ServerSettings
 from server.command.arguments import API_KEY_VARIABLE, Options, parse_arguments
 from server.command.assembly import EngineLoader, make_settings
 from server.endpoints.app import create_app
+from server.observe.logs import set_up_logging
 from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
 from ssd.sharing.connection import URL_VARIABLE
@@ -52,11 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     for secret in (API_KEY_VARIABLE, URL_VARIABLE):
         os.environ.pop(secret, None)  # no child needs it
-    logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    for noisy in ("uvicorn", "httpx", "asyncio"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    set_up_logging(options.log_level, options.log_format)
     _allow_open_files()
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -167,5 +164,7 @@ def _refuse(error: BaseException) -> int:
         message = f"not enough memory: {message}; lower --max-num-seqs, --max-model-len or --cache-tokens"
     elif not isinstance(error, SSDError):
         message = f"{type(error).__name__}: {message} (--log-level debug shows where)"
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # what was logged before comes before
     print(f"ssd-serve: error: {message}", file=sys.stderr)
     return UNUSABLE

@@ -17,6 +17,7 @@ from server.base.budget import Budget
 from server.base.errors import model_not_found
 from server.base.json_text import json_text
 from server.base.lanes import Lanes
+from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.intake.body_reader import BodyReader
 from server.intake.texts import Texts, codec_of
@@ -91,6 +92,7 @@ class Service:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
         if body.model is not None and body.model not in self.settings.model_names:
             raise model_not_found(body.model, self.settings.model_name)
+        current_record().model = body.model or self.settings.model_name
         return self.worker.engine
 
     async def completion(self, body: CompletionBody, tenant: str | None) -> tuple[Generation, Bodies]:
@@ -166,6 +168,9 @@ class Service:
         if output is not None and engine.grammars is not None:
             await self.lanes.grammars.run(engine.grammars.compile, output)  # and kept there
         num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
+        self.metrics.latencies.num_choices.observe(body.n)
+        record = current_record()
+        record.response_id, record.is_stream = bodies.id, body.stream
         share = self._queued.share()
         share.grow(num_tokens)
         prompt_ids = [tuple(prompt) for prompt in prompts]

@@ -16,6 +16,7 @@ from server.base.settings import ServerSettings
 from server.endpoints.app import create_app
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
+from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
 from tests.server.client import wait_until
@@ -45,7 +46,8 @@ class FailingEngine:
     def __init__(self, *, step_s: float = 0.0, max_waiting: int = 100, fail_at_step: int | None = None) -> None:
         self.codec = CharCodec()
         self.max_model_len = 512
-        self.target = SimpleNamespace(way="in tests", can_roll_back=True)
+        self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=max_waiting)
+        self.config = EngineConfig()
         self.metrics = EngineMetrics()
         self.caches = None
         self.closed = False
