@@ -131,7 +131,8 @@ class EventWriter:
         """The last event but the end mark, where it was asked for."""
         if not self._with_usage:
             return b""
-        return encode_event({**self._bodies.chunk([]), "usage": self._generation.usage.body()}, pad=self.pad)
+        last = {**self._bodies.chunk([]), "usage": self._generation.usage.body()}
+        return encode_event({**last, **self._bodies.draft_metrics(self._generation)}, pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
         """An error is an event, too."""

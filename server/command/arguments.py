@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from server.base.limits import Limits
-from server.base.settings import OBFUSCATION_INTERVAL_S, VERSION
+from server.base.settings import OBFUSCATION_INTERVAL_S, SPEC_DECODE_METRICS, VERSION, SpecDecodeMetrics
 from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
 from server.command.limit_options import add_limit_options, limits_of
 from server.observe.logs import LOG_FORMATS, LogFormat
@@ -67,6 +67,8 @@ class Options:
     log_level: str
     log_format: LogFormat
     logs_requests: bool
+    otlp_traces_endpoint: str | None
+    spec_decode_metrics: SpecDecodeMetrics
     engine: EngineConfig
     draft: DraftConfig
     cache: CacheConfig
@@ -119,6 +121,8 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             log_level=found.log_level,
             log_format=found.log_format,
             logs_requests=not found.no_access_log,
+            otlp_traces_endpoint=found.otlp_traces_endpoint,
+            spec_decode_metrics=found.per_request_spec_decode_metrics,
             engine=EngineConfig(
                 max_num_seqs=found.max_num_seqs,
                 max_model_len=found.max_model_len,
@@ -220,6 +224,15 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--no-access-log", "--disable-log-requests", action="store_true",
         help="no line for each request (default: one; of /live, /health and /metrics only at --log-level debug)",
+    )  # fmt: skip
+    add(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="send a span of each generation to this OpenTelemetry collector, by HTTP; needs the extra telemetry",
+    )  # fmt: skip
+    add(
+        "--per-request-spec-decode-metrics", default="none", choices=SPEC_DECODE_METRICS,
+        help="answers of one choice say how their drafts fared, detailed: each draft; that tells their reader what the "
+        "cache holds (default: %(default)s)",
     )  # fmt: skip
 
     add = parser.add_argument_group("model").add_argument

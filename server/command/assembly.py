@@ -31,6 +31,7 @@ def make_settings(options: Options) -> ServerSettings:
         allow_special_tokens=options.allow_special_tokens,
         obfuscation_interval_s=options.obfuscation_interval_s,
         trust_request_chat_template=options.trust_request_chat_template,
+        spec_decode_metrics=options.spec_decode_metrics,
         logs_requests=options.logs_requests,
         limits=options.limits,
         sampling_defaults=_sampling_defaults(options),

@@ -20,6 +20,7 @@ from server.command.arguments import API_KEY_VARIABLE, Options, parse_arguments
 from server.command.assembly import EngineLoader, make_settings
 from server.endpoints.app import create_app
 from server.observe.logs import set_up_logging
+from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
 from ssd.sharing.connection import URL_VARIABLE
@@ -59,9 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         listener = listen(options.host, options.port)
         settings = make_settings(options)
+        spans = None if options.otlp_traces_endpoint is None else make_spans(options.otlp_traces_endpoint)
     except SSDError as error:
         return _refuse(error)
-    return serve(options, settings, listener)
+    try:
+        return serve(options, settings, listener, spans)
+    finally:
+        if spans is not None:
+            spans.close()
 
 
 def _allow_open_files() -> None:
@@ -71,12 +77,12 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def serve(options: Options, settings: ServerSettings, listener: socket.socket) -> int:
+def serve(options: Options, settings: ServerSettings, listener: socket.socket, spans: Spans | None = None) -> int:
     """Serve on a listening socket until a signal comes; returns the exit status."""
     loader = EngineLoader(options)
     worker = Worker(loader)
     config = uvicorn.Config(
-        create_app(worker, settings, loader.sharing_stats),
+        create_app(worker, settings, loader.sharing_stats, spans),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_CONNECTIONS_S,

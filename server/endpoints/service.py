@@ -249,6 +249,7 @@ class Service:
             tenant=None if self.settings.share_prefix_cache else tenant,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
+            keeps_steps=self.settings.spec_decode_metrics != "none",
         )
 
     def _namespace(self, body: GenerateBody) -> str | None:

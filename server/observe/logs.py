@@ -154,7 +154,6 @@ def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) ->
     """Send everything that is logged to ``stream``, standard error by default. ``level`` : of our own loggers."""
     logging.raiseExceptions = False  # a log that cannot be written is nothing to write about
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody prints them
-    logging.logAsyncioTasks = False
     target = logging.StreamHandler(stream or sys.stderr)
     target.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     handler = LaterHandler(target)

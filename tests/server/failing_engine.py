@@ -14,6 +14,7 @@ import uvicorn
 
 from server.base.settings import ServerSettings
 from server.endpoints.app import create_app
+from server.observe.access import SpanSink
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
 from ssd.config import EngineConfig
@@ -149,12 +150,13 @@ def serving(
     *,
     wait: bool = True,
     sharing_stats: NamespaceStats | None = None,
+    span: SpanSink | None = None,
     **settings: Any,
 ) -> Iterator[RunningServer]:
     """Serve whatever ``load`` returns; the arguments are those of ServerSettings."""
     given: dict[str, Any] = {"model_names": ("test-model",), "model": "a/model", **settings}
     worker = Worker(load)
-    app = create_app(worker, ServerSettings(**given), sharing_stats)
+    app = create_app(worker, ServerSettings(**given), sharing_stats, span)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=3))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
