@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import ssd
 from server.base.limits import Limits
@@ -17,6 +17,9 @@ from ssd.errors import ConfigError
 VERSION = ssd.__version__
 
 OBFUSCATION_INTERVAL_S = 0.25
+
+SpecDecodeMetrics = Literal["none", "summary", "detailed"]
+SPEC_DECODE_METRICS: Final[tuple[SpecDecodeMetrics, ...]] = ("none", "summary", "detailed")
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields of a model's generation_config.json that stand in for what a request leaves out."""
@@ -64,6 +67,12 @@ class ServerSettings:
 
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
+
+    spec_decode_metrics: SpecDecodeMetrics = "none"
+    """What answers say of their own drafts: who may read that can tell what the cache holds."""
+
+    logs_requests: bool = True
+    """A line of log for each request."""
 
     limits: Limits = field(default_factory=Limits)
     """What is too much for one request, or for all."""

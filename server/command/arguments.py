@@ -13,6 +13,7 @@ from server.base.settings import VERSION
 from server.command.cache_options import CacheOptions, add_cache_options, cache_options_of
 from server.command.limit_options import add_limit_options, limits_of
 from server.command.model_options import ModelOptions, add_model_options, model_options_of
+from server.command.observe_options import ObserveOptions, add_observe_options, observe_options_of
 from server.command.service_options import ServiceOptions, add_service_options, service_options_of
 from server.command.speculation_options import SpeculationOptions, add_speculation_options, speculation_options_of
 from server.command.tool_options import ToolOptions, add_tool_options, tool_options_of
@@ -32,6 +33,7 @@ class Options:
 
     service: ServiceOptions
     tools: ToolOptions
+    observe: ObserveOptions
     model: ModelOptions
     speculation: SpeculationOptions
     cache: CacheOptions
@@ -53,6 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
         return Options(
             service=service_options_of(found, environment),
             tools=tool_options_of(found),
+            observe=observe_options_of(found),
             model=model_options_of(found),
             speculation=speculation_options_of(found),
             cache=cache_options_of(found, environment),
@@ -74,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ssd-serve {VERSION}")
     add_service_options(parser)
     add_tool_options(parser)
+    add_observe_options(parser)
     add_model_options(parser)
     add_limit_options(parser)
     add_speculation_options(parser)

@@ -36,6 +36,8 @@ def make_settings(options: Options) -> ServerSettings:
         exclude_tools_when_tool_choice_none=options.tools.exclude_tools_when_tool_choice_none,
         obfuscation_interval_s=service.obfuscation_interval_s,
         trust_request_chat_template=service.trust_request_chat_template,
+        spec_decode_metrics=options.observe.spec_decode_metrics,
+        logs_requests=options.observe.logs_requests,
         limits=options.limits,
         sampling_defaults=_sampling_defaults(options.model),
     )

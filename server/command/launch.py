@@ -20,6 +20,8 @@ from server.command.arguments import Options, parse_arguments
 from server.command.assembly import EngineLoader, make_settings
 from server.command.service_options import API_KEY_VARIABLE
 from server.endpoints.app import create_app
+from server.observe.logs import set_up_logging
+from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
 from ssd.sharing.connection import URL_VARIABLE
@@ -53,21 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     for secret in (API_KEY_VARIABLE, URL_VARIABLE):
         os.environ.pop(secret, None)  # no child needs it
-    logging.basicConfig(
-        level=options.service.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    for noisy in ("uvicorn", "httpx", "asyncio"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    set_up_logging(options.observe.log_level, options.observe.log_format)
     _allow_open_files()
     sys.setswitchinterval(_SWITCH_S)
     try:
         listener = listen(options.service.host, options.service.port)
         settings = make_settings(options)
+        endpoint = options.observe.otlp_traces_endpoint
+        spans = None if endpoint is None else make_spans(endpoint)
     except SSDError as error:
         return _refuse(error)
-    return serve(options, settings, listener)
+    try:
+        return serve(options, settings, listener, spans)
+    finally:
+        if spans is not None:
+            spans.close()
 
 
 def _allow_open_files() -> None:
@@ -77,12 +79,12 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def serve(options: Options, settings: ServerSettings, listener: socket.socket) -> int:
+def serve(options: Options, settings: ServerSettings, listener: socket.socket, spans: Spans | None = None) -> int:
     """Serve on a listening socket until a signal comes; returns the exit status."""
     loader = EngineLoader(options)
     worker = Worker(loader)
     config = uvicorn.Config(
-        create_app(worker, settings, loader.sharing_stats),
+        create_app(worker, settings, loader.sharing_stats, spans),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_CONNECTIONS_S,
@@ -170,5 +172,7 @@ def _refuse(error: BaseException) -> int:
         message = f"not enough memory: {message}; lower --max-num-seqs, --max-model-len or --cache-tokens"
     elif not isinstance(error, SSDError):
         message = f"{type(error).__name__}: {message} (--log-level debug shows where)"
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # what was logged before comes before
     print(f"ssd-serve: error: {message}", file=sys.stderr)
     return UNUSABLE

@@ -29,7 +29,6 @@ class ServiceOptions:
     trust_request_chat_template: bool
     allow_special_tokens: bool
     obfuscation_interval_s: float
-    log_level: str
 
 
 def add_service_options(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +57,6 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
         help="obfuscated streams get one event of 16 tokens this often, so that times tell nothing: not less than the "
         "model takes for them without drafts; 0 sends each when it is complete (default: %(default)s)",
     )  # fmt: skip
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(default: %(default)s)")
 
 
 def service_options_of(found: argparse.Namespace, environment: Mapping[str, str]) -> ServiceOptions:
@@ -77,7 +75,6 @@ def service_options_of(found: argparse.Namespace, environment: Mapping[str, str]
         trust_request_chat_template=found.trust_request_chat_template,
         allow_special_tokens=found.allow_special_tokens,
         obfuscation_interval_s=found.obfuscation_interval,
-        log_level=found.log_level,
     )
 
 

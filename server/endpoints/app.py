@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,13 +18,22 @@ from server.endpoints.service import Service
 from server.endpoints.state import add_state
 from server.endpoints.tokenizer import add_tokenizer
 from server.intake.gate import Gate
+from server.observe.access import Access, SpanSink
+from server.observe.loop_lag import watch_loop
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker
 from ssd.errors import SSDError
 
 
-def create_app(worker: Worker, settings: ServerSettings, sharing_stats: NamespaceStats | None = None) -> FastAPI:
-    """The application over a worker that the caller starts and stops; ``sharing_stats`` is for /metrics.
+def create_app(
+    worker: Worker,
+    settings: ServerSettings,
+    sharing_stats: NamespaceStats | None = None,
+    span: SpanSink | None = None,
+) -> FastAPI:
+    """The application over a worker that the caller starts and stops.
+
+    ``sharing_stats`` : for /metrics. ``span`` : takes a span of each generation.
 
     Answers /live at once, /health with 200 once the worker takes requests, and everything under /v1 with 503 before.
     """
@@ -31,7 +41,9 @@ def create_app(worker: Worker, settings: ServerSettings, sharing_stats: Namespac
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        watch = asyncio.create_task(watch_loop(service.metrics.loop_lag.observe))
         yield
+        watch.cancel()
         service.close()
 
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
@@ -44,4 +56,11 @@ def create_app(worker: Worker, settings: ServerSettings, sharing_stats: Namespac
     add_tokenizer(app, service)
     add_state(app, service)
     describe(app, needs_key=bool(settings.api_keys))
+    app.add_middleware(  # the last that is added is the outermost: it sees what the others refuse
+        Access,
+        counts=service.metrics.http,
+        paths=lambda: [path for route in app.routes if (path := getattr(route, "path", None))],
+        writes_lines=settings.logs_requests,
+        span=span,
+    )
     return app

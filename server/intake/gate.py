@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.base.errors import ApiError, error_response
+from server.base.record import current_record
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Gate:
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
         request_id = asked if _REQUEST_ID.fullmatch(asked) else f"req_{uuid.uuid4().hex}"
+        current_record().request_id = request_id
         started = False
 
         async def send_with_id(message: Message) -> None:
