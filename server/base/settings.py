@@ -26,6 +26,17 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cors:
+    """What browsers let pages of other sites do here."""
+
+    origins: tuple[str, ...] = ()
+    """Sites, as SCHEME://HOST[:PORT], or "*" for all; none: nothing."""
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Fixed for the life of the process."""
 
@@ -76,6 +87,12 @@ class ServerSettings:
 
     limits: Limits = field(default_factory=Limits)
     """What is too much for one request, or for all."""
+
+    root_path: str = ""
+    """Path that a proxy serves all this under; requests come with it or without."""
+
+    cors: Cors = field(default_factory=Cors)
+    """Which pages of other sites may call from a browser."""
 
     created: int = field(default_factory=lambda: int(time.time()))
     """Start of the service, seconds since the epoch."""

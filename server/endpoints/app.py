@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from server.base.errors import ApiError, answer_error, answer_http_exception
-from server.base.settings import VERSION, ServerSettings
+from server.base.settings import VERSION, Cors, ServerSettings
 from server.endpoints.completions import add_completions
 from server.endpoints.models import add_models
 from server.endpoints.openapi import describe
@@ -18,6 +19,7 @@ from server.endpoints.service import Service
 from server.endpoints.state import add_state
 from server.endpoints.tokenizer import add_tokenizer
 from server.intake.gate import Gate
+from server.intake.root_path import RootPath
 from server.observe.access import Access, SpanSink
 from server.observe.loop_lag import watch_loop
 from server.observe.metrics import NamespaceStats
@@ -48,6 +50,9 @@ def create_app(
 
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
     app.add_middleware(Gate, api_keys=settings.api_keys)
+    _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
+    if settings.root_path:
+        app.add_middleware(RootPath, root_path=settings.root_path)
     for kind in (SSDError, ApiError):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
@@ -64,3 +69,15 @@ def create_app(
         span=span,
     )
     return app
+
+
+def _allow_other_sites(app: FastAPI, cors: Cors) -> None:
+    if cors.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors.origins,
+            allow_methods=cors.methods,
+            allow_headers=cors.headers,
+            allow_credentials=cors.credentials,
+            expose_headers=("x-request-id", "retry-after"),
+        )
