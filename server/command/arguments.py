@@ -31,6 +31,7 @@ BUNDLED_NAME = "ssd-bundled"
 """Name of the model that comes with the package."""
 
 _MOST_OBFUSCATION_INTERVAL_S = 60
+_MOST_SHUTDOWN_TIMEOUT_S = 86_400
 
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Options of ``vllm serve`` that are understood and must be 1."""
@@ -63,6 +64,7 @@ class Options:
     trust_request_chat_template: bool
     allow_special_tokens: bool
     obfuscation_interval_s: float
+    shutdown_timeout_s: float
     log_level: str
     engine: EngineConfig
     draft: DraftConfig
@@ -88,11 +90,8 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
         keys = checked_keys([*(found.api_key or []), *_piped_keys(found)], KEY_OPTION)
         if environment.get(API_KEY_VARIABLE):
             keys += checked_keys([environment[API_KEY_VARIABLE]], f"${API_KEY_VARIABLE}")
-        if not 0 <= found.obfuscation_interval <= _MOST_OBFUSCATION_INTERVAL_S:
-            raise ConfigError(
-                f"--obfuscation-interval must be within 0..{_MOST_OBFUSCATION_INTERVAL_S} seconds, "
-                f"got {found.obfuscation_interval}"
-            )
+        _require_seconds("--obfuscation-interval", found.obfuscation_interval, _MOST_OBFUSCATION_INTERVAL_S)
+        _require_seconds("--shutdown-timeout", found.shutdown_timeout, _MOST_SHUTDOWN_TIMEOUT_S)
         if found.draft_acceptance == "rejection" and found.draft_model is None:
             raise ConfigError("--draft-acceptance rejection needs --draft-model: no other drafts are drawn at random")
         model, name = (found.model, found.model) if found.model is not None else _bundled()
@@ -113,6 +112,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             trust_request_chat_template=found.trust_request_chat_template,
             allow_special_tokens=found.allow_special_tokens,
             obfuscation_interval_s=found.obfuscation_interval,
+            shutdown_timeout_s=found.shutdown_timeout,
             log_level=found.log_level,
             engine=EngineConfig(
                 max_num_seqs=found.max_num_seqs,
@@ -169,6 +169,11 @@ def _bundled() -> tuple[str, str]:
     return str(MODEL_PATH), BUNDLED_NAME
 
 
+def _require_seconds(option: str, seconds: float, most: int) -> None:
+    if not 0 <= seconds <= most:  # which a NaN is not either
+        raise ConfigError(f"{option} must be within 0..{most} seconds, got {seconds}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line, with defaults and help."""
     parser = _Parser(
@@ -206,6 +211,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--obfuscation-interval", type=float, default=OBFUSCATION_INTERVAL_S, metavar="SECONDS",
         help="obfuscated streams get one event of 16 tokens this often, so that times tell nothing: not less than the "
         "model takes for them without drafts; 0 sends each when it is complete (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
+        help="after SIGTERM requests in flight have this long to end, while new ones are answered 503; a second signal "
+        "ends them at once (default: %(default)s)",
     )  # fmt: skip
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(default: %(default)s)")
 

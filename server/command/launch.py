@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import FrameType
 
 import uvicorn
 
@@ -19,16 +21,21 @@ from server.base.settings import ServerSettings
 from server.command.arguments import API_KEY_VARIABLE, Options, parse_arguments
 from server.command.assembly import EngineLoader, make_settings
 from server.endpoints.app import create_app
-from server.running.engine_thread import Worker, WorkerState
+from server.intake.connections import protocol_within
+from server.running.engine_thread import Drained, Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
 from ssd.sharing.connection import URL_VARIABLE
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 2.0
-"""After SIGTERM, running requests may go on for this long."""
 _CONNECTIONS_S = 3
-"""Then connections have until here, counted from the signal too, to take what was sent."""
+"""Once all requests have ended or were cut, connections have this long to take what was sent."""
+_OWN_FILES = 1024
+"""Open files that are not for connections."""
+_BACKLOG = 2048
+"""Connections that the system holds until they are accepted."""
+_ACCEPTED_AT_ONCE = 64
+"""Connections that are accepted before others have their turn on the event loop."""
 _CLOSE_S = 1.5
 """Time for the engine's thread to close the cache."""
 
@@ -57,21 +64,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for noisy in ("uvicorn", "httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
-    _allow_open_files()
+    num_files = _allow_open_files()
     sys.setswitchinterval(_SWITCH_S)
     try:
         listener = listen(options.host, options.port)
-        settings = make_settings(options)
+        settings = _within_files(make_settings(options), num_files)
     except SSDError as error:
         return _refuse(error)
     return serve(options, settings, listener)
 
 
-def _allow_open_files() -> None:
-    """As many as the system allows: every mapped segment and every connection takes one."""
+def _allow_open_files() -> int:
+    """As many as the system allows: every mapped segment and every connection takes one. Returns how many."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return allowed if allowed != resource.RLIM_INFINITY else sys.maxsize
+
+
+def _within_files(settings: ServerSettings, num_files: int) -> ServerSettings:
+    """Connections must leave files to the cache, its worker and Redis."""
+    most = num_files - min(_OWN_FILES, num_files // 2)
+    if settings.limits.max_connections <= most:
+        return settings
+    log.warning("%d open files are allowed: at most %d connections are taken (ulimit -n)", num_files, most)
+    return replace(settings, limits=replace(settings.limits, max_connections=most))
 
 
 def serve(options: Options, settings: ServerSettings, listener: socket.socket) -> int:
@@ -82,10 +100,14 @@ def serve(options: Options, settings: ServerSettings, listener: socket.socket) -
         create_app(worker, settings, loader.sharing_stats),
         log_config=None,
         access_log=False,
+        http=protocol_within(settings.limits),
+        ws="none",
+        backlog=_ACCEPTED_AT_ONCE,
+        timeout_keep_alive=math.ceil(settings.limits.max_idle_seconds),
         timeout_graceful_shutdown=_CONNECTIONS_S,
     )
     address = "http://{}:{}".format(*listener.getsockname())
-    server = _Server(config, worker, f"{settings.model_name} on {address}")
+    server = _Server(config, worker, f"{settings.model_name} on {address}", options.shutdown_timeout_s)
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model, address)
     worker.start()
     try:
@@ -95,6 +117,11 @@ def serve(options: Options, settings: ServerSettings, listener: socket.socket) -
     if worker.load_error is not None:
         return _refuse(worker.load_error)
     status = FAILED if worker.state is WorkerState.FAILED else OK
+    if (drained := server.drained) is not None:
+        log.info(
+            "stopped: %d requests in flight ended, %d were cut after %.1f s; what was learned is %s",
+            drained.num_ended, drained.num_cut, drained.seconds, "sealed" if stopped else "still being sealed",
+        )  # fmt: skip
     if not stopped:
         # The thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it.
         log.warning("left before the engine had stopped")
@@ -119,7 +146,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -131,11 +158,26 @@ def listen(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Ends running requests when it is told to stop, and ends itself when there is no engine, or none any more."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, name: str) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker, name: str, shutdown_timeout_s: float) -> None:
         super().__init__(config)
         self._worker = worker
         self._name = name
+        self._shutdown_timeout_s = shutdown_timeout_s
         self._announced = False
+        self.drained: Drained | None = None
+        """How requests ended, once they have."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; the event loop sets how many connections wait to how many it accepts at once, which is too few."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(_BACKLOG)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A first signal lets requests in flight end; a second one ends them."""
+        self.force_exit = self.should_exit
+        self._worker.take_no_more()
+        self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -153,10 +195,13 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests finish for a while and end the others, while connections close."""
-        drain = asyncio.create_task(self._worker.drain(DRAIN_S))
+        """Let requests finish for a while and end the others; new ones are answered 503 meanwhile, then nobody is."""
+        for connection in list(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete:
+                connection.shutdown()  # once it is answered
+        self.drained = await self._worker.drain(self._shutdown_timeout_s, lambda: self.force_exit)
         await super().shutdown(sockets)
-        await drain
 
 
 def _refuse(error: BaseException) -> int:

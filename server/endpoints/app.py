@@ -16,6 +16,7 @@ from server.endpoints.openapi import describe
 from server.endpoints.service import Service
 from server.endpoints.state import add_state
 from server.endpoints.tokenizer import add_tokenizer
+from server.intake.admission import Admission
 from server.intake.gate import Gate
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker
@@ -35,6 +36,7 @@ def create_app(worker: Worker, settings: ServerSettings, sharing_stats: Namespac
         service.close()
 
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
+    app.add_middleware(Admission, worker=worker)
     app.add_middleware(Gate, api_keys=settings.api_keys)
     for kind in (SSDError, ApiError):
         app.add_exception_handler(kind, answer_error)

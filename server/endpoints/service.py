@@ -21,7 +21,7 @@ from server.base.settings import ServerSettings
 from server.intake.body_reader import BodyReader
 from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
-from server.running.engine_thread import Worker, WorkerState
+from server.running.engine_thread import Worker
 from server.running.generation import Generation
 from server.schema.body import Body
 from server.schema.chat import ChatBody
@@ -118,7 +118,7 @@ class Service:
             return events(generation, bodies, writer, keep_alive_s)
         codec, stop = codec_of(engine), generation.stop
         streams = [TextStream(codec, stop=stop, include_stop=generation.include_stop) for _ in generation.choices]
-        pace = Pace(self.settings.obfuscation_interval_s, lambda: self.worker.state is not WorkerState.READY)
+        pace = Pace(self.settings.obfuscation_interval_s, lambda: self.worker.hurries)
         return obfuscated_events(generation, writer, EvenPieces(streams), pace, keep_alive_s)
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import uvicorn
 
 from server.base.settings import ServerSettings
 from server.endpoints.app import create_app
+from server.intake.connections import protocol_within
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
@@ -129,10 +130,16 @@ class FailingEngine:
 class RunningServer:
     """A worker, and a real server on a real port in front of it."""
 
-    def __init__(self, engine_thread: Worker, port: int) -> None:
+    def __init__(self, engine_thread: Worker, port: int, connections: Collection[object]) -> None:
         self.engine_thread = engine_thread
+        self._connections = connections
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
+
+    @property
+    def has_connections(self) -> bool:
+        """Whether anybody is connected."""
+        return bool(self._connections)
 
     def wait_until(self, state: WorkerState, timeout_s: float = 120) -> None:
         """Wait for a state; raises what went wrong if the engine cannot be loaded instead."""
@@ -152,11 +159,16 @@ def serving(
     """Serve whatever ``load`` returns; the arguments are those of ServerSettings."""
     given: dict[str, Any] = {"model_names": ("test-model",), "model": "a/model", **settings}
     worker = Worker(load)
-    app = create_app(worker, ServerSettings(**given), sharing_stats)
+    server_settings = ServerSettings(**given)
+    app = create_app(worker, server_settings, sharing_stats)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=3))
+    # What an answer may leave in the system's hands before the server notices that nobody reads.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    protocol = protocol_within(server_settings.limits)
+    config = uvicorn.Config(app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=3)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    running = RunningServer(worker, listener.getsockname()[1])
+    running = RunningServer(worker, listener.getsockname()[1], server.server_state.connections)
     worker.start()
     thread.start()
     try:
