@@ -17,6 +17,9 @@ from ssd.errors import ConfigError
 VERSION = ssd.__version__
 
 OBFUSCATION_INTERVAL_S = 0.25
+OBFUSCATION_TOKENS = 16
+OBFUSCATIONS = ("asked", "default", "always")
+"""Which streams are obfuscated: those that ask for it; those that do not decline it; all, and whole answers too."""
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields of a model's generation_config.json that stand in for what a request leaves out."""
@@ -49,6 +52,12 @@ class ServerSettings:
 
     allow_special_tokens: bool = False
     """Special tokens that messages spell out are control tokens; else they are text."""
+
+    obfuscation: str = "asked"
+    """One of ``OBFUSCATIONS``."""
+
+    obfuscation_tokens: int = OBFUSCATION_TOKENS
+    """Tokens of every event of an obfuscated stream but the last."""
 
     obfuscation_interval_s: float = OBFUSCATION_INTERVAL_S
     """Seconds between two events of an obfuscated stream; 0 sends each when it is complete."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from server.base.limits import Limits
-from server.base.settings import OBFUSCATION_INTERVAL_S, VERSION
+from server.base.settings import OBFUSCATION_INTERVAL_S, OBFUSCATION_TOKENS, OBFUSCATIONS, VERSION
 from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
 from server.command.limit_options import add_limit_options, limits_of
 from ssd.config import (
@@ -31,6 +31,7 @@ BUNDLED_NAME = "ssd-bundled"
 """Name of the model that comes with the package."""
 
 _MOST_OBFUSCATION_INTERVAL_S = 60
+_MOST_OBFUSCATION_TOKENS = 4096
 _MOST_SHUTDOWN_TIMEOUT_S = 86_400
 
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -63,6 +64,8 @@ class Options:
     share_prefix_cache: bool
     trust_request_chat_template: bool
     allow_special_tokens: bool
+    obfuscation: str
+    obfuscation_tokens: int
     obfuscation_interval_s: float
     shutdown_timeout_s: float
     log_level: str
@@ -90,6 +93,10 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
         keys = checked_keys([*(found.api_key or []), *_piped_keys(found)], KEY_OPTION)
         if environment.get(API_KEY_VARIABLE):
             keys += checked_keys([environment[API_KEY_VARIABLE]], f"${API_KEY_VARIABLE}")
+        if not 1 <= found.obfuscation_tokens <= _MOST_OBFUSCATION_TOKENS:
+            raise ConfigError(
+                f"--obfuscation-tokens must be within 1..{_MOST_OBFUSCATION_TOKENS}, got {found.obfuscation_tokens}"
+            )
         _require_seconds("--obfuscation-interval", found.obfuscation_interval, _MOST_OBFUSCATION_INTERVAL_S)
         _require_seconds("--shutdown-timeout", found.shutdown_timeout, _MOST_SHUTDOWN_TIMEOUT_S)
         if found.draft_acceptance == "rejection" and found.draft_model is None:
@@ -111,6 +118,8 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             share_prefix_cache=found.share_prefix_cache,
             trust_request_chat_template=found.trust_request_chat_template,
             allow_special_tokens=found.allow_special_tokens,
+            obfuscation=found.obfuscation,
+            obfuscation_tokens=found.obfuscation_tokens,
             obfuscation_interval_s=found.obfuscation_interval,
             shutdown_timeout_s=found.shutdown_timeout,
             log_level=found.log_level,
@@ -208,9 +217,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="special tokens that messages spell out are control tokens, as those of the chat template (default: text)",
     )  # fmt: skip
     add(
+        "--obfuscation", default="asked", choices=OBFUSCATIONS,
+        help="which streams come in even, padded pieces at a steady pace, so that sizes and times do not tell what was "
+        "drafted: those that ask for it (include_obfuscation), those that do not decline it, or all, and whole "
+        "answers at that pace too (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--obfuscation-tokens", type=int, default=OBFUSCATION_TOKENS, metavar="N",
+        help="tokens of each piece of an obfuscated stream (default: %(default)s)",
+    )  # fmt: skip
+    add(
         "--obfuscation-interval", type=float, default=OBFUSCATION_INTERVAL_S, metavar="SECONDS",
-        help="obfuscated streams get one event of 16 tokens this often, so that times tell nothing: not less than the "
-        "model takes for them without drafts; 0 sends each when it is complete (default: %(default)s)",
+        help="obfuscated streams get one piece this often: not less than the model takes for it without drafts, when "
+        "busy; 0 sends each when it is complete (default: %(default)s)",
     )  # fmt: skip
     add(
         "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from server.answers.bodies import Bodies, ChatBodies, CompletionBodies
 from server.answers.logprobs import LogprobsWriter
-from server.answers.obfuscation import EvenPieces, Pace, obfuscated_events
+from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events, padded
 from server.answers.stream import EventWriter, events
 from server.base.budget import Budget
 from server.base.errors import model_not_found
@@ -111,15 +111,27 @@ class Service:
 
     def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
-        keep_alive_s = self.settings.keep_alive_s
+        settings, engine = self.settings, self.worker.loaded_engine
+        asked = options.include_obfuscation
+        if settings.obfuscation == "always" or (settings.obfuscation == "default" and asked is not False):
+            options = options.model_copy(update={"include_obfuscation": True})
         writer = EventWriter(generation, bodies, options)
-        engine = self.worker.loaded_engine
         if not writer.pad or engine is None:
-            return events(generation, bodies, writer, keep_alive_s)
+            return events(generation, bodies, writer, settings.keep_alive_s)
         codec, stop = codec_of(engine), generation.stop
         streams = [TextStream(codec, stop=stop, include_stop=generation.include_stop) for _ in generation.choices]
-        pace = Pace(self.settings.obfuscation_interval_s, lambda: self.worker.hurries)
-        return obfuscated_events(generation, writer, EvenPieces(streams), pace, keep_alive_s)
+        pieces = EvenPieces(streams, settings.obfuscation_tokens)
+        return obfuscated_events(generation, writer, pieces, self._pace(), settings.keep_alive_s)
+
+    async def finish(self, generation: Generation) -> None:
+        """Wait for the end of a generation whose answer is not streamed."""
+        if self.settings.obfuscation == "always":
+            await finish_at_a_tick(generation, self._pace(), self.settings.obfuscation_tokens)
+        else:
+            await generation.finish()
+
+    def _pace(self) -> Pace:
+        return Pace(self.settings.obfuscation_interval_s, lambda: self.worker.hurries)
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
@@ -135,7 +147,8 @@ class Service:
         """The JSON of an answer that is not streamed."""
 
         def write() -> bytes:
-            return json_text(bodies.whole(generation))
+            content = json_text(bodies.whole(generation))
+            return padded(content) if self.settings.obfuscation == "always" else content
 
         return write() if bodies.is_short(generation) else await self.lanes.answers.run(write)
 
