@@ -17,6 +17,9 @@ from ssd.errors import ConfigError
 VERSION = ssd.__version__
 
 OBFUSCATION_INTERVAL_S = 0.25
+OBFUSCATION_TOKENS = 16
+OBFUSCATIONS = ("asked", "default", "always")
+"""Which streams are obfuscated: those that ask for it; those that do not decline it; all, and whole answers too."""
 
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
 SPEC_DECODE_METRICS: Final[tuple[SpecDecodeMetrics, ...]] = ("none", "summary", "detailed")
@@ -72,6 +75,11 @@ class ServerSettings:
 
     exclude_tools_when_tool_choice_none: bool = False
     """A model that may not call tools is not told of them either."""
+    obfuscation: str = "asked"
+    """One of ``OBFUSCATIONS``."""
+
+    obfuscation_tokens: int = OBFUSCATION_TOKENS
+    """Tokens of every event of an obfuscated stream but the last."""
 
     obfuscation_interval_s: float = OBFUSCATION_INTERVAL_S
     """Seconds between two events of an obfuscated stream; 0 sends each when it is complete."""

@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.base.settings import OBFUSCATION_INTERVAL_S
 from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
 from ssd.errors import ConfigError
 
 API_KEY_VARIABLE = "SSD_API_KEY"
-
-_MOST_OBFUSCATION_INTERVAL_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +24,6 @@ class ServiceOptions:
     share_prefix_cache: bool
     trust_request_chat_template: bool
     allow_special_tokens: bool
-    obfuscation_interval_s: float
 
 
 def add_service_options(parser: argparse.ArgumentParser) -> None:
@@ -54,20 +50,10 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
         "--allow-special-tokens", action="store_true",
         help="special tokens that messages spell out are control tokens, as those of the chat template (default: text)",
     )  # fmt: skip
-    add(
-        "--obfuscation-interval", type=float, default=OBFUSCATION_INTERVAL_S, metavar="SECONDS",
-        help="obfuscated streams get one event of 16 tokens this often, so that times tell nothing: not less than the "
-        "model takes for them without drafts; 0 sends each when it is complete (default: %(default)s)",
-    )  # fmt: skip
 
 
 def service_options_of(found: argparse.Namespace, environment: Mapping[str, str]) -> ServiceOptions:
     """What was asked for; raises ConfigError."""
-    if not 0 <= found.obfuscation_interval <= _MOST_OBFUSCATION_INTERVAL_S:
-        raise ConfigError(
-            f"--obfuscation-interval must be within 0..{_MOST_OBFUSCATION_INTERVAL_S} seconds, "
-            f"got {found.obfuscation_interval}"
-        )
     if not all(name.strip() for name in found.served_model_name or ()):
         raise ConfigError("--served-model-name must not be empty: requests could not name the model")
     return ServiceOptions(
@@ -77,7 +63,6 @@ def service_options_of(found: argparse.Namespace, environment: Mapping[str, str]
         share_prefix_cache=found.share_prefix_cache,
         trust_request_chat_template=found.trust_request_chat_template,
         allow_special_tokens=found.allow_special_tokens,
-        obfuscation_interval_s=found.obfuscation_interval,
     )
 
 

@@ -18,6 +18,7 @@ from server.endpoints.openapi import describe
 from server.endpoints.service import Service
 from server.endpoints.state import add_state
 from server.endpoints.tokenizer import add_tokenizer
+from server.intake.admission import Admission
 from server.intake.gate import Gate
 from server.intake.root_path import RootPath
 from server.observe.access import Access, SpanSink
@@ -49,6 +50,7 @@ def create_app(
         service.close()
 
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
+    app.add_middleware(Admission, worker=worker)
     app.add_middleware(Gate, api_keys=settings.api_keys)
     _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
     if settings.root_path:

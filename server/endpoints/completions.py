@@ -42,7 +42,7 @@ async def _generate(
     if body.stream:
         return EventStream(generation, service.events(generation, bodies, body.stream_options or StreamOptions()))
     try:
-        await until_disconnect(request.receive, generation.finish())
+        await until_disconnect(request.receive, service.finish(generation))
         return Response(await service.answer(generation, bodies), media_type="application/json")
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from server.answers.bodies import Bodies, CompletionBodies
 from server.answers.chat_bodies import ChatBodies
 from server.answers.logprobs import LogprobsWriter
-from server.answers.obfuscation import EvenPieces, Pace, obfuscated_events
+from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events, padded
 from server.answers.stream import EventWriter, events
 from server.base.budget import Budget
 from server.base.errors import model_not_found
@@ -25,7 +25,7 @@ from server.intake.conversations import AnswerPlan, plan_answer
 from server.intake.message_formats import MessageFormats
 from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
-from server.running.engine_thread import Worker, WorkerState
+from server.running.engine_thread import Worker
 from server.running.generation import Generation
 from server.schema.body import Body
 from server.schema.chat import ChatBody
@@ -127,16 +127,28 @@ class Service:
 
     def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
-        keep_alive_s = self.settings.keep_alive_s
+        settings, engine = self.settings, self.worker.loaded_engine
+        asked = options.include_obfuscation
+        if settings.obfuscation == "always" or (settings.obfuscation == "default" and asked is not False):
+            options = options.model_copy(update={"include_obfuscation": True})
         writer = EventWriter(generation, bodies, options)
-        engine = self.worker.loaded_engine
         if not writer.pad or engine is None:
-            return events(generation, bodies, writer, keep_alive_s)
+            return events(generation, bodies, writer, settings.keep_alive_s)
         assert generation.sampling is not None  # every generation was submitted
         codec, sampling = codec_of(engine), generation.sampling
         streams = [TextStream.following(codec, sampling) for _ in generation.choices]
-        pace = Pace(self.settings.obfuscation_interval_s, lambda: self.worker.state is not WorkerState.READY)
-        return obfuscated_events(generation, writer, EvenPieces(streams), pace, keep_alive_s)
+        pieces = EvenPieces(streams, settings.obfuscation_tokens)
+        return obfuscated_events(generation, writer, pieces, self._pace(), settings.keep_alive_s)
+
+    async def finish(self, generation: Generation) -> None:
+        """Wait for the end of a generation whose answer is not streamed."""
+        if self.settings.obfuscation == "always":
+            await finish_at_a_tick(generation, self._pace(), self.settings.obfuscation_tokens)
+        else:
+            await generation.finish()
+
+    def _pace(self) -> Pace:
+        return Pace(self.settings.obfuscation_interval_s, lambda: self.worker.hurries)
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
@@ -156,7 +168,8 @@ class Service:
         """The JSON of an answer that is not streamed."""
 
         def write() -> bytes:
-            return json_text(bodies.whole(generation))
+            content = json_text(bodies.whole(generation))
+            return padded(content) if self.settings.obfuscation == "always" else content
 
         return write() if bodies.is_short(generation) else await self.lanes.answers.run(write)
 
