@@ -62,6 +62,8 @@ class Options:
     share_prefix_cache: bool
     trust_request_chat_template: bool
     allow_special_tokens: bool
+    page: bool
+    allow_draft_details: bool
     obfuscation_interval_s: float
     log_level: str
     engine: EngineConfig
@@ -112,6 +114,8 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             share_prefix_cache=found.share_prefix_cache,
             trust_request_chat_template=found.trust_request_chat_template,
             allow_special_tokens=found.allow_special_tokens,
+            page=not found.no_page,
+            allow_draft_details=found.allow_draft_details,
             obfuscation_interval_s=found.obfuscation_interval,
             log_level=found.log_level,
             engine=EngineConfig(
@@ -201,6 +205,11 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--allow-special-tokens", action="store_true",
         help="special tokens that messages spell out are control tokens, as those of the chat template (default: text)",
+    )  # fmt: skip
+    add("--no-page", action="store_true", help="no page at /, and no details of drafts in streams (default: both)")
+    add(
+        "--allow-draft-details", action="store_true",
+        help="with --no-page: streams may still say which tokens were drafted (`stream_options.include_drafts`)",
     )  # fmt: skip
     add(
         "--obfuscation-interval", type=float, default=OBFUSCATION_INTERVAL_S, metavar="SECONDS",

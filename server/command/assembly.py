@@ -29,6 +29,8 @@ def make_settings(options: Options) -> ServerSettings:
         api_keys=(*options.api_keys, *filed),
         share_prefix_cache=options.share_prefix_cache,
         allow_special_tokens=options.allow_special_tokens,
+        page=options.page,
+        allow_draft_details=options.allow_draft_details,
         obfuscation_interval_s=options.obfuscation_interval_s,
         trust_request_chat_template=options.trust_request_chat_template,
         limits=options.limits,

@@ -18,6 +18,8 @@ from server.endpoints.state import add_state
 from server.endpoints.tokenizer import add_tokenizer
 from server.intake.gate import Gate
 from server.observe.metrics import NamespaceStats
+from server.page.files import page_files
+from server.page.routes import add_page
 from server.running.engine_thread import Worker
 from ssd.errors import SSDError
 
@@ -35,7 +37,8 @@ def create_app(worker: Worker, settings: ServerSettings, sharing_stats: Namespac
         service.close()
 
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
-    app.add_middleware(Gate, api_keys=settings.api_keys)
+    files = page_files() if settings.page else {}
+    app.add_middleware(Gate, api_keys=settings.api_keys, open_paths=files)
     for kind in (SSDError, ApiError):
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
@@ -43,5 +46,7 @@ def create_app(worker: Worker, settings: ServerSettings, sharing_stats: Namespac
     add_models(app, service)
     add_tokenizer(app, service)
     add_state(app, service)
+    if settings.page:
+        add_page(app, files, worker, settings, service.lanes.answers)
     describe(app, needs_key=bool(settings.api_keys))
     return app

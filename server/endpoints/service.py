@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 
 from server.answers.bodies import Bodies, ChatBodies, CompletionBodies
+from server.answers.drafts import DraftWriter
 from server.answers.logprobs import LogprobsWriter
 from server.answers.obfuscation import EvenPieces, Pace, obfuscated_events
 from server.answers.stream import EventWriter, events
@@ -112,12 +113,16 @@ class Service:
     def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
         keep_alive_s = self.settings.keep_alive_s
-        writer = EventWriter(generation, bodies, options)
         engine = self.worker.loaded_engine
+
+        def spelling() -> TextStream:
+            assert engine is not None
+            return TextStream(codec_of(engine), stop=generation.stop, include_stop=generation.include_stop)
+
+        writer = EventWriter(generation, bodies, options, DraftWriter(spelling) if options.include_drafts else None)
         if not writer.pad or engine is None:
             return events(generation, bodies, writer, keep_alive_s)
-        codec, stop = codec_of(engine), generation.stop
-        streams = [TextStream(codec, stop=stop, include_stop=generation.include_stop) for _ in generation.choices]
+        streams = [spelling() for _ in generation.choices]
         pace = Pace(self.settings.obfuscation_interval_s, lambda: self.worker.state is not WorkerState.READY)
         return obfuscated_events(generation, writer, EvenPieces(streams), pace, keep_alive_s)
 
@@ -160,6 +165,8 @@ class Service:
         default_limit: int | None,
         tenant: str | None,
     ) -> Generation:
+        if body.stream_options is not None and body.stream_options.include_drafts:
+            self._require_draft_details()
         prediction = None if body.prediction is None else await self._texts.prediction(engine, body.prediction.text)
         bad_words = await self._texts.bad_words(engine, body.bad_words) if body.bad_words else ()
         output = body.structured_output()
@@ -195,6 +202,14 @@ class Service:
             generation.close()
             raise
         return generation
+
+    def _require_draft_details(self) -> None:
+        if not (self.settings.page or self.settings.allow_draft_details):
+            raise RequestError(
+                "include_drafts is not allowed here: the operator started the server with --no-page; "
+                "--allow-draft-details allows it without the page",
+                param="stream_options.include_drafts",
+            )
 
     def _sampling_of(
         self, engine: Engine, body: GenerateBody, bad_words: tuple[tuple[int, ...], ...], default_limit: int | None

@@ -19,7 +19,7 @@ from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.proposals import Proposals
-from ssd.engine.request import FinishReason, Request, RequestOutput
+from ssd.engine.request import FinishReason, Request, RequestOutput, VerifiedDraft
 from ssd.engine.request_log import log_finished
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
@@ -332,6 +332,7 @@ class Engine:
             by_source = stats.accepted_by_source
             by_source[draft.source] = by_source.get(draft.source, 0) + num_accepted
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
+        sequence.draft = VerifiedDraft(stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted)
         self.metrics.generation_tokens += len(taken.token_ids)
         self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
         if taken.finish_reason is None:
