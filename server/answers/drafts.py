@@ -21,8 +21,8 @@ class DraftWriter:
     def describe(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
         """The field ``draft`` of a chunk; None where no pass made it. O(tokens).
 
-        ``texts`` : what each token added to the text of the chunk, which they make up together; the first
-        ``num_accepted`` of them were drafted. ``pass`` : its number among the passes of the choice, from 1. Of a pass
+        "texts" is what each token added to the text of the chunk, which they make up together; the first
+        "num_accepted" of them were drafted. "pass" is the number among the passes of the choice, from 1. Of a pass
         for which nothing was drafted the source is None.
         """
         draft = output.draft

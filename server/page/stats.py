@@ -12,7 +12,7 @@ from server.running.engine_thread import Worker
 def page_stats(worker: Worker, settings: ServerSettings) -> dict[str, Any]:
     """Counters that only grow, but for what runs and waits and the sizes of caches; without an engine the state alone.
 
-    ``time_s`` : of a clock that never goes back, to divide differences by. O(sources + segments of all namespaces).
+    "time_s" is of a clock that never goes back, to divide differences by. O(sources + segments of all namespaces).
     """
     found: dict[str, Any] = {
         "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},

@@ -25,6 +25,7 @@ export class Chart {
     this.#format = format;
     this.least = least;
     this.#svg.append(this.#area, this.#line);
+    this.#svg.setAttribute("aria-label", label);
     place.append(element("div", "chart", element("p", "", element("span", "soft", label), this.#value), this.#svg));
   }
 
