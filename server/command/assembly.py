@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
 from server.command.keys import read_key_file
+from server.command.model_options import ModelOptions
 from ssd.errors import ModelError
 
 if TYPE_CHECKING:
@@ -21,20 +22,21 @@ if TYPE_CHECKING:
 
 def make_settings(options: Options) -> ServerSettings:
     """What the endpoints need; raises ConfigError or ModelError when the model or a file of keys is not there."""
-    filed = () if options.api_key_file is None else read_key_file(options.api_key_file)
+    service = options.service
+    filed = () if service.api_key_file is None else read_key_file(service.api_key_file)
     return ServerSettings(
-        model_names=options.model_names,
-        model=options.model,
-        namespace=options.namespace,
-        api_keys=(*options.api_keys, *filed),
-        share_prefix_cache=options.share_prefix_cache,
-        allow_special_tokens=options.allow_special_tokens,
-        page=options.page,
-        allow_draft_details=options.allow_draft_details,
-        obfuscation_interval_s=options.obfuscation_interval_s,
-        trust_request_chat_template=options.trust_request_chat_template,
+        model_names=service.model_names or (options.model.name,),
+        model=options.model.path,
+        namespace=options.cache.namespace,
+        api_keys=(*service.api_keys, *filed),
+        share_prefix_cache=options.model.share_prefix_cache,
+        allow_special_tokens=service.allow_special_tokens,
+        page=options.page.page,
+        allow_draft_details=options.page.allow_draft_details,
+        obfuscation_interval_s=service.obfuscation_interval_s,
+        trust_request_chat_template=service.trust_request_chat_template,
         limits=options.limits,
-        sampling_defaults=_sampling_defaults(options),
+        sampling_defaults=_sampling_defaults(options.model),
     )
 
 
@@ -56,21 +58,21 @@ class EngineLoader:
 
         transformers_logging.disable_progress_bar()
         options = self._options
-        codec = TextCodec.load(options.model)
-        caches = self._open_caches(codec, resources) if options.draft.num_speculative_tokens > 0 else None
+        codec = TextCodec.load(options.model.path)
+        caches = self._open_caches(codec, resources) if options.speculation.draft.num_speculative_tokens > 0 else None
 
         from ssd.engine import Engine
         from ssd.model.loading.threads import settle_threads
 
         engine = Engine.from_pretrained(
-            options.model,
-            dtype=options.dtype,
-            device=options.device,
+            options.model.path,
+            dtype=options.model.dtype,
+            device=options.model.device,
             caches=caches,
             codec=codec,
-            config=options.engine,
-            draft=options.draft,
-            draft_model=options.draft_model,
+            config=options.model.engine,
+            draft=options.speculation.draft,
+            draft_model=options.speculation.draft_model,
         )
         _compile_kernels()
         settle_threads(engine.target)  # before the warm-up times passes, and on the thread that will make them
@@ -78,18 +80,18 @@ class EngineLoader:
 
     def sharing_stats(self) -> Mapping[str, SharingStats]:
         """Counts by namespace; empty where nothing is shared."""
-        return {} if self._log is None else {self._options.namespace: self._log.stats()}
+        return {} if self._log is None else {self._options.cache.namespace: self._log.stats()}
 
     def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheSet:
         from ssd.retrieval.cache import CacheSet
 
-        options = self._options
-        if options.cache.redis_url is not None:
+        options = self._options.cache
+        if options.config.redis_url is not None:
             from ssd.sharing.redis_log import RedisLog
 
-            self._log = RedisLog(options.cache.redis_url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size)
+            self._log = RedisLog(options.config.redis_url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size)
             resources.callback(self._log.close)
-        caches = CacheSet(options.cache, codec.fingerprint, namespace=options.namespace, on_open=self._share)
+        caches = CacheSet(options.config, codec.fingerprint, namespace=options.namespace, on_open=self._share)
         resources.callback(caches.close)
         cache = caches.get()
         for directory in options.warm_directories:
@@ -97,7 +99,7 @@ class EngineLoader:
         return caches
 
     def _share(self, cache: SuffixCache) -> None:
-        if self._log is not None and cache.name == self._options.namespace:
+        if self._log is not None and cache.name == self._options.cache.namespace:
             self._log.attach(cache)
 
 
@@ -110,11 +112,11 @@ def _compile_kernels() -> None:
     common_tokens([0], [0])
 
 
-def _sampling_defaults(options: Options) -> dict[str, float]:
+def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
     if options.generation_config == "vllm":
         return {}
     if options.generation_config == "auto":
-        directory = _model_directory(options.model)
+        directory = _model_directory(options.path)
         path = None if directory is None else directory / "generation_config.json"
         return read_sampling_defaults(path) if path is not None and path.exists() else {}
     return read_sampling_defaults(Path(options.generation_config) / "generation_config.json")

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 import uvicorn
 
 from server.base.settings import ServerSettings
-from server.command.arguments import API_KEY_VARIABLE, Options, parse_arguments
+from server.command.arguments import Options, parse_arguments
 from server.command.assembly import EngineLoader, make_settings
+from server.command.service_options import API_KEY_VARIABLE
 from server.endpoints.app import create_app
 from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
@@ -53,14 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for secret in (API_KEY_VARIABLE, URL_VARIABLE):
         os.environ.pop(secret, None)  # no child needs it
     logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=options.service.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     for noisy in ("uvicorn", "httpx", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     _allow_open_files()
     sys.setswitchinterval(_SWITCH_S)
     try:
-        listener = listen(options.host, options.port)
+        listener = listen(options.service.host, options.service.port)
         settings = make_settings(options)
     except SSDError as error:
         return _refuse(error)
@@ -86,7 +89,7 @@ def serve(options: Options, settings: ServerSettings, listener: socket.socket) -
     )
     address = "http://{}:{}".format(*listener.getsockname())
     server = _Server(config, worker, f"{settings.model_name} on {address}")
-    log.info("loading %s; %s answers /live now and /health once it is ready", options.model, address)
+    log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)
     worker.start()
     try:
         server.run(sockets=[listener])

@@ -139,7 +139,7 @@ class Generation:
     @property
     def has_more_now(self) -> bool:
         """True when the next output is here already."""
-        return bool(self._running) and not self._inbox.queue.empty()
+        return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
         """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
@@ -148,18 +148,15 @@ class Generation:
         """
         num_at_once = 0
         while self._running:
-            if self._inbox.queue.empty():
-                try:
-                    async with asyncio.timeout(wait_s):
-                        request_id, delivery = await self._inbox.queue.get()
-                except TimeoutError:
-                    yield None
-                    continue
-            else:
-                request_id, delivery = self._inbox.queue.get_nowait()
-                num_at_once += 1
-                if num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
-                    await asyncio.sleep(0)
+            is_here = len(self._inbox) > 0
+            arrived = await self._inbox.get(wait_s)
+            if arrived is None:
+                yield None
+                continue
+            num_at_once += is_here
+            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
+                await asyncio.sleep(0)
+            request_id, delivery = arrived
             if isinstance(delivery, Exception):
                 self._running.discard(request_id)
                 raise delivery

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,7 +21,6 @@ from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, Request, RequestOutput, VerifiedDraft
-from ssd.engine.request_log import log_finished
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
@@ -63,7 +63,7 @@ class Engine:
         self.caches = caches
         self.metrics = EngineMetrics()
         self.max_model_len = target.max_length
-        self._config = config or EngineConfig()
+        self.config = config or EngineConfig()
         draft = draft or DraftConfig()
         self._draft_acceptance = draft.draft_acceptance
         self._draw_seed = draw_seed
@@ -76,10 +76,10 @@ class Engine:
         self._best_effort = BestEffort()
         self._proposals = Proposals(target, drafter, draft, self._best_effort)
         self._under_way: Pass | None = None
-        self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
+        self._reuse = PrefixReuse(target, enabled=self.config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
         self._isolation = Isolation(target, self._scheduler, self._reuse, self._proposals)
-        self._prefill = Prefill(target, self._reuse, self._config.prefill_chunk_tokens, self._isolation.fail_alone)
+        self._prefill = Prefill(target, self._reuse, self.config.prefill_chunk_tokens, self._isolation.fail_alone)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
         self._lock = threading.Lock()
@@ -147,13 +147,13 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             seed=self._draw_seed(),
             acceptance=self._draft_acceptance,
-            takes_priority=self._config.scheduling_policy == "priority",
+            takes_priority=self.config.scheduling_policy == "priority",
         )
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the engine has been stopped")
-            if self._num_unfinished() >= self._config.max_waiting + self.target.num_slots:
-                raise QueueFull(f"{self._config.max_waiting} requests are waiting already: try again later")
+            if self._num_unfinished() >= self.config.max_waiting + self.target.num_slots:
+                raise QueueFull(f"{self.config.max_waiting} requests are waiting already: try again later")
             self._inbox.append(sequence)
         self._work.set()
 
@@ -208,6 +208,8 @@ class Engine:
         outputs = [output for sequence, taken in committed if (output := self._spell(sequence, taken)) is not None]
         outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
+        if num_tokens := self._prefill.take_count() + sum(len(taken.token_ids) for _, taken in committed):
+            self.metrics.histograms.step_tokens.observe(num_tokens)
         self._observe_load()
         return outputs
 
@@ -300,6 +302,7 @@ class Engine:
             return []
         ended, verdicts = verified
         committed = []
+        now = time.perf_counter()
         for sequence, draft, verdict in zip(ended.batch, ended.drafts, verdicts, strict=True):
             if sequence.finish_reason is not None:  # its text failed while the pass ran
                 self._isolation.drop(sequence)
@@ -307,7 +310,7 @@ class Engine:
                 self._isolation.fail(sequence, "choosing a token", verdict)
             else:
                 try:
-                    committed.append((sequence, self._commit_one(sequence, draft, verdict)))
+                    committed.append((sequence, self._commit_one(sequence, draft, verdict, now)))
                 except BaseException as error:
                     self._isolation.fail(sequence, "taking tokens", error)
         if not committed:
@@ -316,7 +319,7 @@ class Engine:
         self._proposals.observe_pass(ended.drafts, num_tokens, ended.seconds)
         return committed
 
-    def _commit_one(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Taken:
+    def _commit_one(self, sequence: Sequence, draft: Draft, verdict: Verdict, now: float) -> Taken:
         """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
         taken = sequence.take(verdict.token_ids, verdict.logits)
         sequence.is_suspect = False
@@ -324,6 +327,7 @@ class Engine:
         stats = sequence.stats
         if not stats.num_verify_steps:
             self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
+        self.metrics.histograms.count_tokens(stats, now)
         stats.num_verify_steps += 1
         stats.num_drafts += bool(len(draft.token_ids))
         stats.num_draft_tokens += len(draft.token_ids)
@@ -331,6 +335,8 @@ class Engine:
         if num_accepted:
             by_source = stats.accepted_by_source
             by_source[draft.source] = by_source.get(draft.source, 0) + num_accepted
+        if stats.steps is not None and len(draft.token_ids):
+            stats.steps.append((len(draft.token_ids), num_accepted))
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
         sequence.draft = VerifiedDraft(stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted)
         self.metrics.generation_tokens += len(taken.token_ids)
@@ -353,7 +359,7 @@ class Engine:
         return output if output.finish_reason is None else self._finish(sequence, output)
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
-        log_finished(sequence.request, sequence.stats, output.finish_reason)
+        self.metrics.histograms.count_ended(sequence.request, sequence.stats)
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -238,8 +238,8 @@ def test_there_is_no_clock_at_0_and_none_once_the_server_stops() -> None:
 
 
 def test_the_interval_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_arguments([], {}).obfuscation_interval_s == 0.25
-    assert parse_arguments(["--obfuscation-interval", "0"], {}).obfuscation_interval_s == 0
+    assert parse_arguments([], {}).service.obfuscation_interval_s == 0.25
+    assert parse_arguments(["--obfuscation-interval", "0"], {}).service.obfuscation_interval_s == 0
     for wrong in ("-1", "nan", "1000"):
         with pytest.raises(SystemExit):
             parse_arguments(["--obfuscation-interval", wrong], {})
