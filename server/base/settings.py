@@ -84,6 +84,12 @@ class ServerSettings:
     obfuscation_interval_s: float = OBFUSCATION_INTERVAL_S
     """Seconds between two events of an obfuscated stream; 0 sends each when it is complete."""
 
+    page: bool = True
+    """A page at / shows the drafts at work."""
+
+    allow_draft_details: bool = False
+    """Streams may say of each token whether it was drafted, and from what, also where there is no page."""
+
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
 

@@ -18,6 +18,7 @@ from server.command.limit_options import add_limit_options, limits_of
 from server.command.model_options import ModelOptions, add_model_options, model_options_of
 from server.command.network_options import NetworkOptions, add_network_options, network_options_of
 from server.command.observe_options import ObserveOptions, add_observe_options, observe_options_of
+from server.command.page_options import PageOptions, add_page_options, page_options_of
 from server.command.parser import Parser
 from server.command.service_options import ServiceOptions, add_service_options, service_options_of
 from server.command.speculation_options import SpeculationOptions, add_speculation_options, speculation_options_of
@@ -48,6 +49,7 @@ class Options:
     engine: EngineOptions
     speculation: SpeculationOptions
     cache: CacheOptions
+    page: PageOptions
     limits: Limits
 
 
@@ -73,6 +75,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             engine=engine_options_of(found),
             speculation=speculation_options_of(found),
             cache=cache_options_of(found, environment),
+            page=page_options_of(found),
             limits=limits_of(found),
         )
     except ConfigError as error:
@@ -105,6 +108,7 @@ def build_parser() -> Parser:
     add_service_options(parser)
     add_engine_options(parser)
     add_stream_options(parser)
+    add_page_options(parser)
     add_tool_options(parser)
     add_speculation_options(parser)
     add_cache_options(parser)

@@ -37,6 +37,8 @@ def make_settings(options: Options) -> ServerSettings:
         tool_call_parser=options.tools.tool_call_parser,
         reasoning_parser=options.tools.reasoning_parser,
         exclude_tools_when_tool_choice_none=options.tools.exclude_tools_when_tool_choice_none,
+        page=options.page.page,
+        allow_draft_details=options.page.allow_draft_details,
         obfuscation=options.streams.obfuscation,
         obfuscation_tokens=options.streams.obfuscation_tokens,
         obfuscation_interval_s=options.streams.obfuscation_interval_s,

@@ -24,6 +24,8 @@ from server.intake.root_path import RootPath
 from server.observe.access import Access, SpanSink
 from server.observe.loop_lag import watch_loop
 from server.observe.metrics import NamespaceStats
+from server.page.files import page_files
+from server.page.routes import add_page
 from server.running.engine_thread import Worker
 from ssd.errors import SSDError
 
@@ -51,7 +53,8 @@ def create_app(
 
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
     app.add_middleware(Admission, worker=worker)
-    app.add_middleware(Gate, api_keys=settings.api_keys)
+    files = page_files() if settings.page else {}
+    app.add_middleware(Gate, api_keys=settings.api_keys, open_paths=files)
     _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
@@ -62,6 +65,8 @@ def create_app(
     add_models(app, service)
     add_tokenizer(app, service)
     add_state(app, service)
+    if settings.page:
+        add_page(app, files, worker, settings, service.lanes.answers)
     describe(app, needs_key=bool(settings.api_keys))
     app.add_middleware(  # the last that is added is the outermost: it sees what the others refuse
         Access,

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from server.answers.bodies import Bodies, CompletionBodies
 from server.answers.chat_bodies import ChatBodies
+from server.answers.drafts import DraftWriter
 from server.answers.logprobs import LogprobsWriter
 from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events, padded
 from server.answers.stream import EventWriter, events
@@ -129,15 +130,18 @@ class Service:
         """The events of a stream."""
         settings, engine = self.settings, self.worker.loaded_engine
         asked = options.include_obfuscation
-        if settings.obfuscation == "always" or (settings.obfuscation == "default" and asked is not False):
+        is_declined = asked is False or options.include_drafts  # which tell what obfuscation hides
+        if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):
             options = options.model_copy(update={"include_obfuscation": True})
-        writer = EventWriter(generation, bodies, options)
+
+        def spelling() -> TextStream:
+            assert engine is not None and generation.sampling is not None  # every generation was submitted
+            return TextStream.following(codec_of(engine), generation.sampling)
+
+        writer = EventWriter(generation, bodies, options, DraftWriter(spelling) if options.include_drafts else None)
         if not writer.pad or engine is None:
             return events(generation, bodies, writer, settings.keep_alive_s)
-        assert generation.sampling is not None  # every generation was submitted
-        codec, sampling = codec_of(engine), generation.sampling
-        streams = [TextStream.following(codec, sampling) for _ in generation.choices]
-        pieces = EvenPieces(streams, settings.obfuscation_tokens)
+        pieces = EvenPieces([spelling() for _ in generation.choices], settings.obfuscation_tokens)
         return obfuscated_events(generation, writer, pieces, self._pace(), settings.keep_alive_s)
 
     async def finish(self, generation: Generation) -> None:
@@ -195,6 +199,8 @@ class Service:
         tenant: str | None,
         plan: AnswerPlan | None = None,
     ) -> Generation:
+        if body.stream_options is not None and body.stream_options.include_drafts:
+            self._require_draft_details()
         prediction = None if body.prediction is None else await self._texts.prediction(engine, body.prediction.text)
         bad_words = await self._texts.bad_words(engine, body.bad_words) if body.bad_words else ()
         plan = plan or AnswerPlan(None, body.structured_output())
@@ -240,6 +246,19 @@ class Service:
             generation.close()
             raise
         return generation
+
+    def _require_draft_details(self) -> None:
+        if not (self.settings.page or self.settings.allow_draft_details):
+            raise RequestError(
+                "include_drafts is not allowed here: the operator started the server with --no-page; "
+                "--allow-draft-details allows it without the page",
+                param="stream_options.include_drafts",
+            )
+        if self.settings.obfuscation == "always":
+            raise RequestError(
+                "include_drafts is not allowed here: the operator obfuscates all streams (--obfuscation always)",
+                param="stream_options.include_drafts",
+            )
 
     def _sampling_of(
         self, engine: Engine, body: GenerateBody, ruled: dict[str, Any], default_limit: int | None

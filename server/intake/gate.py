@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 import uuid
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,8 +31,10 @@ class Gate:
     with a secret of this process, so neither it nor its like from another process tells anything about the key.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], open_paths: Collection[str] = ()) -> None:
+        """``open_paths`` : what is open beside the paths that always are."""
         self._app = app
+        self._open_paths = _OPEN_PATHS | set(open_paths)
         self._secret = secrets.token_bytes(32)
         self._tenants = [self._tenant_of(key) for key in api_keys]
 
@@ -71,7 +74,7 @@ class Gate:
                 await error_response(error)(scope, receive, send_with_id)
 
     def _needs_key(self, scope: Scope) -> bool:
-        return bool(self._tenants) and scope["method"] != "OPTIONS" and path_below_root(scope) not in _OPEN_PATHS
+        return bool(self._tenants) and scope["method"] != "OPTIONS" and path_below_root(scope) not in self._open_paths
 
     def _tenant(self, headers: Headers) -> str | None:
         """Whose key a request brings; None without a right one."""

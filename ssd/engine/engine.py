@@ -21,7 +21,7 @@ from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.proposals import Proposals
-from ssd.engine.request import FinishReason, Request, RequestOutput
+from ssd.engine.request import FinishReason, Request, RequestOutput, VerifiedDraft
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
@@ -360,6 +360,7 @@ class Engine:
         if stats.steps is not None and len(draft.token_ids):
             stats.steps.append((len(draft.token_ids), num_accepted))
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
+        sequence.draft = VerifiedDraft(stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted)
         self.metrics.generation_tokens += len(taken.token_ids)
         self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
         if taken.finish_reason is None:
