@@ -12,6 +12,8 @@ from starlette.requests import Request
 from server.answers.bodies import Bodies, ChatBodies, CompletionBodies
 from server.answers.logprobs import LogprobsWriter
 from server.answers.obfuscation import EvenPieces, Pace, obfuscated_events
+from server.answers.response_bodies import ResponseBodies
+from server.answers.response_stream import ResponseEventWriter
 from server.answers.stream import EventWriter, events
 from server.base.budget import Budget
 from server.base.errors import model_not_found
@@ -27,6 +29,7 @@ from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import COMPLETION_MAX_TOKENS, CompletionBody
 from server.schema.generate import GenerateBody, StreamOptions
+from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
@@ -102,17 +105,29 @@ class Service:
         bodies = CompletionBodies(self.settings, echo=echo, **await self._body_options(engine, body))
         return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
-    async def chat(self, body: ChatBody, tenant: str | None) -> tuple[Generation, Bodies]:
-        """Start every choice of a conversation's next message. ``tenant`` : whose request it is."""
+    async def chat(
+        self, body: ChatBody, tenant: str | None, response: ResponsesBody | None = None
+    ) -> tuple[Generation, Bodies]:
+        """Start every choice of a conversation's next message.
+
+        tenant : whose request it is. response : what the conversation was made of, and is answered as.
+        """
         engine = self.engine_for(body)
         prompt = await self._texts.messages(engine, body)
-        bodies = ChatBodies(self.settings, **await self._body_options(engine, body))
+        options = await self._body_options(engine, body)
+        if response is None:
+            bodies = ChatBodies(self.settings, **options)
+        else:
+            bodies = ResponseBodies(self.settings, response, **options)
         return await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant), bodies
 
     def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
         keep_alive_s = self.settings.keep_alive_s
-        writer = EventWriter(generation, bodies, options)
+        if isinstance(bodies, ResponseBodies):
+            writer: EventWriter = ResponseEventWriter(generation, bodies, options)
+        else:
+            writer = EventWriter(generation, bodies, options)
         engine = self.worker.loaded_engine
         if not writer.pad or engine is None:
             return events(generation, bodies, writer, keep_alive_s)
