@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -18,7 +20,7 @@ EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 SchedulingPolicy = Literal["fcfs", "priority"]
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "parts"]
 
 MAX_LOGPROBS = 20
 """Most alternatives that are reported beside a token."""
@@ -197,9 +199,15 @@ class StructuredOutput:
     kind: GrammarKind
     source: str = ""
     """"json_schema": a JSON schema. "regex": a regular expression, of Rust's dialect. "choice": a JSON list of texts.
-    "grammar": a Lark grammar. "json_object": nothing."""
+    "grammar": a Lark grammar. "json_object": nothing. "parts": see `parts`."""
     param: str = field(default="structured_outputs", compare=False)
     """What the client called it, for errors."""
+
+    @classmethod
+    def parts(cls, lark: str, parts: Mapping[str, StructuredOutput], param: str) -> StructuredOutput:
+        """A Lark grammar, whose rules name each of ``parts`` as ``@name``: names that are not the grammar's own."""
+        written = {name: (part.kind, part.source) for name, part in parts.items()}
+        return cls("parts", json.dumps({"lark": lark, "parts": written}), param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from server.answers.bodies import ChatBodies
+from server.answers.chat_bodies import ChatBodies
 from server.answers.response_items import ResponseItems, Status
 from server.base.errors import as_api_error
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation
 from server.schema.responses import ResponsesBody
-from server.tools.message import MessageDelta
 
 _FINISHED: dict[str | None, Status] = {"length": "incomplete"}
 """How an output ended, by its finish reason; any other is "completed"."""
@@ -20,7 +19,7 @@ _FINISHED: dict[str | None, Status] = {"length": "incomplete"}
 class ResponseBodies(ChatBodies):
     """/v1/responses. It has one choice."""
 
-    id_prefix, object_name = "resp", "response"
+    id_prefix, object_name = "resp_", "response"
 
     def __init__(self, settings: ServerSettings, body: ResponsesBody, **options: Any) -> None:
         """``body`` : what was asked for, which a response repeats."""
@@ -35,10 +34,14 @@ class ResponseBodies(ChatBodies):
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The body of a response that is not streamed: what the events of a stream come to."""
         choice = generation.choices[0]
-        items = ResponseItems()
-        items.push(MessageDelta(content="".join(choice.text)), self.logprobs_of(choice.logprobs))
+        items = self.items()
+        items.push("".join(choice.text), self.logprobs_of(choice.logprobs), ended=True)
         items.finish(status_of(choice))
         return self.ended(generation, items)
+
+    def items(self) -> ResponseItems:
+        """What puts the output together; for the whole or for a stream."""
+        return ResponseItems(self._messages)
 
     def logprobs_of(self, entries: Any) -> list[dict[str, Any]]:
         """Log-probabilities of some tokens; none where they were not asked for."""
@@ -58,7 +61,7 @@ class ResponseBodies(ChatBodies):
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         if status == "incomplete":

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from server.tools.message import MessageDelta, ToolCallDelta
+from server.tools.messages import Messages, ToolCall
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -116,12 +117,9 @@ class _Reasoning(_Text):
 class _Call(_Item):
     prefix = "fc"
 
-    def __init__(self, index: int, number: int, name: str) -> None:
-        """``number`` : which call of the message it is."""
+    def __init__(self, index: int, call: ToolCall) -> None:
         super().__init__(index)
-        self.number = number
-        self._name = name
-        self._call_id = f"call_{uuid.uuid4().hex}"
+        self.call = call
 
     def delta(self, arguments: str) -> Event:
         """More of its arguments."""
@@ -131,34 +129,37 @@ class _Call(_Item):
     def done(self, status: Status) -> list[Event]:
         """As above, and its arguments."""
         arguments = "".join(self._pieces)
-        ended = self.event("function_call_arguments.done", arguments=arguments, name=self._name)
+        ended = self.event("function_call_arguments.done", arguments=arguments, name=self.call.name)
         return [ended, *super().done(status)]
 
     def body(self, status: Status) -> dict[str, Any]:
         """A function call."""
         return {
-            "id": self.id, "type": "function_call", "call_id": self._call_id, "name": self._name,
+            "id": self.id, "type": "function_call", "call_id": self.call.id, "name": self.call.name,
             "arguments": "" if status == "in_progress" else "".join(self._pieces), "status": status,
         }  # fmt: skip
 
 
 class ResponseItems:
-    """Puts a message together as items, one after the other, from what a parser says of its text."""
+    """Puts a message together as items, one after the other, from its text."""
 
-    def __init__(self) -> None:
+    def __init__(self, messages: Messages | None) -> None:
+        """``messages`` : takes the text apart; None where all of it is content."""
         self.done: list[dict[str, Any]] = []
         """The items that have ended."""
+        self._messages = messages
         self._open: _Item | None = None
         self._logprobs: list[dict[str, Any]] = []
 
-    def push(self, delta: MessageDelta, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
-        """The events of what some text added.
+    def push(self, text: str, logprobs: Sequence[dict[str, Any]], *, ended: bool) -> list[Event]:
+        """The events of the next text; ``ended`` : it is the last.
 
         ``logprobs`` : of the tokens that ended in this text. Those of text that is held back go out with it where it
         becomes content; those of reasoning and calls have no place.
         """
         events: list[Event] = []
         self._logprobs += logprobs
+        delta = MessageDelta(text) if self._messages is None else self._messages.push(0, text, ended=ended)
         if delta.reasoning:
             events += self._reason(delta.reasoning)
         if delta.content or (self._logprobs and isinstance(self._open, _Message) and not delta.tool_calls):
@@ -190,13 +191,15 @@ class ResponseItems:
         logprobs, self._logprobs = self._logprobs, []
         return [*events, self._open.said(text, logprobs)]
 
-    def _call(self, call: ToolCallDelta) -> list[Event]:
+    def _call(self, piece: ToolCallDelta) -> list[Event]:
+        assert self._messages is not None  # who makes calls of text
         self._logprobs.clear()
+        call = self._messages.of(0).tool_calls[piece.index]
         events: list[Event] = []
-        if not isinstance(self._open, _Call) or self._open.number != call.index:
-            events += self._begin(_Call(self._next_index, call.index, call.name or ""))
+        if not isinstance(self._open, _Call) or self._open.call is not call:
+            events += self._begin(_Call(self._next_index, call))
         assert isinstance(self._open, _Call)
-        return [*events, self._open.delta(call.arguments)] if call.arguments else events
+        return [*events, self._open.delta(piece.arguments)] if piece.arguments else events
 
     def _begin(self, item: _Item) -> list[Event]:
         events = self._end("completed")

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from server.answers.response_bodies import ResponseBodies, status_of
-from server.answers.response_items import Event, ResponseItems
+from server.answers.response_items import Event
 from server.answers.stream import EventWriter, encode_events, filler
 from server.running.generation import Generation, Usage
 from server.schema.generate import StreamOptions
-from server.tools.message import MessageDelta
 from ssd.errors import SSDError
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ class ResponseEventWriter(EventWriter):
     def __init__(self, generation: Generation, bodies: ResponseBodies, options: StreamOptions) -> None:
         super().__init__(generation, bodies, options)
         self._response = bodies
-        self._items = ResponseItems()
+        self._items = bodies.items()
         self._number = 0
 
     async def beginning(self) -> bytes:
@@ -47,8 +46,8 @@ class ResponseEventWriter(EventWriter):
 
     def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
         """What the response has said."""
-        delta = MessageDelta(content=output.text)
-        return self._events(self._items.push(delta, self._response.logprobs_of(output.logprobs)))
+        logprobs = self._response.logprobs_of(output.logprobs)
+        return self._events(self._items.push(output.text, logprobs, ended=output.finish_reason is not None))
 
     async def closing(self) -> bytes:
         """The end of the last item, and the whole response."""

@@ -131,10 +131,19 @@ class EventWriter:
         return write() if is_short else await self._generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """What a choice has said; ``usage`` as for `opening`."""
+        """What a choice has said; ``usage`` as for `opening`. One event where they are padded."""
+        bodies = self._bodies
         ended = self._generation.choices[index] if output.finish_reason is not None else None
-        content = self._bodies.text_chunk(index, output)
-        return self._event(self._bodies.chunk_choice(index, content, output.token_ids, ended), usage)
+        if self.pad or self._generation.messages is None:
+            content = bodies.text_chunk(index, output)
+            return self._event(bodies.chunk_choice(index, content, output.token_ids, ended), usage)
+        contents = bodies.text_chunks(index, output)
+        if not contents:
+            return b""
+        *first, last = contents
+        written = [bodies.chunk_choice(index, content) for content in first]
+        written.append(bodies.chunk_choice(index, last, output.token_ids, ended))
+        return b"".join([self._event(choice, usage) for choice in written])
 
     async def closing(self) -> bytes:
         """The last event but the end mark: usage, where it was asked for."""

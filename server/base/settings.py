@@ -50,6 +50,15 @@ class ServerSettings:
     allow_special_tokens: bool = False
     """Special tokens that messages spell out are control tokens; else they are text."""
 
+    tool_call_parser: str = "auto"
+    """The format of the model's tool calls: a name of ``server.tools.registry``, "none", or "auto" by its template."""
+
+    reasoning_parser: str = "auto"
+    """The same for what it thinks."""
+
+    exclude_tools_when_tool_choice_none: bool = False
+    """A model that may not call tools is not told of them either."""
+
     obfuscation_interval_s: float = OBFUSCATION_INTERVAL_S
     """Seconds between two events of an obfuscated stream; 0 sends each when it is complete."""
 

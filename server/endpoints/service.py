@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from server.answers.bodies import Bodies, ChatBodies, CompletionBodies
+from server.answers.bodies import Bodies, CompletionBodies
+from server.answers.chat_bodies import ChatBodies
 from server.answers.logprobs import LogprobsWriter
 from server.answers.obfuscation import EvenPieces, Pace, obfuscated_events
 from server.answers.response_bodies import ResponseBodies
@@ -21,6 +22,8 @@ from server.base.json_text import json_text
 from server.base.lanes import Lanes
 from server.base.settings import ServerSettings
 from server.intake.body_reader import BodyReader
+from server.intake.conversations import AnswerPlan, plan_answer
+from server.intake.message_formats import MessageFormats
 from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
 from server.running.engine_thread import Worker, WorkerState
@@ -64,6 +67,7 @@ class Service:
             trust_request_chat_template=settings.trust_request_chat_template,
             allow_special_tokens=settings.allow_special_tokens,
         )
+        self._formats = MessageFormats(settings.tool_call_parser, settings.reasoning_parser)
         self._queued = Budget(settings.limits.max_queued_tokens, "prompt tokens")
         self._token_texts: TokenTexts | None = None
 
@@ -112,14 +116,20 @@ class Service:
 
         tenant : whose request it is. response : what the conversation was made of, and is answered as.
         """
-        engine = self.engine_for(body)
-        prompt = await self._texts.messages(engine, body)
-        options = await self._body_options(engine, body)
+        engine, codec = self.engine_for(body), codec_of(self.engine_for(body))
+        if (use := body.tool_use()) and use.mode == "none" and self.settings.exclude_tools_when_tool_choice_none:
+            body = body.without_tools()
+        form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
+        prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
+        plan = plan_answer(body, form, codec, prompt, self.settings.limits)
+        options = {"messages": plan.messages, **await self._body_options(engine, body)}
         if response is None:
-            bodies = ChatBodies(self.settings, **options)
+            is_older = use is not None and use.is_older
+            bodies = ChatBodies(self.settings, as_function_call=is_older, **options)
         else:
             bodies = ResponseBodies(self.settings, response, **options)
-        return await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant), bodies
+        generation = await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant, plan=plan)
+        return generation, bodies
 
     def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
@@ -140,7 +150,11 @@ class Service:
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
         engine = self.engine_for(body)
-        tokens, texts = await self._texts.tokenize(engine, body)
+        in_words = False
+        if isinstance(body, TokenizeChatBody):
+            form = self._formats.of(codec_of(engine), body.chat_template, with_tools=body.tool_use() is not None)
+            in_words = form.in_words
+        tokens, texts = await self._texts.tokenize(engine, body, tools_in_words=in_words)
         return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": texts}
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
@@ -175,10 +189,12 @@ class Service:
         *,
         default_limit: int | None,
         tenant: str | None,
+        plan: AnswerPlan | None = None,
     ) -> Generation:
         prediction = None if body.prediction is None else await self._texts.prediction(engine, body.prediction.text)
         bad_words = await self._texts.bad_words(engine, body.bad_words) if body.bad_words else ()
-        output = body.structured_output()
+        plan = plan or AnswerPlan(None, body.structured_output())
+        output = plan.output
         if output is not None and engine.grammars is not None:
             await self.lanes.grammars.run(engine.grammars.compile, output)  # and kept there
         num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
@@ -188,9 +204,15 @@ class Service:
         generation = Generation(
             self.worker, self.metrics.latencies, prompt_ids, prediction, aside=self.lanes.answers, share=share
         )
+        generation.messages, generation.count_reasoning = plan.messages, plan.count_reasoning
 
         def submit() -> None:
-            sampling = self._sampling_of(engine, body, bad_words, default_limit)
+            ruled = {
+                "bad_words": bad_words,
+                "structured_output": output,
+                "shown_special_ids": plan.shown_special_ids,
+            }
+            sampling = self._sampling_of(engine, body, ruled, default_limit)
             generation.submit(
                 [
                     self._request(
@@ -213,18 +235,19 @@ class Service:
         return generation
 
     def _sampling_of(
-        self, engine: Engine, body: GenerateBody, bad_words: tuple[tuple[int, ...], ...], default_limit: int | None
+        self, engine: Engine, body: GenerateBody, ruled: dict[str, Any], default_limit: int | None
     ) -> Callable[[int], SamplingParams]:
         """How to sample after a prompt of some length; made once for all prompts that leave the same limit.
 
-        What is asked for may have very many token ids, and a request prompts of very many lengths.
+        ``ruled`` : fields that the body alone does not give. What is asked for may have very many token ids, and a
+        request prompts of very many lengths.
         """
         defaults, most = self.settings.sampling_defaults, self.settings.limits.max_logprob_entries
         num_choices = len(body.prompts()) * body.n if isinstance(body, CompletionBody) else body.n
 
         @cache
         def at(room: int) -> SamplingParams:
-            found = replace(body.sampling(defaults, room=room, default_limit=default_limit), bad_words=bad_words)
+            found = replace(body.sampling(defaults, room=room, default_limit=default_limit), **ruled)
             _ = found.rules  # made here and not where others' tokens are computed
             return found
 

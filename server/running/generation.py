@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from server.base.errors import RequestFailed
 from server.base.lanes import Lane
 from server.running.engine_thread import Inbox, Worker
 from server.running.latencies import Latencies
+from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Usage:
     ``cached_tokens`` : prompt tokens that no choice of this request had to compute.
     ``accepted_prediction_tokens`` : of the prediction, how many are in the output, see ``common_tokens``, over all
     choices; ``rejected_prediction_tokens`` : the others, which are not part of ``completion_tokens``. None without one.
+    ``reasoning_tokens`` : of the completion, what was thought; None where nothing can be told apart.
     """
 
     prompt_tokens: int
@@ -50,6 +52,7 @@ class Usage:
     cached_tokens: int = 0
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
     def body(self) -> dict[str, Any]:
         """As OpenAI writes it."""
@@ -59,11 +62,13 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-        if self.accepted_prediction_tokens is not None:
-            counts["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self.accepted_prediction_tokens,
-                "rejected_prediction_tokens": self.rejected_prediction_tokens,
-            }
+        details = {
+            "accepted_prediction_tokens": self.accepted_prediction_tokens,
+            "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
+        }
+        if known := {name: count for name, count in details.items() if count is not None}:
+            counts["completion_tokens_details"] = known
         return counts
 
 
@@ -87,6 +92,8 @@ class Generation:
         self.prediction = prediction
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
+        self.messages: Messages | None = None
+        """What the texts of the choices are beside content, where they may be anything else."""
         self._worker = worker
         self._latencies = latencies
         self._inbox = Inbox()
@@ -96,7 +103,10 @@ class Generation:
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
+        self.count_reasoning: Callable[[Sequence[int]], int] | None = None
+        """How many tokens of an output were thought; None where that is not asked."""
         self._num_accepted: int | None = None
+        self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over all choices; when one is refused, none stays and the refusal is raised."""
@@ -127,6 +137,7 @@ class Generation:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
             cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
+            reasoning_tokens=self._num_reasoning,
         )
         if self.prediction is None or self._num_accepted is None:
             return usage
@@ -165,6 +176,8 @@ class Generation:
                 raise delivery
             self._record(request_id, delivery)
             yield self._index[request_id], delivery
+        if self.count_reasoning is not None:
+            self._num_reasoning = await self.aside.run(self._reasoning_tokens, self.count_reasoning)
         if self.prediction is not None:
             self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
 
@@ -172,6 +185,9 @@ class Generation:
         from server.running.prediction import common_tokens  # compiled, and loaded where it is needed
 
         return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
+
+    def _reasoning_tokens(self, count: Callable[[Sequence[int]], int]) -> int:
+        return sum(count(choice.token_ids) for choice in self.choices)
 
     async def finish(self) -> None:
         """Wait until all choices have ended."""

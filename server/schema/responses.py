@@ -140,7 +140,7 @@ class ResponsesBody(Body):
     @property
     def events(self) -> StreamOptions:
         """How the stream is written."""
-        wants = self.stream_options is not None and self.stream_options.include_obfuscation
+        wants = None if self.stream_options is None else self.stream_options.include_obfuscation
         return StreamOptions(include_obfuscation=wants)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from server.schema.parts import Part
 from ssd.errors import RequestError
@@ -41,6 +41,14 @@ class Tool(Part):
 
     type: Literal["function"]
     function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, content: Any) -> Any:
+        kind = content.get("type") if isinstance(content, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(f'only tools of type "function" can be called here, got {kind!r:.80}: leave it out')
+        return content
 
 
 class NamedFunction(Part):

@@ -1,21 +1,24 @@
-"""The formats by name: what takes a message apart, which special tokens it must see, what constrains its calls."""
+"""The formats by name: what takes a message apart, which special tokens it must see.
+
+vLLM's names, parsers of our own: transformers' ``parse_response`` and parsers of partial JSON read a whole text
+anew for each piece, and openai-harmony reads tokens of a vocabulary that it loads from the network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
-
-from server.tools.message import MessageDelta, MessageParser
+from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS, calls_reader
+from server.tools.functions import Functions
+from server.tools.harmony import harmony
+from server.tools.message import MessageParser
+from server.tools.pieces import Reader, StreamParser
+from server.tools.reasoning import reasoning as reasoning_reader
 from ssd.errors import ConfigError
 
-TOOL_CALL_PARSERS: dict[str, str] = {}
+TOOL_CALL_PARSERS = {name: known.about for name, known in TOOL_FORMATS.items()}
 """Formats of tool calls, by vLLM's names, and what each looks like."""
 
-REASONING_PARSERS: dict[str, str] = {}
+REASONING_PARSERS = {name: known.about for name, known in REASONING_FORMATS.items()}
 """Formats of reasoning, by vLLM's names, and what each looks like."""
-
-Functions = Mapping[str, Mapping[str, Any]]
-"""Names of the functions that may be called, each with the JSON schema of its parameters."""
 
 
 def make_parser(
@@ -29,46 +32,33 @@ def make_parser(
     `TOOL_CALL_PARSERS` or `REASONING_PARSERS`. O(1).
     """
     check_names(tool_call, reasoning)
-    return _Content()
+    functions = functions or {}
+    readers: list[Reader] = []
+    if reasoning is not None:
+        thinking = REASONING_FORMATS[reasoning].form
+        readers.append(
+            harmony(functions, calls=tool_call == "openai") if thinking is None else reasoning_reader(thinking, prompt)
+        )
+    if tool_call is not None:
+        form = TOOL_FORMATS[tool_call].form
+        if form is not None:
+            readers.append(calls_reader(form, functions))
+        elif reasoning != "openai_gptoss":
+            readers.append(harmony(functions, calls=True))
+    return StreamParser(*readers)
 
 
 def check_names(tool_call: str | None, reasoning: str | None) -> None:
     """Raise ConfigError where one is no format's name; None is none."""
-    if tool_call is not None and tool_call not in TOOL_CALL_PARSERS:
-        raise ConfigError(f"no tool-call parser {tool_call!r}: give one of {', '.join(TOOL_CALL_PARSERS)}, auto or none")
-    if reasoning is not None and reasoning not in REASONING_PARSERS:
-        raise ConfigError(f"no reasoning parser {reasoning!r}: give one of {', '.join(REASONING_PARSERS)}, auto or none")
+    if tool_call is not None and tool_call not in TOOL_FORMATS:
+        raise ConfigError(f"no tool-call parser {tool_call!r}: give auto, none or one of {', '.join(TOOL_FORMATS)}")
+    if reasoning is not None and reasoning not in REASONING_FORMATS:
+        raise ConfigError(
+            f"no reasoning parser {reasoning!r}: give auto, none or one of {', '.join(REASONING_FORMATS)}"
+        )
 
 
 def special_tokens(tool_call: str | None, reasoning: str | None) -> frozenset[str]:
     """Markers that may be special tokens of the vocabulary and must stay in the text that a parser is given."""
-    return frozenset()
-
-
-def detect(chat_template: str) -> tuple[str | None, str | None]:
-    """Names of the tool-call and the reasoning format that a chat template speaks of; None where it speaks of none."""
-    return None, None
-
-
-def call_grammar(
-    tool_call: str, functions: Functions, *, parallel: bool = True, special: Collection[str] = ()
-) -> str | None:
-    """A grammar of one call, or of several where ``parallel``, as the format writes them; None where it has none.
-
-    In llguidance's dialect of Lark; the rule ``start`` is what follows the reasoning. ``special`` : special tokens of
-    the vocabulary, which stand for themselves where they are markers of the format. ``json`` is a format of its own,
-    ``[{"name": ..., "parameters": ...}]``, that any model can be made to write.
-    """
-    return None
-
-
-class _Content:
-    """All text is content."""
-
-    def push(self, text: str) -> MessageDelta:
-        """What the next text certainly adds."""
-        return MessageDelta(content=text)
-
-    def finish(self) -> MessageDelta:
-        """Nothing: no text was held back."""
-        return MessageDelta()
+    of_calls = TOOL_FORMATS[tool_call].special if tool_call is not None else frozenset()
+    return of_calls | (REASONING_FORMATS[reasoning].special if reasoning is not None else frozenset())

@@ -35,6 +35,9 @@ class CharCodec:
     def encode_chat(self, messages: list[dict[str, Any]], **_options: Any) -> list[int]:
         return self.encode_prompt("".join(message["content"] for message in messages))
 
+    def chat_template(self, given: str | None = None, **_options: Any) -> str | None:
+        return given
+
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 

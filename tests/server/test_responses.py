@@ -216,6 +216,50 @@ def test_an_obfuscated_stream_has_lengths_that_tell_nothing(obfuscation_interval
     assert "".join(event["delta"] for event in deltas) == plain[-4]["text"]
 
 
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function", "name": "get_weather", "description": "The weather of a city.", "strict": True,
+    "parameters": {
+        "type": "object", "additionalProperties": False, "required": ["city"],
+        "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
+    },
+}  # fmt: skip
+TIME = {"type": "function", "name": "get_time", "parameters": {"type": "object", "properties": {}}}
+
+
+def test_a_required_call_is_an_item_whole_and_streamed(server: RunningServer) -> None:
+    fields = {"tools": [WEATHER, TIME], "tool_choice": {"type": "function", "name": "get_weather"}}
+    whole = respond(server, **fields, max_output_tokens=100)
+    (call,) = whole["output"]
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "get_weather", "completed")
+    assert json.loads(call["arguments"])["city"] in ("Paris", "Oslo")
+    assert (whole["tool_choice"], whole["tools"][0]) == (fields["tool_choice"], WEATHER)
+    events = stream(server, **fields, max_output_tokens=100)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[2] == "output_item.added"
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    assert set(kinds[3:-3]) == {"function_call_arguments.delta"}
+    arguments = "".join(event["delta"] for event in events[3:-3])
+    assert arguments == events[-3]["arguments"] == call["arguments"]
+    assert events[-1]["response"]["output"] == [events[-2]["item"]]
+
+
+def test_the_client_plays_a_tool_conversation(client: openai.OpenAI) -> None:
+    tools: list[Any] = [WEATHER]
+    items: list[Any] = [{"role": "user", "content": "The weather in Paris?"}]
+    arguments: dict[str, Any] = {"model": MODEL, "tools": tools, "temperature": 0, "max_output_tokens": 40}
+    called = client.responses.create(**arguments, input=items, tool_choice="required", parallel_tool_calls=False)
+    (call,) = called.output
+    assert call.type == "function_call"
+    items += [item.model_dump() for item in called.output]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "Sunny, 21 degrees."})
+    answered = client.responses.create(**arguments, input=items, tool_choice="none")
+    assert answered.output[0].type == "message"
+    assert answered.usage is not None and called.usage is not None
+    assert answered.usage.input_tokens > called.usage.input_tokens
+
+
 # -- what is not kept, and errors ------------------------------------------------------------------------------------
 
 
