@@ -15,6 +15,7 @@ from server.base.settings import VERSION, Cors, ServerSettings
 from server.endpoints.completions import add_completions
 from server.endpoints.models import add_models
 from server.endpoints.openapi import describe
+from server.endpoints.responses import add_responses
 from server.endpoints.service import Service
 from server.endpoints.state import add_state
 from server.endpoints.tokenizer import add_tokenizer
@@ -62,6 +63,7 @@ def create_app(
         app.add_exception_handler(kind, answer_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
     add_completions(app, service)
+    add_responses(app, service)
     add_models(app, service)
     add_tokenizer(app, service)
     add_state(app, service)

@@ -14,6 +14,8 @@ from server.answers.chat_bodies import ChatBodies
 from server.answers.drafts import DraftWriter
 from server.answers.logprobs import LogprobsWriter
 from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events, padded
+from server.answers.response_bodies import ResponseBodies
+from server.answers.response_stream import ResponseEventWriter
 from server.answers.stream import EventWriter, events
 from server.base.budget import Budget
 from server.base.errors import model_not_found
@@ -32,6 +34,7 @@ from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import COMPLETION_MAX_TOKENS, CompletionBody
 from server.schema.generate import GenerateBody, StreamOptions
+from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
@@ -109,20 +112,25 @@ class Service:
         bodies = CompletionBodies(self.settings, echo=echo, **await self._body_options(engine, body))
         return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
-    async def chat(self, body: ChatBody, tenant: str | None) -> tuple[Generation, Bodies]:
-        """Start every choice of a conversation's next message. ``tenant`` : whose request it is."""
+    async def chat(
+        self, body: ChatBody, tenant: str | None, response: ResponsesBody | None = None
+    ) -> tuple[Generation, Bodies]:
+        """Start every choice of a conversation's next message.
+
+        tenant : whose request it is. response : what the conversation was made of, and is answered as.
+        """
         engine, codec = self.engine_for(body), codec_of(self.engine_for(body))
         if (use := body.tool_use()) and use.mode == "none" and self.settings.exclude_tools_when_tool_choice_none:
             body = body.without_tools()
         form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
         prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
         plan = plan_answer(body, form, codec, prompt, self.settings.limits)
-        bodies = ChatBodies(
-            self.settings,
-            messages=plan.messages,
-            as_function_call=use is not None and use.is_older,
-            **await self._body_options(engine, body),
-        )
+        options = {"messages": plan.messages, **await self._body_options(engine, body)}
+        if response is None:
+            is_older = use is not None and use.is_older
+            bodies = ChatBodies(self.settings, as_function_call=is_older, **options)
+        else:
+            bodies = ResponseBodies(self.settings, response, **options)
         generation = await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant, plan=plan)
         return generation, bodies
 
@@ -138,7 +146,10 @@ class Service:
             assert engine is not None and generation.sampling is not None  # every generation was submitted
             return TextStream.following(codec_of(engine), generation.sampling)
 
-        writer = EventWriter(generation, bodies, options, DraftWriter(spelling) if options.include_drafts else None)
+        if isinstance(bodies, ResponseBodies):
+            writer: EventWriter = ResponseEventWriter(generation, bodies, options)
+        else:
+            writer = EventWriter(generation, bodies, options, DraftWriter(spelling) if options.include_drafts else None)
         if not writer.pad or engine is None:
             return events(generation, bodies, writer, settings.keep_alive_s)
         pieces = EvenPieces([spelling() for _ in generation.choices], settings.obfuscation_tokens)
