@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.answers.bodies import Bodies
 from server.base.errors import error_body
+from server.base.record import current_record
 from server.running.generation import Generation, Usage
 from server.schema.generate import StreamOptions
 from ssd.errors import SSDError
@@ -48,6 +49,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
+        current_record().is_gone = True
         raise ClientGone
     finally:
         for running in (task, watch):
@@ -138,7 +140,8 @@ class EventWriter:
         """The last event but the end mark, where it was asked for."""
         if not self._with_usage:
             return b""
-        return encode_event({**self._bodies.chunk([]), "usage": self._generation.usage.body()}, pad=self.pad)
+        last = {**self._bodies.chunk([]), "usage": self._generation.usage.body()}
+        return encode_event({**last, **self._bodies.draft_metrics(self._generation)}, pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
         """An error is an event, too."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import ssd
 from server.base.limits import Limits
@@ -18,8 +18,22 @@ VERSION = ssd.__version__
 
 OBFUSCATION_INTERVAL_S = 0.25
 
+SpecDecodeMetrics = Literal["none", "summary", "detailed"]
+SPEC_DECODE_METRICS: Final[tuple[SpecDecodeMetrics, ...]] = ("none", "summary", "detailed")
+
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields of a model's generation_config.json that stand in for what a request leaves out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cors:
+    """What browsers let pages of other sites do here."""
+
+    origins: tuple[str, ...] = ()
+    """Sites, as SCHEME://HOST[:PORT], or "*" for all; none: nothing."""
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +79,20 @@ class ServerSettings:
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
 
+    spec_decode_metrics: SpecDecodeMetrics = "none"
+    """What answers say of their own drafts: who may read that can tell what the cache holds."""
+
+    logs_requests: bool = True
+    """A line of log for each request."""
+
     limits: Limits = field(default_factory=Limits)
     """What is too much for one request, or for all."""
+
+    root_path: str = ""
+    """Path that a proxy serves all this under; requests come with it or without."""
+
+    cors: Cors = field(default_factory=Cors)
+    """Which pages of other sites may call from a browser."""
 
     created: int = field(default_factory=lambda: int(time.time()))
     """Start of the service, seconds since the epoch."""

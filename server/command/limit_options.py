@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields
 
 from server.base.limits import Limits
+from server.command.sizes import count, num_bytes, spelled
 
 _HELP = {
     "max_body_bytes": "longest body of a request",
@@ -33,10 +35,18 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     """One option for every limit."""
     add = parser.add_argument_group("limits", "what one request, and all together, may ask for").add_argument
     for field in fields(Limits):
+        option = f"--{field.name.replace('_', '-')}"
+        shown = spelled(field.default) if isinstance(field.default, int) else field.default
         add(
-            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default, metavar="N",
-            help=f"{_HELP[field.name]} (default: %(default)s)",
+            option, type=_type(field.name), default=field.default, metavar="N",
+            help=f"{_HELP[field.name]} (default: {shown})",
         )  # fmt: skip
+
+
+def _type(name: str) -> Callable[[str], float]:
+    if name.endswith("_bytes"):
+        return num_bytes
+    return float if name.endswith("_seconds") else count
 
 
 def limits_of(found: argparse.Namespace) -> Limits:

@@ -18,6 +18,7 @@ from server.base.budget import Budget
 from server.base.errors import model_not_found
 from server.base.json_text import json_text
 from server.base.lanes import Lanes
+from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.intake.body_reader import BodyReader
 from server.intake.conversations import AnswerPlan, plan_answer
@@ -95,6 +96,7 @@ class Service:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
         if body.model is not None and body.model not in self.settings.model_names:
             raise model_not_found(body.model, self.settings.model_name)
+        current_record().model = body.model or self.settings.model_name
         return self.worker.engine
 
     async def completion(self, body: CompletionBody, tenant: str | None) -> tuple[Generation, Bodies]:
@@ -187,6 +189,9 @@ class Service:
         if output is not None and engine.grammars is not None:
             await self.lanes.grammars.run(engine.grammars.compile, output)  # and kept there
         num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
+        self.metrics.latencies.num_choices.observe(body.n)
+        record = current_record()
+        record.response_id, record.is_stream = bodies.id, body.stream
         share = self._queued.share()
         share.grow(num_tokens)
         prompt_ids = [tuple(prompt) for prompt in prompts]
@@ -272,6 +277,7 @@ class Service:
             tenant=None if self.settings.share_prefix_cache else tenant,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
+            keeps_steps=self.settings.spec_decode_metrics != "none",
         )
 
     def _namespace(self, body: GenerateBody) -> str | None:

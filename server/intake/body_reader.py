@@ -13,6 +13,7 @@ from server.base.budget import Budget, Share
 from server.base.errors import ApiError
 from server.base.lanes import Lanes
 from server.base.limits import SMALL_BODY_BYTES, Limits
+from server.base.record import current_record
 from ssd.errors import RequestError
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class BodyReader:
                     if len(content) > SMALL_BODY_BYTES:
                         share.grow(len(content) - share.amount)
         except ClientDisconnect:
+            current_record().is_gone = True
             raise RequestError("the connection closed before the whole body had arrived") from None
         except TimeoutError:
             seconds = self._limits.max_body_seconds

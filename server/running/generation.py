@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from server.base.budget import Share
 from server.base.errors import RequestFailed
 from server.base.lanes import Lane
+from server.base.record import current_record
+from server.running.account import note_counts, note_submitted
 from server.running.engine_thread import Inbox, Worker
 from server.running.latencies import Latencies
 from server.tools.messages import Messages
@@ -18,7 +20,7 @@ from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
     from ssd.config import SamplingParams
-    from ssd.engine import Request, RequestOutput, TokenLogprobs
+    from ssd.engine import Request, RequestOutput, RequestStats, TokenLogprobs
 
 _MOST_AT_ONCE = 32
 """Outputs taken in a row before others have their turn on the event loop."""
@@ -35,6 +37,8 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
+    stats: RequestStats | None = None
+    """The engine's, which it goes on writing; None before the first output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,8 @@ class Generation:
         self._inbox = Inbox()
         self._index: dict[str, int] = {}
         self._running: set[str] = set()
-        self._started = time.perf_counter()
+        self._account = current_record()
+        self._started = self._account.received_s
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
@@ -110,6 +115,7 @@ class Generation:
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over all choices; when one is refused, none stays and the refusal is raised."""
+        note_submitted(self._account, requests[0], len(requests))
         try:
             for request in requests:
                 self.sampling = request.sampling
@@ -123,6 +129,12 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what still runs, so that its slot is free at the engine's next step."""
+        note_counts(
+            self._account,
+            [(choice.stats, choice.finish_reason) for choice in self.choices],
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self.usage.cached_tokens,
+        )
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
@@ -150,7 +162,7 @@ class Generation:
     @property
     def has_more_now(self) -> bool:
         """True when the next output is here already."""
-        return bool(self._running) and not self._inbox.queue.empty()
+        return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
         """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
@@ -159,18 +171,15 @@ class Generation:
         """
         num_at_once = 0
         while self._running:
-            if self._inbox.queue.empty():
-                try:
-                    async with asyncio.timeout(wait_s):
-                        request_id, delivery = await self._inbox.queue.get()
-                except TimeoutError:
-                    yield None
-                    continue
-            else:
-                request_id, delivery = self._inbox.queue.get_nowait()
-                num_at_once += 1
-                if num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
-                    await asyncio.sleep(0)
+            is_here = len(self._inbox) > 0
+            arrived = await self._inbox.get(wait_s)
+            if arrived is None:
+                yield None
+                continue
+            num_at_once += is_here
+            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
+                await asyncio.sleep(0)
+            request_id, delivery = arrived
             if isinstance(delivery, Exception):
                 self._running.discard(request_id)
                 raise delivery
@@ -199,6 +208,7 @@ class Generation:
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
         self._num_completion_tokens += len(output.token_ids)
+        choice.stats = output.stats
         choice.num_cached_tokens = output.stats.num_cached_tokens
         choice.logprobs.extend(output.logprobs or ())
         if output.prompt_logprobs is not None:

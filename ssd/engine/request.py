@@ -34,6 +34,7 @@ class Request:
     ``cache_salt``, ``tenant`` : keys and values are reused among requests of one namespace, one salt and one tenant
         only; ``tenant`` is opaque, None for requests that belong to nobody in particular.
     ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
+    ``keeps_steps`` : its statistics shall say what every draft came to.
     """
 
     request_id: str
@@ -46,11 +47,15 @@ class Request:
     cache_salt: str | None = None
     tenant: str | None = None
     num_speculative_tokens: int | None = None
+    keeps_steps: bool = False
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """Counts of one request; accepted tokens are those that were emitted."""
+    """Counts of one request; accepted tokens are those that were emitted.
+
+    Times are those of ``time.perf_counter``, 0 while it has not come to that.
+    """
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -62,6 +67,13 @@ class RequestStats:
     """Tokens of the prompt whose keys and values were there already."""
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     """Of the accepted tokens, how many by ``Draft.source``."""
+    steps: list[tuple[int, int]] | None = None
+    """Of every draft, its tokens and how many were accepted, where the request asks for that."""
+    submitted_s: float = 0.0
+    started_s: float = 0.0
+    """When it was first given a slot."""
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
@@ -88,7 +89,11 @@ class Sequence:
         """Whether keys and values of others may be copied: not any more once that failed."""
         self.may_draft = True
         """Whether it is drafted for: not any more once a pass with it failed, a draft may have been why."""
-        self.stats = RequestStats(num_prompt_tokens=len(prompt))
+        self.stats = RequestStats(
+            num_prompt_tokens=len(prompt),
+            steps=[] if request.keeps_steps else None,
+            submitted_s=time.perf_counter(),
+        )
         self.finish_reason: FinishReason | None = None
         self._stream = stream
         self._grammar = grammar

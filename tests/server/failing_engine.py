@@ -13,9 +13,13 @@ from typing import Any
 import uvicorn
 
 from server.base.settings import ServerSettings
+from server.command.listening import listen
+from server.command.network_options import NetworkOptions, tls_arguments
 from server.endpoints.app import create_app
+from server.observe.access import SpanSink
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
+from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
 from tests.server.client import wait_until
@@ -48,7 +52,8 @@ class FailingEngine:
     def __init__(self, *, step_s: float = 0.0, max_waiting: int = 100, fail_at_step: int | None = None) -> None:
         self.codec = CharCodec()
         self.max_model_len = 512
-        self.target = SimpleNamespace(way="in tests", can_roll_back=True)
+        self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=max_waiting)
+        self.config = EngineConfig()
         self.metrics = EngineMetrics()
         self.caches = None
         self.closed = False
@@ -150,16 +155,19 @@ def serving(
     *,
     wait: bool = True,
     sharing_stats: NamespaceStats | None = None,
+    span: SpanSink | None = None,
+    network: NetworkOptions | None = None,
     **settings: Any,
 ) -> Iterator[RunningServer]:
-    """Serve whatever ``load`` returns; the arguments are those of ServerSettings."""
+    """Serve whatever ``load`` returns; the arguments are those of ServerSettings. ``network`` : else a free port."""
     given: dict[str, Any] = {"model_names": ("test-model",), "model": "a/model", **settings}
     worker = Worker(load)
-    app = create_app(worker, ServerSettings(**given), sharing_stats)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=3))
+    app = create_app(worker, ServerSettings(**given), sharing_stats, span)
+    listener = socket.create_server(("127.0.0.1", 0)) if network is None else listen(network)
+    tls = {} if network is None else tls_arguments(network.tls)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=3, **tls))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    running = RunningServer(worker, listener.getsockname()[1])
+    running = RunningServer(worker, listener.getsockname()[1] if listener.family != socket.AF_UNIX else 0)
     worker.start()
     thread.start()
     try:
