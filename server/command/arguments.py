@@ -13,6 +13,9 @@ from server.base.limits import Limits
 from server.base.settings import OBFUSCATION_INTERVAL_S, VERSION
 from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
 from server.command.limit_options import add_limit_options, limits_of
+from server.tenants.rules_file import OPTION as TENANTS_OPTION
+from server.tenants.secret import OPTION as SECRET_OPTION
+from server.tenants.secret import VARIABLE as SECRET_VARIABLE
 from ssd.config import (
     DRAFT_ACCEPTANCES,
     DRAFT_SHAPES,
@@ -59,6 +62,10 @@ class Options:
     warm_directories: tuple[Path, ...]
     api_keys: tuple[str, ...]
     api_key_file: Path | None
+    tenants_file: Path | None
+    secret_file: Path | None
+    secret: str | None
+    share_cache_across_keys: bool
     share_prefix_cache: bool
     trust_request_chat_template: bool
     allow_special_tokens: bool
@@ -109,6 +116,10 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
             warm_directories=tuple(found.warm or ()),
             api_keys=keys,
             api_key_file=found.api_key_file,
+            tenants_file=found.tenants,
+            secret_file=found.secret_file,
+            secret=environment.get(SECRET_VARIABLE) or None,
+            share_cache_across_keys=found.share_cache_across_keys,
             share_prefix_cache=found.share_prefix_cache,
             trust_request_chat_template=found.trust_request_chat_template,
             allow_special_tokens=found.allow_special_tokens,
@@ -197,6 +208,19 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"one more key; repeatable; it shows in the process list for the first moment (also: ${API_KEY_VARIABLE})",
     )  # fmt: skip
     add(PIPE_OPTION, type=int, help=argparse.SUPPRESS)
+    add(
+        TENANTS_OPTION, type=Path, metavar="FILE",
+        help="tenants, their keys and quotas, and who is an operator, see docs/tenants.md; read again when it changes",
+    )  # fmt: skip
+    add(
+        SECRET_OPTION, type=Path, metavar="FILE",
+        help="what the names of tenants' caches are derived from, the same for all servers of one --redis (also: "
+        f"${SECRET_VARIABLE}; default: made once and kept in --cache-dir)",
+    )  # fmt: skip
+    add(
+        "--share-cache-across-keys", action="store_true",
+        help="all API keys draft from one cache and teach it (default: each tenant has its own)",
+    )  # fmt: skip
     add("--trust-request-chat-template", action="store_true", help="run chat templates that requests bring")
     add(
         "--allow-special-tokens", action="store_true",

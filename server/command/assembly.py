@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
 from server.command.keys import read_key_file
-from ssd.errors import ModelError
+from server.tenants.opening import TenantSources, open_tenants
+from server.tenants.registry import Tenants
+from server.tenants.secret import OPTION as SECRET_OPTION
+from server.tenants.secret import VARIABLE as SECRET_VARIABLE
+from server.tenants.secret import find_secret
+from ssd.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -20,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def make_settings(options: Options) -> ServerSettings:
-    """What the endpoints need; raises ConfigError or ModelError when the model or a file of keys is not there."""
-    filed = () if options.api_key_file is None else read_key_file(options.api_key_file)
+    """What the endpoints need; raises ConfigError or ModelError when the model is not there."""
     return ServerSettings(
         model_names=options.model_names,
         model=options.model,
         namespace=options.namespace,
-        api_keys=(*options.api_keys, *filed),
+        api_keys=options.api_keys,
+        share_cache_across_keys=options.share_cache_across_keys,
         share_prefix_cache=options.share_prefix_cache,
         allow_special_tokens=options.allow_special_tokens,
         obfuscation_interval_s=options.obfuscation_interval_s,
@@ -36,12 +41,47 @@ def make_settings(options: Options) -> ServerSettings:
     )
 
 
+def make_tenants(options: Options, settings: ServerSettings) -> Tenants:
+    """Who may come in; raises ConfigError when a file of keys, tenants or the secret is of no use."""
+    key_file, redis_url, directory = options.api_key_file, options.cache.redis_url, options.cache.directory
+    sources = TenantSources(
+        keys=options.api_keys,
+        read_keys=tuple if key_file is None else lambda: read_key_file(key_file),
+        path=options.tenants_file,
+    )
+    has_keys = bool(options.api_keys) or key_file is not None or options.tenants_file is not None
+    has_own_caches = has_keys and not options.share_cache_across_keys
+    if redis_url is not None and has_own_caches and options.secret_file is None and options.secret is None:
+        raise ConfigError(
+            f"--redis with API keys needs one secret for all servers, or none would find another's caches: give "
+            f"{SECRET_OPTION} or ${SECRET_VARIABLE}, or --share-cache-across-keys"
+        )
+    environment = {} if options.secret is None else {SECRET_VARIABLE: options.secret}
+    secret = find_secret(options.secret_file, environment, directory if has_own_caches else None)
+    counters = None
+    if redis_url is not None and has_own_caches:
+        from ssd.sharing.counters import RedisCounters
+
+        counters = RedisCounters(redis_url)
+    return open_tenants(sources, settings, secret, cache_directory=directory, counters=counters)
+
+
+def watched_files(options: Options) -> list[Path]:
+    """The files whose change replaces keys and quotas."""
+    return [path for path in (options.api_key_file, options.tenants_file) if path is not None]
+
+
 class EngineLoader:
     """Loads an engine; made to be a worker's ``load``."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._log: RedisLog | None = None
+
+    @property
+    def log(self) -> RedisLog | None:
+        """What replicas share through, once it is open."""
+        return self._log
 
     def __call__(self, resources: ExitStack) -> Engine:
         """Tokenizer, sharing, the cache and its worker process, the warm-up directories, and the model last.
@@ -87,16 +127,25 @@ class EngineLoader:
 
             self._log = RedisLog(options.cache.redis_url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size)
             resources.callback(self._log.close)
-        caches = CacheSet(options.cache, codec.fingerprint, namespace=options.namespace, on_open=self._share)
+        caches = CacheSet(
+            options.cache,
+            codec.fingerprint,
+            namespace=options.namespace,
+            on_open=self._share,
+            on_close=self._share_no_more,
+        )
         resources.callback(caches.close)
-        cache = caches.get()
         for directory in options.warm_directories:
-            cache.add_static_directory(directory)
+            caches.add_static_directory(directory)
         return caches
 
     def _share(self, cache: SuffixCache) -> None:
-        if self._log is not None and cache.name == self._options.namespace:
+        if self._log is not None:
             self._log.attach(cache)
+
+    def _share_no_more(self, cache: SuffixCache) -> None:
+        if self._log is not None:
+            self._log.detach(cache)
 
 
 def _compile_kernels() -> None:

@@ -17,9 +17,12 @@ import uvicorn
 
 from server.base.settings import ServerSettings
 from server.command.arguments import API_KEY_VARIABLE, Options, parse_arguments
-from server.command.assembly import EngineLoader, make_settings
+from server.command.assembly import EngineLoader, make_settings, make_tenants, watched_files
 from server.endpoints.app import create_app
 from server.running.engine_thread import Worker, WorkerState
+from server.tenants.registry import Tenants
+from server.tenants.secret import VARIABLE as SECRET_VARIABLE
+from server.tenants.watch import Watch
 from ssd.errors import ConfigError, SSDError
 from ssd.sharing.connection import URL_VARIABLE
 
@@ -50,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
     options = parse_arguments(arguments)
-    for secret in (API_KEY_VARIABLE, URL_VARIABLE):
+    for secret in (API_KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
         os.environ.pop(secret, None)  # no child needs it
     logging.basicConfig(
         level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -62,9 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         listener = listen(options.host, options.port)
         settings = make_settings(options)
+        tenants = make_tenants(options, settings)
     except SSDError as error:
         return _refuse(error)
-    return serve(options, settings, listener)
+    return serve(options, settings, listener, tenants)
 
 
 def _allow_open_files() -> None:
@@ -74,12 +78,14 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def serve(options: Options, settings: ServerSettings, listener: socket.socket) -> int:
+def serve(options: Options, settings: ServerSettings, listener: socket.socket, tenants: Tenants) -> int:
     """Serve on a listening socket until a signal comes; returns the exit status."""
     loader = EngineLoader(options)
+    tenants.sharing = lambda: loader.log
+    watch = Watch(tenants, watched_files(options))
     worker = Worker(loader)
     config = uvicorn.Config(
-        create_app(worker, settings, loader.sharing_stats),
+        create_app(worker, settings, loader.sharing_stats, tenants),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_CONNECTIONS_S,
@@ -88,9 +94,11 @@ def serve(options: Options, settings: ServerSettings, listener: socket.socket) -
     server = _Server(config, worker, f"{settings.model_name} on {address}")
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model, address)
     worker.start()
+    watch.start()
     try:
         server.run(sockets=[listener])
     finally:
+        watch.stop()
         stopped = worker.stop(_CLOSE_S)
     if worker.load_error is not None:
         return _refuse(worker.load_error)

@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 
 from server.running.engine_thread import Worker, WorkerState
 from server.running.latencies import LABELS, Latencies
+from server.tenants.figures import TenantFigures
+from server.tenants.registry import Tenants
 
 if TYPE_CHECKING:
     from ssd.engine import EngineMetrics
@@ -29,6 +31,7 @@ _SIZES = frozenset(
     {
         "num_tokens",
         "num_static_tokens",
+        "num_borrowed_tokens",
         "num_kept_tokens",
         "num_tail_tokens",
         "num_segments",
@@ -43,11 +46,19 @@ _SIZES = frozenset(
 class ServerMetrics:
     """A registry of our own with everything this process exports."""
 
-    def __init__(self, worker: Worker, model_name: str, sharing_stats: NamespaceStats | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        model_name: str,
+        sharing_stats: NamespaceStats | None = None,
+        tenants: Tenants | None = None,
+    ) -> None:
         self._registry = CollectorRegistry()
         labels = (model_name, "0")
         self.latencies = Latencies(self._registry, labels)
-        self._registry.register(_EngineCollector(worker, labels, sharing_stats))
+        self._registry.register(_EngineCollector(worker, labels, sharing_stats, tenants))
+        if tenants is not None:
+            self._registry.register(TenantFigures(tenants, dict(zip(LABELS, labels, strict=True))))
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format 0.0.4."""
@@ -57,8 +68,15 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """Turns plain counters into metric families at each scrape."""
 
-    def __init__(self, worker: Worker, labels: tuple[str, str], sharing_stats: NamespaceStats | None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        labels: tuple[str, str],
+        sharing_stats: NamespaceStats | None,
+        tenants: Tenants | None = None,
+    ) -> None:
         self._worker = worker
+        self._tenants = tenants
         self._sharing_stats = sharing_stats
         self._labels = labels
 
@@ -126,6 +144,7 @@ class _EngineCollector(Collector):
 
     def _by_namespace(self, prefix: str, stats: Mapping[str, Any]) -> Iterator[Metric]:
         """Every number of the namespaces' statistics, which are dataclasses of one kind; ``num_x`` becomes ``x``."""
+        labels = {} if self._tenants is None else self._tenants.labels()
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for namespace, counts in stats.items():
             for number in fields(counts):
@@ -134,7 +153,9 @@ class _EngineCollector(Collector):
                     kind = GaugeMetricFamily if number.name in _SIZES else CounterMetricFamily
                     text = f"{number.name} of {type(counts).__name__}."
                     families[name] = kind(name, text, labels=[*LABELS, "namespace"])
-                families[name].add_metric([*self._labels, namespace], float(getattr(counts, number.name)))
+                families[name].add_metric(
+                    [*self._labels, labels.get(namespace, namespace)], float(getattr(counts, number.name))
+                )
         yield from families.values()
 
     def _counter(self, name: str, text: str, value: float) -> Metric:

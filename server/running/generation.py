@@ -13,6 +13,7 @@ from server.base.errors import RequestFailed
 from server.base.lanes import Lane
 from server.running.engine_thread import Inbox, Worker
 from server.running.latencies import Latencies
+from server.tenants.account import Admission
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
@@ -78,11 +79,16 @@ class Generation:
         *,
         aside: Lane,
         share: Share,
+        admission: Admission | None = None,
     ) -> None:
-        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end."""
+        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end.
+
+        ``admission`` : what it takes of its tenant's quotas, ended with it.
+        """
         self.prompts = prompts
         self.aside = aside
         self._share = share
+        self._admission = admission
         self.prediction = prediction
         self.choices: list[Choice] = []
         self.stop: tuple[str, ...] = ()
@@ -108,6 +114,8 @@ class Generation:
                 self._running.add(request.request_id)
                 self.choices.append(Choice())
         except BaseException:
+            if self._admission is not None:
+                self._admission.take_back()
             self.close()
             raise
 
@@ -117,6 +125,17 @@ class Generation:
             self._worker.cancel(request_id)
         self._running.clear()
         self._share.give_back()
+        if self._admission is not None:
+            self._admission.end(self._num_completion_tokens + self._num_not_taken())
+            self._admission = None
+
+    def _num_not_taken(self) -> int:
+        """Tokens that were made and not looked at: the client went away."""
+        number = 0
+        while not self._inbox.queue.empty():
+            _, delivery = self._inbox.queue.get_nowait()
+            number += 0 if isinstance(delivery, Exception) else len(delivery.token_ids)
+        return number
 
     @property
     def usage(self) -> Usage:

@@ -16,6 +16,7 @@ from server.base.settings import ServerSettings
 from server.endpoints.app import create_app
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
+from server.tenants.registry import Tenants
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
 from tests.server.client import wait_until
@@ -45,7 +46,7 @@ class FailingEngine:
     def __init__(self, *, step_s: float = 0.0, max_waiting: int = 100, fail_at_step: int | None = None) -> None:
         self.codec = CharCodec()
         self.max_model_len = 512
-        self.target = SimpleNamespace(way="in tests", can_roll_back=True)
+        self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=4)
         self.metrics = EngineMetrics()
         self.caches = None
         self.closed = False
@@ -147,12 +148,13 @@ def serving(
     *,
     wait: bool = True,
     sharing_stats: NamespaceStats | None = None,
+    tenants: Tenants | None = None,
     **settings: Any,
 ) -> Iterator[RunningServer]:
     """Serve whatever ``load`` returns; the arguments are those of ServerSettings."""
     given: dict[str, Any] = {"model_names": ("test-model",), "model": "a/model", **settings}
     worker = Worker(load)
-    app = create_app(worker, ServerSettings(**given), sharing_stats)
+    app = create_app(worker, ServerSettings(**given), sharing_stats, tenants)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=3))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
