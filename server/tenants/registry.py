@@ -133,6 +133,7 @@ class Tenants:
             self._namespace(account.tenant, base): account.name if base == self._bases[0] else f"{account.name}/{base}"
             for account in self._accounts.values()
             for base in self._bases
+            if not account.tenant.is_operator
         }
 
     def describe(self) -> list[dict[str, Any]]:
