@@ -94,7 +94,8 @@ def serve(options: Options, settings: ServerSettings, listener: socket.socket, t
     server = _Server(config, worker, f"{settings.model_name} on {address}")
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model, address)
     worker.start()
-    watch.start()
+    if tenants.is_closed:
+        watch.start()
     try:
         server.run(sockets=[listener])
     finally:

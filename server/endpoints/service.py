@@ -102,7 +102,7 @@ class Service:
         """The same, for a tenant that has something left of this minute."""
         engine = self.engine_for(body)
         if tenant is not None:
-            tenant.require_allowance()
+            tenant.require_allowance(engine.target.num_slots)
         return engine
 
     async def completion(self, body: CompletionBody, tenant: Account | None) -> tuple[Generation, Bodies]:

@@ -257,14 +257,14 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
     for _ in range(2):
         tenant.admit(num_choices=1, num_prompt_tokens=5, num_slots=2).end(10)
     with pytest.raises(TenantLimit) as limit:
-        tenant.require_allowance()
+        tenant.require_allowance(2)
     assert limit.value.headers == {
         "retry-after": "30", "x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "1m0s", "x-ratelimit-limit-tokens": "60", "x-ratelimit-remaining-tokens": "30",
         "x-ratelimit-reset-tokens": "30s",
     }  # fmt: skip
     clock.now = 30.0
-    tenant.require_allowance()
+    tenant.require_allowance(2)
     tenant.admit(num_choices=1, num_prompt_tokens=60, num_slots=2).end(60)  # a debt of a minute
     clock.now = 60.0
     with pytest.raises(TenantLimit) as limit:
@@ -289,7 +289,7 @@ def test_names_of_caches_tell_apart_what_is_apart_and_tell_nothing() -> None:
     names = NamespaceNames(SECRET)
     found = [
         names.tenant("default", "tenant:a", 0), names.tenant("default", "tenant:b", 0),
-        names.tenant("x", "tenant:a", 0), names.tenant("default", "tenant:a", 1), names.counter("tenant:a"),
+        names.tenant("x", "tenant:a", 0), names.tenant("default", "tenant:a", 1), names.counter("default", "tenant:a"),
         names.salted("default", "s"), names.salted("default", "t"),
         names.salted(names.tenant("default", "tenant:a", 0), "s"),
     ]  # fmt: skip
