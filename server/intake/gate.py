@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.base.errors import ApiError, error_response
+from server.base.record import current_record
+from server.intake.root_path import path_below_root
 from server.tenants.account import Account
 from server.tenants.registry import Tenants
 
@@ -27,9 +30,11 @@ class Gate:
     answers under /v1 say what is left of its rates.
     """
 
-    def __init__(self, app: ASGIApp, *, tenants: Tenants) -> None:
+    def __init__(self, app: ASGIApp, *, tenants: Tenants, open_paths: Collection[str] = ()) -> None:
+        """``open_paths`` : what is open beside the paths that always are."""
         self._app = app
         self._tenants = tenants
+        self._open_paths = _OPEN_PATHS | set(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -39,6 +44,7 @@ class Gate:
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
         request_id = asked if _REQUEST_ID.fullmatch(asked) else f"req_{uuid.uuid4().hex}"
+        current_record().request_id = request_id
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -69,7 +75,9 @@ class Gate:
                 await error_response(error)(scope, receive, send_with_id)
 
     def _needs_key(self, scope: Scope) -> bool:
-        return self._tenants.is_closed and scope["method"] != "OPTIONS" and scope["path"] not in _OPEN_PATHS
+        if not self._tenants.is_closed or scope["method"] == "OPTIONS":
+            return False
+        return path_below_root(scope) not in self._open_paths
 
     def _tenant(self, headers: Headers) -> Account | None:
         """Whose key a request brings; None without a right one."""

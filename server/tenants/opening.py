@@ -19,7 +19,7 @@ from ssd.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSources:
-    """Where tenants come from. ``keys`` : given once; ``read_keys`` : those of a file, now; ``path`` : rules."""
+    """Where tenants come from. ``keys`` : given once. ``read_keys`` : a file's, as it is now. ``path`` : rules."""
 
     keys: tuple[str, ...] = ()
     read_keys: Callable[[], tuple[str, ...]] = tuple

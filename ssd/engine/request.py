@@ -39,6 +39,7 @@ class Request:
     ``prefix_scope`` : where given, keys and values are reused among requests of one scope and salt, whatever their
         namespace and tenant.
     ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
+    ``keeps_steps`` : its statistics shall say what every draft came to.
     """
 
     request_id: str
@@ -54,11 +55,15 @@ class Request:
     max_running: int | None = None
     prefix_scope: str | None = None
     num_speculative_tokens: int | None = None
+    keeps_steps: bool = False
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """Counts of one request; accepted tokens are those that were emitted."""
+    """Counts of one request; accepted tokens are those that were emitted.
+
+    Times are those of ``time.perf_counter``, 0 while it has not come to that.
+    """
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -70,6 +75,27 @@ class RequestStats:
     """Tokens of the prompt whose keys and values were there already."""
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     """Of the accepted tokens, how many by ``Draft.source``."""
+    steps: list[tuple[int, int]] | None = None
+    """Of every draft, its tokens and how many were accepted, where the request asks for that."""
+    submitted_s: float = 0.0
+    started_s: float = 0.0
+    """When it was first given a slot."""
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """What a pass said to a request's draft.
+
+    ``number`` : of the pass, from 1, among those of the request. ``source`` : as in ``Draft.source``.
+    ``num_drafted`` : tokens proposed. ``num_accepted`` : the first so many tokens of the output were drafted.
+    """
+
+    number: int
+    source: str
+    num_drafted: int
+    num_accepted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +109,7 @@ class RequestOutput:
     ``stop_reason`` : the stop string or stop token id that ended it, None for end of text.
     ``logprobs`` : one for each of ``token_ids``; None where the request asks for none.
     ``prompt_logprobs`` : with the first output, where asked for: one for each prompt token, None for the first.
+    ``draft`` : what was drafted for the pass that gave the tokens; None where no pass did.
     """
 
     request_id: str
@@ -93,4 +120,5 @@ class RequestOutput:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    draft: VerifiedDraft | None = None
     stats: RequestStats

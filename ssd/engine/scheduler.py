@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
@@ -81,6 +82,7 @@ class Scheduler:
                 preempted.append(victim)
             self._reuse.place(sequence, self._free_slots, self.running)
             self._free_slots.remove(sequence.slot)
+            sequence.stats.started_s = sequence.stats.started_s or time.perf_counter()
             self.running.append(sequence)
         # In slot order: a batch of neighbouring slots needs no gather of keys and values.
         self.running.sort(key=lambda running: running.slot)
