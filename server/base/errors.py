@@ -77,6 +77,8 @@ def error_response(error: Exception) -> JSONResponse:
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
+    if status == 408:
+        headers["connection"] = "close"  # what else comes of the body is not wanted
     return JSONResponse(error_body(error), status, headers)
 
 

@@ -8,12 +8,14 @@ import logging
 import re
 import secrets
 import uuid
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.base.errors import ApiError, error_response
 from server.base.record import current_record
+from server.intake.root_path import path_below_root
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,10 @@ class Gate:
     with a secret of this process, so neither it nor its like from another process tells anything about the key.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], open_paths: Collection[str] = ()) -> None:
+        """``open_paths`` : what is open beside the paths that always are."""
         self._app = app
+        self._open_paths = _OPEN_PATHS | set(open_paths)
         self._secret = secrets.token_bytes(32)
         self._tenants = [self._tenant_of(key) for key in api_keys]
 
@@ -70,7 +74,7 @@ class Gate:
                 await error_response(error)(scope, receive, send_with_id)
 
     def _needs_key(self, scope: Scope) -> bool:
-        return bool(self._tenants) and scope["method"] != "OPTIONS" and scope["path"] not in _OPEN_PATHS
+        return bool(self._tenants) and scope["method"] != "OPTIONS" and path_below_root(scope) not in self._open_paths
 
     def _tenant(self, headers: Headers) -> str | None:
         """Whose key a request brings; None without a right one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,11 @@ from server.base.record import current_record
 from server.running.account import note_counts, note_submitted
 from server.running.engine_thread import Inbox, Worker
 from server.running.latencies import Latencies
+from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
+    from ssd.config import SamplingParams
     from ssd.engine import Request, RequestOutput, RequestStats, TokenLogprobs
 
 _MOST_AT_ONCE = 32
@@ -46,6 +48,7 @@ class Usage:
     ``cached_tokens`` : prompt tokens that no choice of this request had to compute.
     ``accepted_prediction_tokens`` : of the prediction, how many are in the output, see ``common_tokens``, over all
     choices; ``rejected_prediction_tokens`` : the others, which are not part of ``completion_tokens``. None without one.
+    ``reasoning_tokens`` : of the completion, what was thought; None where nothing can be told apart.
     """
 
     prompt_tokens: int
@@ -53,6 +56,7 @@ class Usage:
     cached_tokens: int = 0
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
     def body(self) -> dict[str, Any]:
         """As OpenAI writes it."""
@@ -62,11 +66,13 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-        if self.accepted_prediction_tokens is not None:
-            counts["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self.accepted_prediction_tokens,
-                "rejected_prediction_tokens": self.rejected_prediction_tokens,
-            }
+        details = {
+            "accepted_prediction_tokens": self.accepted_prediction_tokens,
+            "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
+        }
+        if known := {name: count for name, count in details.items() if count is not None}:
+            counts["completion_tokens_details"] = known
         return counts
 
 
@@ -89,8 +95,9 @@ class Generation:
         self._share = share
         self.prediction = prediction
         self.choices: list[Choice] = []
-        self.stop: tuple[str, ...] = ()
-        self.include_stop = False
+        self.sampling: SamplingParams | None = None
+        self.messages: Messages | None = None
+        """What the texts of the choices are beside content, where they may be anything else."""
         self._worker = worker
         self._latencies = latencies
         self._inbox = Inbox()
@@ -101,14 +108,17 @@ class Generation:
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
+        self.count_reasoning: Callable[[Sequence[int]], int] | None = None
+        """How many tokens of an output were thought; None where that is not asked."""
         self._num_accepted: int | None = None
+        self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over all choices; when one is refused, none stays and the refusal is raised."""
         note_submitted(self._account, requests[0], len(requests))
         try:
             for request in requests:
-                self.stop, self.include_stop = request.sampling.stop, request.sampling.include_stop_str_in_output
+                self.sampling = request.sampling
                 self._worker.submit(request, self._inbox)
                 self._index[request.request_id] = len(self.choices)
                 self._running.add(request.request_id)
@@ -139,6 +149,7 @@ class Generation:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
             cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
+            reasoning_tokens=self._num_reasoning,
         )
         if self.prediction is None or self._num_accepted is None:
             return usage
@@ -151,7 +162,7 @@ class Generation:
     @property
     def has_more_now(self) -> bool:
         """True when the next output is here already."""
-        return bool(self._running) and not self._inbox.queue.empty()
+        return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
         """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
@@ -160,23 +171,22 @@ class Generation:
         """
         num_at_once = 0
         while self._running:
-            if self._inbox.queue.empty():
-                try:
-                    async with asyncio.timeout(wait_s):
-                        request_id, delivery = await self._inbox.queue.get()
-                except TimeoutError:
-                    yield None
-                    continue
-            else:
-                request_id, delivery = self._inbox.queue.get_nowait()
-                num_at_once += 1
-                if num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
-                    await asyncio.sleep(0)
+            is_here = len(self._inbox) > 0
+            arrived = await self._inbox.get(wait_s)
+            if arrived is None:
+                yield None
+                continue
+            num_at_once += is_here
+            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
+                await asyncio.sleep(0)
+            request_id, delivery = arrived
             if isinstance(delivery, Exception):
                 self._running.discard(request_id)
                 raise delivery
             self._record(request_id, delivery)
             yield self._index[request_id], delivery
+        if self.count_reasoning is not None:
+            self._num_reasoning = await self.aside.run(self._reasoning_tokens, self.count_reasoning)
         if self.prediction is not None:
             self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
 
@@ -184,6 +194,9 @@ class Generation:
         from server.running.prediction import common_tokens  # compiled, and loaded where it is needed
 
         return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
+
+    def _reasoning_tokens(self, count: Callable[[Sequence[int]], int]) -> int:
+        return sum(count(choice.token_ids) for choice in self.choices)
 
     async def finish(self) -> None:
         """Wait until all choices have ended."""

@@ -76,6 +76,20 @@ class RequestStats:
     last_token_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """What a pass said to a request's draft.
+
+    ``number`` : of the pass, from 1, among those of the request. ``source`` : as in ``Draft.source``.
+    ``num_drafted`` : tokens proposed. ``num_accepted`` : the first so many tokens of the output were drafted.
+    """
+
+    number: int
+    source: str
+    num_drafted: int
+    num_accepted: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """What one step produced for one request.
@@ -87,6 +101,7 @@ class RequestOutput:
     ``stop_reason`` : the stop string or stop token id that ended it, None for end of text.
     ``logprobs`` : one for each of ``token_ids``; None where the request asks for none.
     ``prompt_logprobs`` : with the first output, where asked for: one for each prompt token, None for the first.
+    ``draft`` : what was drafted for the pass that gave the tokens; None where no pass did.
     """
 
     request_id: str
@@ -97,4 +112,5 @@ class RequestOutput:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    draft: VerifiedDraft | None = None
     stats: RequestStats

@@ -246,6 +246,9 @@ def test_a_process_that_cannot_be_started_again_says_so() -> None:
 
 def test_the_address_of_redis_may_come_from_the_environment_and_the_command_line_wins() -> None:
     secret = "redis://:password@localhost:6379/0"
-    assert parse_arguments([], {"SSD_REDIS_URL": secret}).cache.redis_url == secret
-    assert parse_arguments(["--redis", "redis://other"], {"SSD_REDIS_URL": secret}).cache.redis_url == "redis://other"
-    assert parse_arguments([], {}).cache.redis_url is None
+    assert parse_arguments([], {"SSD_REDIS_URL": secret}).cache.config.redis_url == secret
+    assert (
+        parse_arguments(["--redis", "redis://other"], {"SSD_REDIS_URL": secret}).cache.config.redis_url
+        == "redis://other"
+    )
+    assert parse_arguments([], {}).cache.config.redis_url is None
