@@ -42,7 +42,7 @@ class SpanSink(Protocol):
 
 
 class Access:
-    """ASGI middleware, around all that may refuse: makes the request's record and tells of it when the last byte was sent.
+    """ASGI middleware around all that may refuse: makes a request's record and tells of it when its end was sent.
 
     ``paths`` gives the application's own; what else is asked for may hold anything, and is called "other".
     """
