@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.base.record import Record, begin_record
 from server.base.trace_context import read_trace_context
+from server.intake.gate import tenant_of
 from server.intake.root_path import path_below_root
 from server.observe.logs import Fields
 
@@ -100,7 +101,8 @@ class Access:
         if self._writes_lines:
             level = logging.DEBUG if path in PROBES and status < 400 else logging.INFO
             if log.isEnabledFor(level):
-                tenant = getattr(scope.get("state", {}).get("tenant"), "name", None)
+                account = tenant_of(scope)
+                tenant = None if account is None else account.name
                 log.log(level, access_fields(record, method, path, status, ended, tenant, ids))
 
     def _path(self, scope: Scope) -> str:
