@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from server.base.record import current_record, refusal_of
 from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
 
 RETRY_AFTER_S = 1
@@ -64,8 +65,9 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """The JSON body of an error."""
+    """The JSON body of an error, which is what the request came to."""
     found = as_api_error(error)
+    current_record().refusal = refusal_of(found.status, found.code) or "failed"
     return {"error": {"message": str(found), "type": found.kind, "param": found.param, "code": found.code}}
 
 
@@ -75,6 +77,8 @@ def error_response(error: Exception) -> JSONResponse:
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
+    if status == 408:
+        headers["connection"] = "close"  # what else comes of the body is not wanted
     return JSONResponse(error_body(error), status, headers)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
+from server.command.hub import find_generation_config
 from server.command.keys import read_key_file
 from server.command.model_options import ModelOptions
-from ssd.errors import ModelError
+from server.command.progress import Progress
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -29,13 +32,22 @@ def make_settings(options: Options) -> ServerSettings:
         model=options.model.path,
         namespace=options.cache.namespace,
         api_keys=(*service.api_keys, *filed),
-        share_prefix_cache=options.model.share_prefix_cache,
+        share_prefix_cache=service.share_prefix_cache,
         allow_special_tokens=service.allow_special_tokens,
+        tool_call_parser=options.tools.tool_call_parser,
+        reasoning_parser=options.tools.reasoning_parser,
+        exclude_tools_when_tool_choice_none=options.tools.exclude_tools_when_tool_choice_none,
         page=options.page.page,
         allow_draft_details=options.page.allow_draft_details,
-        obfuscation_interval_s=service.obfuscation_interval_s,
+        obfuscation=options.streams.obfuscation,
+        obfuscation_tokens=options.streams.obfuscation_tokens,
+        obfuscation_interval_s=options.streams.obfuscation_interval_s,
         trust_request_chat_template=service.trust_request_chat_template,
+        spec_decode_metrics=options.observe.spec_decode_metrics,
+        logs_requests=options.observe.logs_requests,
         limits=options.limits,
+        root_path=options.network.root_path,
+        cors=options.network.cors,
         sampling_defaults=_sampling_defaults(options.model),
     )
 
@@ -46,6 +58,7 @@ class EngineLoader:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._log: RedisLog | None = None
+        self.progress = Progress()
 
     def __call__(self, resources: ExitStack) -> Engine:
         """Tokenizer, sharing, the cache and its worker process, the warm-up directories, and the model last.
@@ -57,10 +70,19 @@ class EngineLoader:
         from ssd.text.codec import TextCodec
 
         transformers_logging.disable_progress_bar()
-        options = self._options
-        codec = TextCodec.load(options.model.path)
+        options, reach = self._options, self.progress.reach
+        reach("reading the tokenizer")
+        codec = TextCodec.load(
+            options.model.tokenizer,
+            options.model.tokenizer_hub,
+            model=options.model.path,
+            model_hub=options.model.hub,
+            chat_template=options.model.chat_template,
+        )
+        reach("opening the cache")
         caches = self._open_caches(codec, resources) if options.speculation.draft.num_speculative_tokens > 0 else None
 
+        reach("importing torch")
         from ssd.engine import Engine
         from ssd.model.loading.threads import settle_threads
 
@@ -70,12 +92,18 @@ class EngineLoader:
             device=options.model.device,
             caches=caches,
             codec=codec,
-            config=options.model.engine,
+            config=options.engine.config,
             draft=options.speculation.draft,
             draft_model=options.speculation.draft_model,
+            hub=options.model.hub,
+            draft_hub=options.speculation.draft_hub,
+            report=reach,
+            draw_seed=_seeds(options.engine.seed),
         )
+        reach("compiling kernels, once on each machine, and trying numbers of threads")
         _compile_kernels()
         settle_threads(engine.target)  # before the warm-up times passes, and on the thread that will make them
+        reach("warming up, and compiling kernels once on each machine")
         return engine
 
     def sharing_stats(self) -> Mapping[str, SharingStats]:
@@ -103,6 +131,11 @@ class EngineLoader:
             self._log.attach(cache)
 
 
+def _seeds(first: int | None) -> Callable[[], int] | None:
+    """A repeatable way to draw the seeds of requests; None leaves it to the engine."""
+    return None if first is None else partial(random.Random(first).getrandbits, 63)
+
+
 def _compile_kernels() -> None:
     """Those of the endpoints, so that no request waits for them."""
     from server.intake.json_size import num_values
@@ -116,22 +149,6 @@ def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
     if options.generation_config == "vllm":
         return {}
     if options.generation_config == "auto":
-        directory = _model_directory(options.path)
-        path = None if directory is None else directory / "generation_config.json"
-        return read_sampling_defaults(path) if path is not None and path.exists() else {}
+        path = find_generation_config(options.path, options.hub)
+        return {} if path is None else read_sampling_defaults(path)
     return read_sampling_defaults(Path(options.generation_config) / "generation_config.json")
-
-
-def _model_directory(model: str) -> Path | None:
-    """The model's files on this machine; None when they are not here yet. Raises ModelError for a path without any."""
-    directory = Path(model)
-    if directory.is_dir():
-        if not (directory / "config.json").exists():
-            raise ModelError(f"{model} has no config.json: give a Hugging Face model directory or a model's id")
-        return directory
-    if directory.is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
-        raise ModelError(f"there is no directory {model}: give a Hugging Face model directory or a model's id")
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, "config.json")
-    return Path(found).parent if isinstance(found, str) else None

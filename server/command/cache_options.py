@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.command.sizes import count, num_bytes, spelled
 from ssd.config import EVICTION_POLICIES, CacheConfig, IndexConfig
 from ssd.sharing.connection import URL_VARIABLE
 
@@ -24,7 +25,10 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """The group "cache"."""
     index, cache = IndexConfig(), CacheConfig()
     add = parser.add_argument_group("cache").add_argument
-    add("--cache-tokens", type=int, default=index.capacity_tokens, metavar="N", help="capacity (default: %(default)s)")
+    add(
+        "--cache-tokens", type=count, default=index.capacity_tokens, metavar="N",
+        help=f"capacity, 16M for instance (default: {spelled(index.capacity_tokens)})",
+    )  # fmt: skip
     add(
         "--rebuild-interval", type=float, default=index.rebuild_interval_s, metavar="SECONDS",
         help="new text is indexed at the latest after this time (default: %(default)s)",
@@ -36,9 +40,9 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--cache-dir", type=Path, metavar="DIR", help="keep the cache here (default: nothing outlives the process)")
     add(
-        "--cache-memory-bytes", type=int, default=cache.memory_bytes, metavar="N",
+        "--cache-memory-bytes", type=num_bytes, default=cache.memory_bytes, metavar="N",
         help="keep private copies of the cache's files up to this much; what is beyond, large --warm directories for "
-        "instance, is mapped and shared with other servers (default: %(default)s)",
+        f"instance, is mapped and shared with other servers (default: {spelled(cache.memory_bytes)})",
     )  # fmt: skip
     add("--warm", type=Path, action="append", metavar="DIR", help="draft from what `ssd-cache build` wrote; repeatable")
     add(

@@ -1,4 +1,4 @@
-"""Options of the service: where it listens, what it is called, whom it lets in."""
+"""Options of the service: what it is called, whom it lets in, what requests may do."""
 
 from __future__ import annotations
 
@@ -7,36 +7,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.base.settings import OBFUSCATION_INTERVAL_S
 from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
 from ssd.errors import ConfigError
 
 API_KEY_VARIABLE = "SSD_API_KEY"
-
-_MOST_OBFUSCATION_INTERVAL_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
     """Checked."""
 
-    host: str
-    port: int
     model_names: tuple[str, ...]
     """Empty: the model's own name."""
     api_keys: tuple[str, ...]
     api_key_file: Path | None
+    share_prefix_cache: bool
     trust_request_chat_template: bool
     allow_special_tokens: bool
-    obfuscation_interval_s: float
-    log_level: str
 
 
 def add_service_options(parser: argparse.ArgumentParser) -> None:
     """The group "service"."""
     add = parser.add_argument_group("service").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)")
-    add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
     add("--served-model-name", nargs="+", metavar="NAME", help="names requests call the model by (default: MODEL)")
     add(
         FILE_OPTION, type=Path, metavar="FILE",
@@ -48,36 +40,29 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
         help=f"one more key; repeatable; it shows in the process list for the first moment (also: ${API_KEY_VARIABLE})",
     )  # fmt: skip
     add(PIPE_OPTION, type=int, help=argparse.SUPPRESS)
+    add(
+        "--share-prefix-cache", action="store_true",
+        help="requests of different API keys go on with each other's keys and values, and can then find out what "
+        "others have asked",
+    )  # fmt: skip
     add("--trust-request-chat-template", action="store_true", help="run chat templates that requests bring")
     add(
         "--allow-special-tokens", action="store_true",
         help="special tokens that messages spell out are control tokens, as those of the chat template (default: text)",
     )  # fmt: skip
-    add(
-        "--obfuscation-interval", type=float, default=OBFUSCATION_INTERVAL_S, metavar="SECONDS",
-        help="obfuscated streams get one event of 16 tokens this often, so that times tell nothing: not less than the "
-        "model takes for them without drafts; 0 sends each when it is complete (default: %(default)s)",
-    )  # fmt: skip
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(default: %(default)s)")
 
 
 def service_options_of(found: argparse.Namespace, environment: Mapping[str, str]) -> ServiceOptions:
     """What was asked for; raises ConfigError."""
-    if not 0 <= found.obfuscation_interval <= _MOST_OBFUSCATION_INTERVAL_S:
-        raise ConfigError(
-            f"--obfuscation-interval must be within 0..{_MOST_OBFUSCATION_INTERVAL_S} seconds, "
-            f"got {found.obfuscation_interval}"
-        )
+    if not all(name.strip() for name in found.served_model_name or ()):
+        raise ConfigError("--served-model-name must not be empty: requests could not name the model")
     return ServiceOptions(
-        host=found.host,
-        port=found.port,
         model_names=tuple(found.served_model_name or ()),
         api_keys=_keys(found, environment),
         api_key_file=found.api_key_file,
+        share_prefix_cache=found.share_prefix_cache,
         trust_request_chat_template=found.trust_request_chat_template,
         allow_special_tokens=found.allow_special_tokens,
-        obfuscation_interval_s=found.obfuscation_interval,
-        log_level=found.log_level,
     )
 
 
@@ -87,9 +72,3 @@ def _keys(found: argparse.Namespace, environment: Mapping[str, str]) -> tuple[st
     if environment.get(API_KEY_VARIABLE):
         keys += checked_keys([environment[API_KEY_VARIABLE]], f"${API_KEY_VARIABLE}")
     return keys
-
-
-def _port(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"a port is a number within 0..65535, got {text!r}")
-    return int(text)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ssd.config import DRAFT_ACCEPTANCES, DRAFT_SHAPES, DraftConfig
 from ssd.errors import ConfigError
+from ssd.text.hub import HubOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,7 @@ class SpeculationOptions:
 
     draft_model: str | None
     """A directory or an id."""
+    draft_hub: HubOptions
     draft: DraftConfig
 
 
@@ -59,6 +61,7 @@ def speculation_options_of(found: argparse.Namespace) -> SpeculationOptions:
     limit = found.num_speculative_tokens
     return SpeculationOptions(
         draft_model=None if found.no_speculation else found.draft_model,
+        draft_hub=HubOptions(cache_dir=found.download_dir, trust_remote_code=found.trust_remote_code),
         draft=DraftConfig(
             num_speculative_tokens=0 if found.no_speculation else limit,
             max_match_length=found.max_match_length,

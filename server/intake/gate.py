@@ -14,6 +14,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.base.errors import ApiError, error_response
+from server.base.record import current_record
+from server.intake.root_path import path_below_root
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Gate:
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
         request_id = asked if _REQUEST_ID.fullmatch(asked) else f"req_{uuid.uuid4().hex}"
+        current_record().request_id = request_id
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -71,7 +74,7 @@ class Gate:
                 await error_response(error)(scope, receive, send_with_id)
 
     def _needs_key(self, scope: Scope) -> bool:
-        return bool(self._tenants) and scope["method"] != "OPTIONS" and scope["path"] not in self._open_paths
+        return bool(self._tenants) and scope["method"] != "OPTIONS" and path_below_root(scope) not in self._open_paths
 
     def _tenant(self, headers: Headers) -> str | None:
         """Whose key a request brings; None without a right one."""

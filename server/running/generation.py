@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from server.base.budget import Share
 from server.base.errors import RequestFailed
 from server.base.lanes import Lane
+from server.base.record import current_record
+from server.running.account import note_counts, note_submitted
 from server.running.engine_thread import Inbox, Worker
 from server.running.latencies import Latencies
+from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
-    from ssd.engine import Request, RequestOutput, TokenLogprobs
+    from ssd.config import SamplingParams
+    from ssd.engine import Request, RequestOutput, RequestStats, TokenLogprobs
 
 _MOST_AT_ONCE = 32
 """Outputs taken in a row before others have their turn on the event loop."""
@@ -33,6 +37,8 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
+    stats: RequestStats | None = None
+    """The engine's, which it goes on writing; None before the first output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class Usage:
     ``cached_tokens`` : prompt tokens that no choice of this request had to compute.
     ``accepted_prediction_tokens`` : of the prediction, how many are in the output, see ``common_tokens``, over all
     choices; ``rejected_prediction_tokens`` : the others, which are not part of ``completion_tokens``. None without one.
+    ``reasoning_tokens`` : of the completion, what was thought; None where nothing can be told apart.
     """
 
     prompt_tokens: int
@@ -49,6 +56,7 @@ class Usage:
     cached_tokens: int = 0
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
     def body(self) -> dict[str, Any]:
         """As OpenAI writes it."""
@@ -58,11 +66,13 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-        if self.accepted_prediction_tokens is not None:
-            counts["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self.accepted_prediction_tokens,
-                "rejected_prediction_tokens": self.rejected_prediction_tokens,
-            }
+        details = {
+            "accepted_prediction_tokens": self.accepted_prediction_tokens,
+            "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
+        }
+        if known := {name: count for name, count in details.items() if count is not None}:
+            counts["completion_tokens_details"] = known
         return counts
 
 
@@ -85,24 +95,30 @@ class Generation:
         self._share = share
         self.prediction = prediction
         self.choices: list[Choice] = []
-        self.stop: tuple[str, ...] = ()
-        self.include_stop = False
+        self.sampling: SamplingParams | None = None
+        self.messages: Messages | None = None
+        """What the texts of the choices are beside content, where they may be anything else."""
         self._worker = worker
         self._latencies = latencies
         self._inbox = Inbox()
         self._index: dict[str, int] = {}
         self._running: set[str] = set()
-        self._started = time.perf_counter()
+        self._account = current_record()
+        self._started = self._account.received_s
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
+        self.count_reasoning: Callable[[Sequence[int]], int] | None = None
+        """How many tokens of an output were thought; None where that is not asked."""
         self._num_accepted: int | None = None
+        self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over all choices; when one is refused, none stays and the refusal is raised."""
+        note_submitted(self._account, requests[0], len(requests))
         try:
             for request in requests:
-                self.stop, self.include_stop = request.sampling.stop, request.sampling.include_stop_str_in_output
+                self.sampling = request.sampling
                 self._worker.submit(request, self._inbox)
                 self._index[request.request_id] = len(self.choices)
                 self._running.add(request.request_id)
@@ -113,6 +129,12 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what still runs, so that its slot is free at the engine's next step."""
+        note_counts(
+            self._account,
+            [(choice.stats, choice.finish_reason) for choice in self.choices],
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self.usage.cached_tokens,
+        )
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
@@ -127,6 +149,7 @@ class Generation:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
             cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
+            reasoning_tokens=self._num_reasoning,
         )
         if self.prediction is None or self._num_accepted is None:
             return usage
@@ -162,6 +185,8 @@ class Generation:
                 raise delivery
             self._record(request_id, delivery)
             yield self._index[request_id], delivery
+        if self.count_reasoning is not None:
+            self._num_reasoning = await self.aside.run(self._reasoning_tokens, self.count_reasoning)
         if self.prediction is not None:
             self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
 
@@ -169,6 +194,9 @@ class Generation:
         from server.running.prediction import common_tokens  # compiled, and loaded where it is needed
 
         return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
+
+    def _reasoning_tokens(self, count: Callable[[Sequence[int]], int]) -> int:
+        return sum(count(choice.token_ids) for choice in self.choices)
 
     async def finish(self) -> None:
         """Wait until all choices have ended."""
@@ -180,6 +208,7 @@ class Generation:
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
         self._num_completion_tokens += len(output.token_ids)
+        choice.stats = output.stats
         choice.num_cached_tokens = output.stats.num_cached_tokens
         choice.logprobs.extend(output.logprobs or ())
         if output.prompt_logprobs is not None:

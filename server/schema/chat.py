@@ -16,6 +16,7 @@ class ChatBody(ChatTemplateFields, GenerateBody):
     """POST /v1/chat/completions."""
 
     max_completion_tokens: int | None = None
+    include_reasoning: bool = Field(default=True, description="false: what the model thinks is left out of the answer")
     reasoning_effort: str | None = Field(default=None, max_length=64)
     logprobs: bool = False
     top_logprobs: int = Field(
@@ -39,5 +40,5 @@ class ChatBody(ChatTemplateFields, GenerateBody):
         """As above; ``reasoning_effort`` is the template's to honour, as in vLLM."""
         arguments = super().template_arguments()
         if self.reasoning_effort is not None:
-            arguments["template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
+            arguments["template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **arguments["template_kwargs"]}
         return arguments

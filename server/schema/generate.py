@@ -52,6 +52,7 @@ class GenerateBody(OutputFields, Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    skip_special_tokens: bool = Field(default=True, description="false: special tokens are written as text, too")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     priority: int = 0
     num_speculative_tokens: int | None = Field(
@@ -128,6 +129,7 @@ class GenerateBody(OutputFields, Body):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             structured_output=self.structured_output(),
             logprobs=self.num_logprobs(),
+            skip_special_tokens=self.skip_special_tokens,
             prompt_logprobs=self.prompt_logprobs,
         )
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
@@ -31,6 +32,7 @@ from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
+from ssd.text.hub import HubOptions
 
 Verified = tuple[Pass, list[Verdict | BaseException]]
 """A pass that has ended, and of each row what the target says or what it raised."""
@@ -43,7 +45,7 @@ class Engine:
     request raises inside a step ends that request; the others go on with the output that they have without it. None of
     them reads a file: a namespace's cache is opened beside them, and its requests draft from it once it is open.
     ``caches`` and ``codec`` may be None: then nothing is learned, or only token ids are handled.
-    ``draw_seed`` gives the seed of a request that brings none.
+    ``draw_seed`` gives the seed of a request that brings none; None draws it at random.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Engine:
         config: EngineConfig | None = None,
         draft: DraftConfig | None = None,
         eos_token_ids: Iterable[int] | None = None,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        draw_seed: Callable[[], int] | None = None,
     ) -> None:
         self.target = target
         self.codec = codec
@@ -66,7 +68,7 @@ class Engine:
         self.config = config or EngineConfig()
         draft = draft or DraftConfig()
         self._draft_acceptance = draft.draft_acceptance
-        self._draw_seed = draw_seed
+        self._draw_seed = draw_seed or partial(secrets.randbits, 63)
         self._eos_token_ids = tuple(
             eos_token_ids if eos_token_ids is not None else codec.eos_token_ids if codec else ()
         )
@@ -99,36 +101,56 @@ class Engine:
         draft: DraftConfig | None = None,
         drafter: str = "ssd",
         draft_model: str | Path | None = None,
+        hub: HubOptions | None = None,
+        draft_hub: HubOptions | None = None,
+        draw_seed: Callable[[], int] | None = None,
+        report: Callable[[str], None] = lambda _stage: None,
     ) -> Engine:
         """Load a Hugging Face model directory or id and everything around it.
 
         draft_model : a smaller model with the same tokenizer, asked where ``drafter`` promises less than it costs.
+        hub, draft_hub : where their ids are fetched from. draw_seed : as for the engine.
+        report : called with what is being done, in words, before each part that may take long.
         Raises ModelError when a model cannot be loaded, does not fit, or the two do not share a tokenizer.
         """
         config, draft = config or EngineConfig(), draft or DraftConfig()
-        codec = codec or TextCodec.load(str(model))
+        codec = codec or TextCodec.load(str(model), hub)
+        report(f"reading the weights of {model}")
+        loaded = load_model(model, dtype=dtype, device=device, hub=hub)
+        report(f"trying how to drive {type(loaded).__name__}")
         target = open_target(
-            load_model(model, dtype=dtype, device=device),
+            loaded,
             num_slots=config.max_num_seqs,
             max_length=config.max_model_len,
             max_draft_tokens=draft.num_speculative_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
             fuse_linears=config.fuse_linears,
         )
         chosen = make_drafter(drafter, draft)
         if draft_model is not None:
+            report(f"reading the draft model {draft_model}")
             smaller = load_draft_model(
                 draft_model,
                 target,
                 codec,
                 dtype=dtype,
                 device=device,
+                hub=draft_hub,
                 enforce_eager=config.enforce_eager,
                 fuse_linears=config.fuse_linears,
             )
             chosen = Arbiter([chosen, smaller])
-        return cls(target, drafter=chosen, codec=codec, caches=caches, config=config, draft=draft)
+        return cls(
+            target,
+            drafter=chosen,
+            codec=codec,
+            caches=caches,
+            config=config,
+            draft=draft,
+            draw_seed=draw_seed,
+        )
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 

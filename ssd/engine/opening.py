@@ -39,9 +39,7 @@ def open_sequence(
         takes_priority=takes_priority,
     )
     sampling = request.sampling
-    stream = None
-    if codec is not None:
-        stream = TextStream(codec, stop=sampling.stop, include_stop=sampling.include_stop_str_in_output)
+    stream = None if codec is None else TextStream.following(codec, sampling)
     return Sequence(
         request,
         max_length=max_length,

@@ -48,7 +48,7 @@ class RedisLog:
     """Shares namespaces of one tokenizer with every replica that has the same URL.
 
     ``attach`` is made to be the ``on_open`` of a ``CacheSet``. One thread and connection write, one of each reads;
-    neither is ever waited for. Whatever happens to Redis shows in ``stats`` and in at most one line of log a minute::
+    neither is ever waited for. Whatever happens to Redis shows in ``stats`` and in at most one complaint a minute::
 
         append -> listener -> queue (bounded) -> writer -> XADD      stream ssd:1:<fingerprint>:<namespace>
         append_shared <- checks <- reader <- XREAD                    (XREVRANGE to find where to begin)

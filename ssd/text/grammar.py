@@ -199,6 +199,20 @@ def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
         if not choices or not all(isinstance(choice, str) and choice for choice in choices):
             raise ValueError("give at least one choice, each a text that is not empty")
         grammar = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+    elif output.kind == "parts":
+        composed = json.loads(output.source)
+        named = {name: StructuredOutput(*part) for name, part in composed["parts"].items()}
+        entries = [{**_entry(part, matcher), "name": name} for name, part in named.items()]
+        grammar = json.dumps({"grammars": [{"lark_grammar": composed["lark"]}, *entries]})
     else:
         grammar = matcher.grammar_from_lark(output.source)
     return grammar
+
+
+def _entry(output: StructuredOutput, matcher: Any) -> dict[str, Any]:
+    """A grammar as an entry of llguidance's lists of them."""
+    written = _grammar_of(output, matcher)
+    if output.kind in ("choice", "grammar"):
+        return {"lark_grammar": written}
+    entry: dict[str, Any] = json.loads(written)["grammars"][0]
+    return entry

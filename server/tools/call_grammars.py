@@ -8,13 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.tools.formats import JSON, REASONING_FORMATS
+from server.tools.formats import JSON
 from server.tools.functions import Functions
-from server.tools.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
-from server.tools.reasoning import ReasoningFormat, begins_inside
-
-TokenIds = Mapping[str, int]
-"""Added tokens of the vocabulary and their ids: where one of them is a marker the model writes it, not its letters."""
+from server.tools.harmony import CHANNEL, CONSTRAIN, MESSAGE
 
 _WHITE_SPACE = r"[\x20\n\r\t]{1,40}"
 """What may stand between two tokens of JSON; without a bound small models write it for ever."""
@@ -24,7 +20,10 @@ _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum
 
 @dataclass(frozen=True)
 class _Written:
-    """How a message of calls is written; ``call`` has NAME, ARGUMENTS and NUMBER where those stand."""
+    """How a message of calls is written; ``call`` has NAME, ARGUMENTS and NUMBER where those stand.
+
+    The lexer of the grammar never goes back, so nothing may begin with all of what may stand in its place.
+    """
 
     call: str
     before: str = ""
@@ -42,7 +41,9 @@ class _Tagged:
     value_end: str
     call_end: str
     before: str = ""
+    between: str = "\n"
     after: str = ""
+    several: bool = True
 
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
@@ -63,8 +64,8 @@ _FORMATS: Mapping[str, _Written | _Tagged] = {
         "<seed:tool_call>\n<function=NAME>\n", "<parameter=KEY>", "</parameter>\n", "</function>\n</seed:tool_call>"
     ),
     "minimax_m2": _Tagged(
-        '<invoke name="NAME">\n', '<parameter name="KEY">', "</parameter>\n", "</invoke>",
-        before="<minimax:tool_call>\n", after="\n</minimax:tool_call>",
+        '<invoke name="NAME">\n', '<parameter name="KEY">', "</parameter>\n", "</invoke>\n",
+        before="<minimax:tool_call>\n", between="", after="</minimax:tool_call>",
     ),
     "llama3_json": _Written(_PARAMETERS, between="; "),
     "llama4_json": _Written(_PARAMETERS, between="; "),
@@ -90,71 +91,58 @@ _FORMATS: Mapping[str, _Written | _Tagged] = {
     ),
     "openai": _Written(
         f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS",
-        before=f"(ANALYSIS{END}{START}assistant)?", several=False,
+        several=False,
     ),
 }  # fmt: skip
 _MISTRAL_NAMED = _Written("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="")
 
 
 def call_grammar(
-    tool_call: str | None,
-    functions: Functions,
-    *,
-    reasoning: str | None = None,
-    prompt: str = "",
-    parallel: bool = True,
-    token_ids: TokenIds | None = None,
+    tool_call: str | None, functions: Functions, *, parallel: bool = True, special: Mapping[str, int] | None = None
 ) -> str | None:
     """A grammar of one call, or of several where ``parallel``, as the format writes them; None where it has none.
 
-    `JSON` is a format of its own that any model can be made to write. ``reasoning`` : a format that may come first;
-    ``prompt`` : the end of what the model continues, as `make_parser` takes it. ``token_ids`` : added tokens of the
-    vocabulary; all the markers among them are enough. Values follow the schemas of ``functions``, of which there is at
+    `JSON` is a format of its own that any model can be made to write. ``special`` : added tokens of the vocabulary and
+    their ids; where one of them is a marker it is written, and not its letters. All added tokens belong to them, those
+    that are not "special" to the tokenizer as well. Values follow the schemas of ``functions``, of which there is at
     least one. O(characters) of the schemas; nothing is compiled here.
     """
     form = _FORMATS.get(tool_call or "")
-    token_ids = token_ids or {}
-    if tool_call == "mistral" and "[ARGS]" in token_ids:
+    special = special or {}
+    if tool_call == "mistral" and "[ARGS]" in special:
         form = _MISTRAL_NAMED
     if form is None:
         return None
     rules: dict[str, str] = {}
-    thinking = REASONING_FORMATS[reasoning].form if reasoning is not None else None
-    start = [_think(thinking, prompt, token_ids, rules)] if thinking is not None else []
-    calls = []
     for number, (name, schema) in enumerate(functions.items()):
-        if isinstance(form, _Tagged):
-            parameters = _tagged(form, number, schema, token_ids, rules)
-            if parameters is None:
-                return None
-            rules[f"call_{number}"] = (
-                f"{_text(form.call.replace('NAME', name), token_ids)} {parameters} {_text(form.call_end, token_ids)}"
-            )
-        else:
-            rules[f"arguments_{number}"] = _json({**schema, "type": "object"})
-            rules[f"call_{number}"] = " ".join(_parts(form.call, name, number, token_ids, rules))
-        calls.append(f"call_{number}")
-    rules["call"] = " | ".join(calls)
-    several = parallel and not (isinstance(form, _Written) and not form.several)
-    between = _text("\n" if isinstance(form, _Tagged) else form.between, token_ids)
-    start += [*_before(form, token_ids, rules), "call"]
-    if several:
-        start.append(f"({between} call)*")
-    start.append(_text(form.after, token_ids))
+        call = _call(form, number, name, schema, special, rules)
+        if call is None:
+            return None
+        rules[f"call_{number}"] = call
+    rules["call"] = " | ".join(f"call_{number}" for number in range(len(functions)))
+    start = [_text(form.before, special), "call"]
+    if parallel and form.several:
+        start.append(f"({_text(form.between, special)} call)*")
+    start.append(_text(form.after, special))
     lines = [f"start: {' '.join(filter(None, start))}", *(f"{name}: {body}" for name, body in rules.items())]
     return "\n".join(lines)
 
 
-def _before(form: _Written | _Tagged, token_ids: TokenIds, rules: dict[str, str]) -> Iterator[str]:
-    if not form.before.startswith("(ANALYSIS"):
-        yield _text(form.before, token_ids)
-        return
-    rules["analysis"] = r"/(?s:.*)/"
-    opens, closes = _text(f"{CHANNEL}analysis{MESSAGE}", token_ids), _text(f"{END}{START}assistant", token_ids)
-    yield f"({opens} analysis {closes})?"
+def _call(
+    form: _Written | _Tagged, number: int, name: str, schema: Mapping[str, Any], special: Mapping[str, int],
+    rules: dict[str, str],
+) -> str | None:  # fmt: skip
+    """The rule of one function; what it is made of goes into ``rules``."""
+    if isinstance(form, _Written):
+        rules[f"arguments_{number}"] = _json({**schema, "type": "object"})
+        return " ".join(_parts(form.call, name, number, special, rules))
+    parameters = _tagged(form, number, schema, special, rules)
+    if parameters is None:
+        return None
+    return f"{_text(form.call.replace('NAME', name), special)} {parameters} {_text(form.call_end, special)}"
 
 
-def _parts(call: str, name: str, number: int, token_ids: TokenIds, rules: dict[str, str]) -> Iterator[str]:
+def _parts(call: str, name: str, number: int, special: Mapping[str, int], rules: dict[str, str]) -> Iterator[str]:
     for piece in re.split("(NAME|ARGUMENTS|NUMBER)", call):
         if piece == "NAME":
             yield json.dumps(name)
@@ -164,39 +152,22 @@ def _parts(call: str, name: str, number: int, token_ids: TokenIds, rules: dict[s
             rules["NUMBER"] = "/[0-9]{1,3}/"
             yield "NUMBER"
         else:
-            yield _text(piece, token_ids)
+            yield _text(piece, special)
 
 
-def _text(text: str, token_ids: TokenIds) -> str:
+def _text(text: str, special: Mapping[str, int]) -> str:
     """A text as literals, and tokens where it has markers that are."""
-    markers = [token for token in sorted(token_ids, key=len, reverse=True) if token and token in text]
+    markers = [token for token in sorted(special, key=len, reverse=True) if token and token in text]
     pieces = re.split("(" + "|".join(map(re.escape, markers)) + ")", text) if markers else [text]
-    return " ".join(f"<[{token_ids[piece]}]>" if piece in token_ids else json.dumps(piece) for piece in pieces if piece)
+    return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece)
 
 
 def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}})
 
 
-def _think(form: ReasoningFormat, prompt: str, token_ids: TokenIds, rules: dict[str, str]) -> str:
-    """The reasoning, which may be left out where the prompt has not begun it, and the line ends after it."""
-    inside = begins_inside(form, prompt)
-    if inside is None:
-        return ""
-    end = next((marker for marker in form.end if marker in token_ids), form.end[-1])
-    begin = _text(next((marker for marker in form.begin if marker in token_ids), form.begin[0]), token_ids)
-    if end in token_ids:
-        rules["thought"] = r"/(?s:.*)/"
-        thought = f"thought {_text(end, token_ids)} LINE_ENDS"
-    else:
-        rules[f"thought[suffix={json.dumps(end)}]"] = r"/(?s:.*)/"
-        thought = "thought LINE_ENDS"
-    rules["LINE_ENDS"] = r"/\n{0,2}/"
-    return thought if inside else f"({begin} {thought})?"
-
-
 def _tagged(
-    form: _Tagged, number: int, schema: Mapping[str, Any], token_ids: TokenIds, rules: dict[str, str]
+    form: _Tagged, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
 ) -> str | None:
     """Rules of one function's parameters, in their order; None where tags cannot be held to the schema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -212,7 +183,7 @@ def _tagged(
         if not isinstance(value, dict) or re.search(r"[<>\n\"]", key):
             return None
         name = f"value_{number}_{index}"
-        tag, end = _text(form.parameter.replace("KEY", key), token_ids), _text(form.value_end, token_ids)
+        tag, end = _text(form.parameter.replace("KEY", key), special), _text(form.value_end, special)
         choices = value.get("enum", [value["const"]] if "const" in value else None)
         if value.get("type") == "string" or (
             isinstance(choices, list) and all(isinstance(each, str) for each in choices)
@@ -220,7 +191,7 @@ def _tagged(
             if not value.keys() <= _PLAIN:
                 return None
             if isinstance(choices, list) and choices:
-                rules[name] = f"{tag} ({' | '.join(json.dumps(str(each)) for each in choices)}) {end}"
+                rules[name] = f"{tag} ({' | '.join(json.dumps(f'{each}{form.value_end}') for each in choices)})"
             else:
                 rules[f"text[suffix={json.dumps(form.value_end)}]"] = r"/(?s:.*)/"
                 rules[name] = f"{tag} text"
