@@ -58,6 +58,9 @@ class ServerSettings:
     share_prefix_cache: bool = False
     """Requests of different keys go on with each other's keys and values; what is cached can then be told by time."""
 
+    share_cache_across_keys: bool = False
+    """All keys draft from one cache and teach it; what others have said can then be told by time."""
+
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
 

@@ -20,7 +20,7 @@ import uvicorn
 
 from server.base.settings import ServerSettings
 from server.command.arguments import Options, parse_arguments
-from server.command.assembly import EngineLoader, make_settings
+from server.command.assembly import EngineLoader, make_settings, make_tenants, watched_files
 from server.command.checks import check_before_loading
 from server.command.listening import BACKLOG, give_up, listen, url_of
 from server.command.network_options import tls_arguments
@@ -32,6 +32,9 @@ from server.intake.connections import protocol_within
 from server.observe.logs import set_up_logging
 from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Drained, Worker, WorkerState
+from server.tenants.registry import Tenants
+from server.tenants.secret import VARIABLE as SECRET_VARIABLE
+from server.tenants.watch import Watch
 from ssd.errors import SSDError
 from ssd.sharing.connection import URL_VARIABLE
 
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
     options = parse_arguments(arguments)
-    for secret in (API_KEY_VARIABLE, URL_VARIABLE):
+    for secret in (API_KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
         os.environ.pop(secret, None)  # no child needs it
     set_up_logging(options.observe.log_level, options.observe.log_format)
     num_files = _allow_open_files()
@@ -76,12 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listener = listen(options.network)
         check_before_loading(options)
         settings = _within_files(make_settings(options), num_files)
+        tenants = make_tenants(options, settings)
         endpoint = options.observe.otlp_traces_endpoint
         spans = None if endpoint is None else make_spans(endpoint)
     except SSDError as error:
         return _refuse(error)
     try:
-        return serve(options, settings, listener, spans)
+        return serve(options, settings, listener, tenants, spans)
     finally:
         if spans is not None:
             spans.close()
@@ -105,12 +109,16 @@ def _within_files(settings: ServerSettings, num_files: int) -> ServerSettings:
     return replace(settings, limits=replace(settings.limits, max_connections=most))
 
 
-def serve(options: Options, settings: ServerSettings, listener: socket.socket, spans: Spans | None = None) -> int:
+def serve(
+    options: Options, settings: ServerSettings, listener: socket.socket, tenants: Tenants, spans: Spans | None = None
+) -> int:
     """Serve on a listening socket until a signal comes; returns the exit status."""
     loader = EngineLoader(options)
+    tenants.sharing = lambda: loader.log
+    watch = Watch(tenants, watched_files(options))
     worker = Worker(loader)
     config = uvicorn.Config(
-        create_app(worker, settings, loader.sharing_stats, spans),
+        create_app(worker, settings, loader.sharing_stats, tenants, spans),
         log_config=None,
         access_log=False,
         http=protocol_within(settings.limits),
@@ -127,9 +135,11 @@ def serve(options: Options, settings: ServerSettings, listener: socket.socket, s
     )
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)
     worker.start()
+    watch.start()
     try:
         server.run(sockets=[listener])
     finally:
+        watch.stop()
         stopped = worker.stop(_CLOSE_S)
         give_up(options.network)
     if worker.load_error is not None:

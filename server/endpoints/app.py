@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server.base.errors import ApiError, answer_error, answer_http_exception
 from server.base.settings import VERSION, Cors, ServerSettings
+from server.endpoints.admin import add_admin
 from server.endpoints.completions import add_completions
 from server.endpoints.models import add_models
 from server.endpoints.openapi import describe
@@ -28,6 +29,8 @@ from server.observe.metrics import NamespaceStats
 from server.page.files import page_files
 from server.page.routes import add_page
 from server.running.engine_thread import Worker
+from server.tenants.opening import tenants_of
+from server.tenants.registry import Tenants
 from ssd.errors import SSDError
 
 
@@ -35,15 +38,20 @@ def create_app(
     worker: Worker,
     settings: ServerSettings,
     sharing_stats: NamespaceStats | None = None,
+    tenants: Tenants | None = None,
     span: SpanSink | None = None,
 ) -> FastAPI:
     """The application over a worker that the caller starts and stops.
 
-    ``sharing_stats`` : for /metrics. ``span`` : takes a span of each generation.
+    ``sharing_stats`` : for /metrics. ``tenants`` : who may come in; None makes each key of the settings a tenant of its
+    own. ``span`` : takes a span of each generation.
 
     Answers /live at once, /health with 200 once the worker takes requests, and everything under /v1 with 503 before.
     """
-    service = Service(worker, settings, sharing_stats)
+    if tenants is None:
+        tenants = tenants_of(settings)
+    tenants.caches = lambda: None if worker.loaded_engine is None else worker.loaded_engine.caches
+    service = Service(worker, settings, tenants, sharing_stats)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -55,7 +63,7 @@ def create_app(
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
     app.add_middleware(Admission, worker=worker)
     files = page_files() if settings.page else {}
-    app.add_middleware(Gate, api_keys=settings.api_keys, open_paths=files)
+    app.add_middleware(Gate, tenants=tenants, open_paths=files)
     _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
@@ -69,7 +77,8 @@ def create_app(
     add_state(app, service)
     if settings.page:
         add_page(app, files, worker, settings, service.lanes.answers)
-    describe(app, needs_key=bool(settings.api_keys))
+    add_admin(app, service)
+    describe(app, needs_key=tenants.is_closed)
     app.add_middleware(  # the last that is added is the outermost: it sees what the others refuse
         Access,
         counts=service.metrics.http,

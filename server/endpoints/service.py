@@ -36,6 +36,8 @@ from server.schema.completions import COMPLETION_MAX_TOKENS, CompletionBody
 from server.schema.generate import GenerateBody, StreamOptions
 from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from server.tenants.account import Account, Admission
+from server.tenants.registry import Tenants
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.text.stream import TextStream
@@ -57,10 +59,13 @@ _TOKENS_A_CHOICE = 256
 class Service:
     """Tokenises on threads beside the event loop, then submits to the worker."""
 
-    def __init__(self, worker: Worker, settings: ServerSettings, sharing_stats: NamespaceStats | None = None) -> None:
+    def __init__(
+        self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats | None = None
+    ) -> None:
         self.worker = worker
         self.settings = settings
-        self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats)
+        self.tenants = tenants
+        self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats, tenants)
         self.lanes = Lanes()
         self.bodies = BodyReader(settings.limits, self.lanes)
         self._texts = Texts(
@@ -103,9 +108,16 @@ class Service:
         current_record().model = body.model or self.settings.model_name
         return self.worker.engine
 
-    async def completion(self, body: CompletionBody, tenant: str | None) -> tuple[Generation, Bodies]:
-        """Start every choice of every prompt. ``tenant`` : whose request it is."""
+    def _engine_for(self, body: Body, tenant: Account | None) -> Engine:
+        """The same, for a tenant that has something left of this minute."""
         engine = self.engine_for(body)
+        if tenant is not None:
+            tenant.require_allowance()
+        return engine
+
+    async def completion(self, body: CompletionBody, tenant: Account | None) -> tuple[Generation, Bodies]:
+        """Start every choice of every prompt. ``tenant`` : whose request it is."""
+        engine = self._engine_for(body, tenant)
         asked, limit = body.prompts(), COMPLETION_MAX_TOKENS
         prompts = await self._texts.prompts(engine, asked, special=body.add_special_tokens)
         echo = await self._texts.echoes(engine, asked) if body.echo else None
@@ -113,13 +125,14 @@ class Service:
         return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
     async def chat(
-        self, body: ChatBody, tenant: str | None, response: ResponsesBody | None = None
+        self, body: ChatBody, tenant: Account | None, response: ResponsesBody | None = None
     ) -> tuple[Generation, Bodies]:
         """Start every choice of a conversation's next message.
 
         tenant : whose request it is. response : what the conversation was made of, and is answered as.
         """
-        engine, codec = self.engine_for(body), codec_of(self.engine_for(body))
+        engine = self._engine_for(body, tenant)
+        codec = codec_of(engine)
         if (use := body.tool_use()) and use.mode == "none" and self.settings.exclude_tools_when_tool_choice_none:
             body = body.without_tools()
         form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
@@ -207,7 +220,7 @@ class Service:
         bodies: Bodies,
         *,
         default_limit: int | None,
-        tenant: str | None,
+        tenant: Account | None,
         plan: AnswerPlan | None = None,
     ) -> Generation:
         if body.stream_options is not None and body.stream_options.include_drafts:
@@ -224,9 +237,20 @@ class Service:
         record.response_id, record.is_stream = bodies.id, body.stream
         share = self._queued.share()
         share.grow(num_tokens)
+        try:
+            admission = _admitted(tenant, engine, body.n * len(prompts), sum(map(len, prompts)))
+        except BaseException:
+            share.give_back()
+            raise
         prompt_ids = [tuple(prompt) for prompt in prompts]
         generation = Generation(
-            self.worker, self.metrics.latencies, prompt_ids, prediction, aside=self.lanes.answers, share=share
+            self.worker,
+            self.metrics.latencies,
+            prompt_ids,
+            prediction,
+            aside=self.lanes.answers,
+            share=share,
+            admission=admission,
         )
         generation.messages, generation.count_reasoning = plan.messages, plan.count_reasoning
 
@@ -305,30 +329,38 @@ class Service:
         prediction: tuple[int, ...],
         choice: int,
         prefix: str,
-        tenant: str | None,
+        tenant: Account | None,
     ) -> EngineRequest:
         from ssd.engine import Request  # by now loaded by the engine's thread
 
+        base = self._namespace(body)
+        cache = self.tenants.cache_use(tenant, base, body.cache_salt)
         return Request(
             request_id=f"{prefix}-{choice}",
             prompt_token_ids=prompt,
             sampling=sampling,
             choice_index=choice,
-            namespace=self._namespace(body),
+            namespace=cache.namespace,
+            namespace_terms=cache.terms,
             priority=body.priority,
             cache_salt=body.cache_salt,
-            tenant=None if self.settings.share_prefix_cache else tenant,
+            tenant=None if tenant is None else tenant.name,
+            max_running=None if tenant is None else tenant.tenant.quotas.max_running,
+            prefix_scope=base if self.settings.share_prefix_cache else None,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
             keeps_steps=self.settings.spec_decode_metrics != "none",
         )
 
     def _namespace(self, body: GenerateBody) -> str | None:
-        """Which cache a request uses. A salted one asks to share nothing, so it neither reads nor feeds one.
+        """What the caches of a request's tenant and salt are derived from."""
+        return self.settings.namespace
 
-        Keys and values it shares with requests of its own salt.
-        """
-        return None if body.cache_salt is not None else self.settings.namespace
+
+def _admitted(tenant: Account | None, engine: Engine, num_choices: int, num_prompt_tokens: int) -> Admission | None:
+    if tenant is None:
+        return None
+    return tenant.admit(num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, num_slots=engine.target.num_slots)
 
 
 def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int, most: int) -> None:

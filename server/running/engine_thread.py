@@ -77,6 +77,12 @@ class Inbox:
                     timer.cancel()
         return self._arrived.popleft() if self._arrived else None
 
+    def take_all(self) -> list[RequestOutput | Exception]:
+        """What has arrived and was not looked at."""
+        arrived = [delivery for _, delivery in self._arrived]
+        self._arrived.clear()
+        return arrived
+
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
     if waiter is not None and not waiter.done():

@@ -190,7 +190,7 @@ class Engine:
         return bool(self._cancelled or self._num_unfinished())
 
     def _num_unfinished(self) -> int:
-        return len(self._inbox) + len(self._scheduler.waiting) + len(self._scheduler.running)
+        return len(self._inbox) + self._scheduler.num_waiting + len(self._scheduler.running)
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until there is work or the time is over; returns ``has_work()``."""
@@ -400,8 +400,8 @@ class Engine:
         self.metrics.drafter_failures = self._proposals.num_failures + num_unopened
         self.metrics.num_failed_passes = self._isolation.num_failed_passes
         self.metrics.num_running = len(scheduler.running)
-        self.metrics.num_waiting = len(scheduler.waiting)
+        self.metrics.num_waiting = scheduler.num_waiting
         held = sum(sequence.num_tokens for sequence in scheduler.running)
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
-        if not scheduler.running and not scheduler.waiting:
+        if not scheduler.running and not scheduler.num_waiting:
             self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

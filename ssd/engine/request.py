@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from ssd.config import SamplingParams
 from ssd.model.sampling.logprobs import TokenLogprobs
+from ssd.retrieval.terms import DEFAULT_TERMS, NamespaceTerms
 
 
 class FinishReason(StrEnum):
@@ -31,8 +32,12 @@ class Request:
     ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
     ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
     ``priority`` : lower is earlier, 0 is usual; -100..100.
+    ``namespace_terms`` : its size, and what is read beside it; the last request of a namespace says.
     ``cache_salt``, ``tenant`` : keys and values are reused among requests of one namespace, one salt and one tenant
-        only; ``tenant`` is opaque, None for requests that belong to nobody in particular.
+        only; ``tenant`` is opaque, None for requests that belong to nobody in particular. Tenants take turns.
+    ``max_running`` : most requests of the tenant that run at once; None: as many as there are slots.
+    ``prefix_scope`` : where given, keys and values are reused among requests of one scope and salt, whatever their
+        namespace and tenant.
     ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
     ``keeps_steps`` : its statistics shall say what every draft came to.
     """
@@ -44,8 +49,11 @@ class Request:
     namespace: str | None = "default"
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    namespace_terms: NamespaceTerms = DEFAULT_TERMS
     cache_salt: str | None = None
     tenant: str | None = None
+    max_running: int | None = None
+    prefix_scope: str | None = None
     num_speculative_tokens: int | None = None
     keeps_steps: bool = False
 

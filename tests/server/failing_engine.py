@@ -20,6 +20,7 @@ from server.intake.connections import protocol_within
 from server.observe.access import SpanSink
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
+from server.tenants.registry import Tenants
 from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
@@ -53,7 +54,7 @@ class FailingEngine:
     def __init__(self, *, step_s: float = 0.0, max_waiting: int = 100, fail_at_step: int | None = None) -> None:
         self.codec = CharCodec()
         self.max_model_len = 512
-        self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=max_waiting)
+        self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=4)
         self.config = EngineConfig()
         self.metrics = EngineMetrics()
         self.caches = None
@@ -162,6 +163,7 @@ def serving(
     *,
     wait: bool = True,
     sharing_stats: NamespaceStats | None = None,
+    tenants: Tenants | None = None,
     span: SpanSink | None = None,
     network: NetworkOptions | None = None,
     **settings: Any,
@@ -170,7 +172,7 @@ def serving(
     given: dict[str, Any] = {"model_names": ("test-model",), "model": "a/model", **settings}
     worker = Worker(load)
     server_settings = ServerSettings(**given)
-    app = create_app(worker, server_settings, sharing_stats, span)
+    app = create_app(worker, server_settings, sharing_stats, tenants, span)
     listener = socket.create_server(("127.0.0.1", 0)) if network is None else listen(network)
     # What an answer may leave in the system's hands before the server notices that nobody reads.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
