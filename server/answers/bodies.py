@@ -36,7 +36,7 @@ class Bodies(ABC):
         prompt_logprobs: LogprobsWriter | None = None,
     ) -> None:
         """``logprobs``, ``prompt_logprobs`` : write them; None where they were not asked for."""
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.return_token_ids = return_token_ids
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
@@ -118,7 +118,7 @@ class Bodies(ABC):
 class CompletionBodies(Bodies):
     """/v1/completions. ``echo`` : the texts of the prompts where they are to be repeated."""
 
-    id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, settings: ServerSettings, *, echo: Sequence[str] | None = None, **options: Any) -> None:
         super().__init__(settings, **options)

@@ -20,7 +20,7 @@ _FEW_TOKENS = 512
 class ChatBodies(Bodies):
     """/v1/chat/completions."""
 
-    id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self,

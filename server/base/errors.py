@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -38,6 +39,14 @@ class ApiError(Exception):
         self.kind = kind
         self.param = param
         self.code = code
+
+
+class TenantLimit(ApiError):
+    """What its own tenant may use is used up: nobody else's request is refused for it."""
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: int, headers: Mapping[str, str]) -> None:
+        super().__init__(429, message, kind=kind, code="rate_limit_exceeded")
+        self.headers = {"retry-after": str(retry_after_s), **headers}
 
 
 def model_not_found(name: str, served: str) -> ApiError:
@@ -77,6 +86,10 @@ def error_response(error: Exception) -> JSONResponse:
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
+    if status == 408:
+        headers["connection"] = "close"  # what else comes of the body is not wanted
+    if isinstance(error, TenantLimit):
+        headers |= error.headers
     return JSONResponse(error_body(error), status, headers)
 
 

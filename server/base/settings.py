@@ -17,6 +17,9 @@ from ssd.errors import ConfigError
 VERSION = ssd.__version__
 
 OBFUSCATION_INTERVAL_S = 0.25
+OBFUSCATION_TOKENS = 16
+OBFUSCATIONS = ("asked", "default", "always")
+"""Which streams are obfuscated: those that ask for it; those that do not decline it; all, and whole answers too."""
 
 SpecDecodeMetrics = Literal["none", "summary", "detailed"]
 SPEC_DECODE_METRICS: Final[tuple[SpecDecodeMetrics, ...]] = ("none", "summary", "detailed")
@@ -55,6 +58,9 @@ class ServerSettings:
     share_prefix_cache: bool = False
     """Requests of different keys go on with each other's keys and values; what is cached can then be told by time."""
 
+    share_cache_across_keys: bool = False
+    """All keys draft from one cache and teach it; what others have said can then be told by time."""
+
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
 
@@ -72,9 +78,20 @@ class ServerSettings:
 
     exclude_tools_when_tool_choice_none: bool = False
     """A model that may not call tools is not told of them either."""
+    obfuscation: str = "asked"
+    """One of ``OBFUSCATIONS``."""
+
+    obfuscation_tokens: int = OBFUSCATION_TOKENS
+    """Tokens of every event of an obfuscated stream but the last."""
 
     obfuscation_interval_s: float = OBFUSCATION_INTERVAL_S
     """Seconds between two events of an obfuscated stream; 0 sends each when it is complete."""
+
+    page: bool = True
+    """A page at / shows the drafts at work."""
+
+    allow_draft_details: bool = False
+    """Streams may say of each token whether it was drafted, and from what, also where there is no page."""
 
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""

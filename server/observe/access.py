@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.base.record import Record, begin_record
 from server.base.trace_context import read_trace_context
+from server.intake.gate import tenant_of
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ class Access:
         if self._writes_lines:
             level = logging.DEBUG if path in PROBES and status < 400 else logging.INFO
             if log.isEnabledFor(level):
-                tenant = scope.get("state", {}).get("tenant_name")
+                account = tenant_of(scope)
+                tenant = None if account is None else account.name
                 log.log(level, access_fields(record, method, path, status, ended, tenant, ids))
 
     def _path(self, scope: Scope) -> str:

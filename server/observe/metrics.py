@@ -20,6 +20,8 @@ from server.observe.http_families import http_families
 from server.observe.namespaces import NamespaceFamilies
 from server.running.engine_thread import Worker, WorkerState
 from server.running.latencies import LABELS, Latencies
+from server.tenants.figures import TenantFigures
+from server.tenants.registry import Tenants
 
 NamespaceStats = Callable[[], Mapping[str, Any]]
 """Counts of each namespace: dataclasses of numbers."""
@@ -30,6 +32,7 @@ _CACHE_TEXTS = {
     "num_tokens": "Learned tokens that can be drafted from.",
     "num_kept_tokens": "Of those, what stays for having been of use.",
     "num_static_tokens": "Tokens of warm-up directories that can be drafted from.",
+    "num_borrowed_tokens": "Tokens of the shared cache that can be drafted from.",
     "num_tail_tokens": "Learned tokens that no segment holds yet.",
     "num_segments": "Segments that are searched.",
     "generation": "Number of the newest snapshot.",
@@ -62,7 +65,13 @@ _SHARING_TEXTS = {
 class ServerMetrics:
     """A registry of our own with everything this process exports."""
 
-    def __init__(self, worker: Worker, model_name: str, sharing_stats: NamespaceStats | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        model_name: str,
+        sharing_stats: NamespaceStats | None = None,
+        tenants: Tenants | None = None,
+    ) -> None:
         self._registry = CollectorRegistry()
         self._scraping = threading.Lock()
         labels = (model_name, "0")
@@ -73,7 +82,9 @@ class ServerMetrics:
             buckets=_LAG_SECONDS, registry=self._registry,
         ).labels(*labels)  # fmt: skip
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Collector(worker, self.http, Families(labels), sharing_stats))
+        self._registry.register(_Collector(worker, self.http, Families(labels), sharing_stats, tenants))
+        if tenants is not None:
+            self._registry.register(TenantFigures(tenants, dict(zip(LABELS, labels, strict=True))))
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format 0.0.4."""
@@ -85,11 +96,17 @@ class _Collector(Collector):
     """Turns plain counters into metric families at each scrape."""
 
     def __init__(
-        self, worker: Worker, http: HttpCounts, families: Families, sharing_stats: NamespaceStats | None
+        self,
+        worker: Worker,
+        http: HttpCounts,
+        families: Families,
+        sharing_stats: NamespaceStats | None,
+        tenants: Tenants | None,
     ) -> None:
         self._worker = worker
         self._http = http
         self._families = families
+        self._tenants = tenants
         self._sharing_stats = sharing_stats
         self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families.labels)
         self._sharing = NamespaceFamilies("ssd:sharing", _SHARING_TEXTS, families.labels)
@@ -105,11 +122,16 @@ class _Collector(Collector):
             return
         yield from engine_families(engine, families)
         if engine.caches is not None:
-            yield from self._caches.collect(engine.caches.stats())
+            yield from self._caches.collect(self._by_label(engine.caches.stats()))
             yield families.counter(
                 "ssd:cache_worker_restarts",
                 "How often the process that merges had to be started again.",
                 engine.caches.num_worker_restarts,
             )
         if self._sharing_stats is not None:
-            yield from self._sharing.collect(self._sharing_stats())
+            yield from self._sharing.collect(self._by_label(self._sharing_stats()))
+
+    def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """Of tenants' own namespaces by the tenants' names."""
+        labels = {} if self._tenants is None else self._tenants.labels()
+        return {labels.get(namespace, namespace): counts for namespace, counts in stats.items()}

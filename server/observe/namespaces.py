@@ -19,6 +19,7 @@ _SIZES = frozenset(
     {
         "num_tokens",
         "num_static_tokens",
+        "num_borrowed_tokens",
         "num_kept_tokens",
         "num_tail_tokens",
         "num_segments",

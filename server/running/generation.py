@@ -15,6 +15,7 @@ from server.base.record import current_record
 from server.running.account import note_counts, note_submitted
 from server.running.engine_thread import Inbox, Worker
 from server.running.latencies import Latencies
+from server.tenants.account import Admission
 from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
@@ -88,11 +89,16 @@ class Generation:
         *,
         aside: Lane,
         share: Share,
+        admission: Admission | None = None,
     ) -> None:
-        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end."""
+        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end.
+
+        ``admission`` : what it takes of its tenant's quotas, ended with it.
+        """
         self.prompts = prompts
         self.aside = aside
         self._share = share
+        self._admission = admission
         self.prediction = prediction
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
@@ -124,6 +130,8 @@ class Generation:
                 self._running.add(request.request_id)
                 self.choices.append(Choice())
         except BaseException:
+            if self._admission is not None:
+                self._admission.take_back()
             self.close()
             raise
 
@@ -139,6 +147,14 @@ class Generation:
             self._worker.cancel(request_id)
         self._running.clear()
         self._share.give_back()
+        if self._admission is not None:
+            self._admission.end(self._num_completion_tokens + self._num_not_taken())
+            self._admission = None
+
+    def _num_not_taken(self) -> int:
+        """Tokens that were made and not looked at: the client went away."""
+        arrived = self._inbox.take_all()
+        return sum(len(delivery.token_ids) for delivery in arrived if not isinstance(delivery, Exception))
 
     @property
     def usage(self) -> Usage:

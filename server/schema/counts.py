@@ -17,6 +17,7 @@ def require_counts(body: dict[str, Any], limits: Limits) -> None:
         ("logit_bias", _length, limits.max_logit_bias, "entries"),
         ("allowed_token_ids", _length, limits.max_allowed_token_ids, "token ids"),
         ("messages", _length, limits.max_messages, "messages"),
+        ("input", _length, limits.max_messages, "items"),
         ("bad_words", _length, limits.max_bad_words, "words"),
         ("bad_words", _characters, limits.max_bad_words_characters, "characters"),
         ("stop", _characters, limits.max_stop_characters, "characters"),

@@ -21,6 +21,9 @@ class StreamOptions(Part):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+    include_drafts: bool | None = Field(
+        default=None, description="of each pass what was drafted, from what, and how much of it was accepted"
+    )
 
 
 class GenerateBody(OutputFields, Body):
@@ -86,6 +89,11 @@ class GenerateBody(OutputFields, Body):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+        options = self.stream_options or StreamOptions()
+        if options.include_drafts and options.include_obfuscation:
+            raise RequestError(
+                "include_drafts tells what include_obfuscation hides: leave one of them out", param="stream_options"
+            )
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
         name, limit = self.output_limit()

@@ -21,7 +21,7 @@ from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.proposals import Proposals
-from ssd.engine.request import FinishReason, Request, RequestOutput
+from ssd.engine.request import FinishReason, Request, RequestOutput, VerifiedDraft
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
@@ -190,7 +190,7 @@ class Engine:
         return bool(self._cancelled or self._num_unfinished())
 
     def _num_unfinished(self) -> int:
-        return len(self._inbox) + len(self._scheduler.waiting) + len(self._scheduler.running)
+        return len(self._inbox) + self._scheduler.num_waiting + len(self._scheduler.running)
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until there is work or the time is over; returns ``has_work()``."""
@@ -360,6 +360,7 @@ class Engine:
         if stats.steps is not None and len(draft.token_ids):
             stats.steps.append((len(draft.token_ids), num_accepted))
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
+        sequence.draft = VerifiedDraft(stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted)
         self.metrics.generation_tokens += len(taken.token_ids)
         self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
         if taken.finish_reason is None:
@@ -399,8 +400,8 @@ class Engine:
         self.metrics.drafter_failures = self._proposals.num_failures + num_unopened
         self.metrics.num_failed_passes = self._isolation.num_failed_passes
         self.metrics.num_running = len(scheduler.running)
-        self.metrics.num_waiting = len(scheduler.waiting)
+        self.metrics.num_waiting = scheduler.num_waiting
         held = sum(sequence.num_tokens for sequence in scheduler.running)
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
-        if not scheduler.running and not scheduler.waiting:
+        if not scheduler.running and not scheduler.num_waiting:
             self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from ssd.config import SamplingParams
 from ssd.model.sampling.logprobs import TokenLogprobs
+from ssd.retrieval.terms import DEFAULT_TERMS, NamespaceTerms
 
 
 class FinishReason(StrEnum):
@@ -31,8 +32,12 @@ class Request:
     ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
     ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
     ``priority`` : lower is earlier, 0 is usual; -100..100.
+    ``namespace_terms`` : its size, and what is read beside it; the last request of a namespace says.
     ``cache_salt``, ``tenant`` : keys and values are reused among requests of one namespace, one salt and one tenant
-        only; ``tenant`` is opaque, None for requests that belong to nobody in particular.
+        only; ``tenant`` is opaque, None for requests that belong to nobody in particular. Tenants take turns.
+    ``max_running`` : most requests of the tenant that run at once; None: as many as there are slots.
+    ``prefix_scope`` : where given, keys and values are reused among requests of one scope and salt, whatever their
+        namespace and tenant.
     ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
     ``keeps_steps`` : its statistics shall say what every draft came to.
     """
@@ -44,8 +49,11 @@ class Request:
     namespace: str | None = "default"
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    namespace_terms: NamespaceTerms = DEFAULT_TERMS
     cache_salt: str | None = None
     tenant: str | None = None
+    max_running: int | None = None
+    prefix_scope: str | None = None
     num_speculative_tokens: int | None = None
     keeps_steps: bool = False
 
@@ -76,6 +84,20 @@ class RequestStats:
     last_token_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """What a pass said to a request's draft.
+
+    ``number`` : of the pass, from 1, among those of the request. ``source`` : as in ``Draft.source``.
+    ``num_drafted`` : tokens proposed. ``num_accepted`` : the first so many tokens of the output were drafted.
+    """
+
+    number: int
+    source: str
+    num_drafted: int
+    num_accepted: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
     """What one step produced for one request.
@@ -87,6 +109,7 @@ class RequestOutput:
     ``stop_reason`` : the stop string or stop token id that ended it, None for end of text.
     ``logprobs`` : one for each of ``token_ids``; None where the request asks for none.
     ``prompt_logprobs`` : with the first output, where asked for: one for each prompt token, None for the first.
+    ``draft`` : what was drafted for the pass that gave the tokens; None where no pass did.
     """
 
     request_id: str
@@ -97,4 +120,5 @@ class RequestOutput:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    draft: VerifiedDraft | None = None
     stats: RequestStats

@@ -12,7 +12,7 @@ import torch
 
 from ssd.config import DraftAcceptance
 from ssd.drafting.protocol import Draft, SamplingRow
-from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
+from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.grammar import GrammarState
@@ -94,6 +94,8 @@ class Sequence:
             steps=[] if request.keeps_steps else None,
             submitted_s=time.perf_counter(),
         )
+        self.draft: VerifiedDraft | None = None
+        """What was drafted for the last pass, until its output is made."""
         self.finish_reason: FinishReason | None = None
         self._stream = stream
         self._grammar = grammar
@@ -192,6 +194,7 @@ class Sequence:
     def _output(self, taken: Taken, text: str, error: str | None = None) -> RequestOutput:
         prompt_logprobs = None if self._prompt_logprobs_sent else tuple(self._prompt_logprobs)
         self._prompt_logprobs_sent = True
+        draft, self.draft = self.draft, None
         return RequestOutput(
             request_id=self.request.request_id,
             token_ids=taken.token_ids,
@@ -201,5 +204,6 @@ class Sequence:
             error=error,
             logprobs=taken.logprobs,
             prompt_logprobs=prompt_logprobs,
+            draft=draft,
             stats=self.stats,
         )

@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.environment import head, model_facts, model_name
 from benchmarks.faults.processes import Server
-from benchmarks.http_client import Connection
+from benchmarks.http.client import Connection
 from benchmarks.workloads import snippets
 from server.command.arguments import parse_arguments
 from server.command.assembly import EngineLoader
