@@ -38,7 +38,9 @@ def codec() -> TextCodec:
     backend.add_tokens([AddedToken(text, special=False) for text in PLAIN_ADDED])
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_ADDED])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    return TextCodec(tokenizer, (backend.token_to_id("<|end|>"),))
+    end = backend.token_to_id("<|end|>")
+    assert end is not None
+    return TextCodec(tokenizer, (end,))
 
 
 @cache
