@@ -142,7 +142,10 @@ class Service:
             body = body.without_tools()
         form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
         prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
-        plan = plan_answer(body, form, codec, prompt, self.settings.limits)
+        if use is not None and (use.mode == "required" or body.response_format is not None):  # a grammar of all tools
+            plan = await self.lanes.answers.run(plan_answer, body, form, codec, prompt, self.settings.limits)
+        else:
+            plan = plan_answer(body, form, codec, prompt, self.settings.limits)
         options = {"messages": plan.messages, **await self._body_options(engine, body)}
         if response is None:
             is_older = use is not None and use.is_older
