@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.side_channels", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--prompts", type=int, default=50, help="known to the attacker (default: 50)")
-    add("--train", type=int, default=4, help="times the attacker asks each (default: 4)")
+    add("--train", type=int, default=3, help="times the attacker asks each (default: 3)")
     add("--test", type=int, default=2, help="times a victim does (default: 2)")
     add("--texts", type=int, default=24, help="that the victim asked, and as many it did not (default: 24)")
-    add("--max-tokens", type=int, default=48, help="of each answer (default: 48)")
+    add("--max-tokens", type=int, default=96, help="of each answer (default: 96)")
     add("--out", type=Path, metavar="FILE", help="write the result there as well")
     add("--json", action="store_true", help="end stdout with one JSON line")
     args = parser.parse_args(argv)
