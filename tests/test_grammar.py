@@ -46,6 +46,15 @@ OUTPUTS = {
     "choice": StructuredOutput("choice", json.dumps(["yes", 'it is "no"\n', "n\u00e9"])),
     "too complex": StructuredOutput("regex", "(a{1,5000}){1,5000}"),
     "grammar": StructuredOutput("grammar", 'start: "<" body ">"\nbody: /[a-z]{1,8}/ | start'),
+    "parts": StructuredOutput.parts(
+        'start: "(" (@word | @size | @inner) ")"',
+        {
+            "word": StructuredOutput("choice", '["yes", "no"]'),
+            "size": StructuredOutput("json_schema", '{"type": "integer", "minimum": 0, "maximum": 99}'),
+            "inner": StructuredOutput("grammar", 'start: "<" WORD ">"\nWORD: /[a-z]{1,8}/'),
+        },
+        "tools",
+    ),
 }
 
 
@@ -53,6 +62,8 @@ def fits(kind: str, text: str) -> bool:
     """By other means than the grammar's own."""
     if kind == "too complex":  # ends wherever the library gives up
         return set(text) <= {"a"}
+    if kind == "parts":
+        return re.fullmatch(r"\((yes|no|[1-9]?[0-9]|<[a-z]{1,8}>)\)", text) is not None
     if kind == "json_object":
         return isinstance(json.loads(text), dict)
     if kind == "json_schema":

@@ -117,7 +117,7 @@ class Service:
         """The same, for a tenant that has something left of this minute."""
         engine = self.engine_for(body)
         if tenant is not None:
-            tenant.require_allowance()
+            tenant.require_allowance(engine.target.num_slots)
         return engine
 
     async def completion(self, body: CompletionBody, tenant: Account | None) -> tuple[Generation, Bodies]:
@@ -142,7 +142,10 @@ class Service:
             body = body.without_tools()
         form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
         prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
-        plan = plan_answer(body, form, codec, prompt, self.settings.limits)
+        if use is not None and (use.mode == "required" or body.response_format is not None):  # a grammar of all tools
+            plan = await self.lanes.answers.run(plan_answer, body, form, codec, prompt, self.settings.limits)
+        else:
+            plan = plan_answer(body, form, codec, prompt, self.settings.limits)
         options = {"messages": plan.messages, **await self._body_options(engine, body)}
         if response is None:
             is_older = use is not None and use.is_older
