@@ -12,18 +12,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.api import api_section
 from benchmarks.report.constants import constants_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
-from benchmarks.report.reference import fields_section, flags_section
+from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BENCHMARKS, ENGINES, SERVING, TUNING = (f"docs/{name}.md" for name in ("benchmarks", "engines", "serving", "tuning"))
+API, BENCHMARKS, ENGINES, SERVING, TUNING = (
+    f"docs/{name}.md" for name in ("api", "benchmarks", "engines", "serving", "tuning")
+)
 
 
 def main() -> None:
@@ -35,7 +38,8 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """The text that every page with figures should have, by its path below the root."""
     texts = {
-        name: (ROOT / name).read_text() for name in ("README.md", "SECURITY.md", BENCHMARKS, ENGINES, SERVING, TUNING)
+        name: (ROOT / name).read_text()
+        for name in ("README.md", "SECURITY.md", API, BENCHMARKS, ENGINES, SERVING, TUNING)
     }
 
     def put(page: str, name: str, section: str) -> None:
@@ -63,7 +67,7 @@ def pages() -> dict[str, str]:
     if (faults := _result("faults")) is not None:
         put("SECURITY.md", "faults", faults_section(faults))
     put(SERVING, "flags", flags_section())
-    put(SERVING, "fields", fields_section())
+    put(API, "api", api_section())
     put(TUNING, "constants", constants_section(ROOT))
     return texts
 
