@@ -31,6 +31,7 @@ def make_settings(options: Options) -> ServerSettings:
         model_names=service.model_names or (options.model.name,),
         model=options.model.path,
         namespace=options.cache.namespace,
+        adapters=options.model.adapters,
         api_keys=(*service.api_keys, *filed),
         share_prefix_cache=service.share_prefix_cache,
         allow_special_tokens=service.allow_special_tokens,
@@ -86,6 +87,7 @@ class EngineLoader:
             config=options.engine.config,
             draft=options.speculation.draft,
             draft_model=options.speculation.draft_model,
+            adapters=options.model.adapters,
             hub=options.model.hub,
             draft_hub=options.speculation.draft_hub,
             report=reach,
@@ -100,6 +102,11 @@ class EngineLoader:
     def sharing_stats(self) -> Mapping[str, SharingStats]:
         """Counts by namespace; empty where nothing is shared."""
         return {} if self._log is None else {self._options.cache.namespace: self._log.stats()}
+
+    def _is_shared(self, namespace: str) -> bool:
+        """Of this server: its own, and those of its adapters."""
+        own = self._options.cache.namespace
+        return namespace == own or namespace.removeprefix(f"{own}.") in self._options.model.adapters
 
     def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheSet:
         from ssd.retrieval.cache import CacheSet
@@ -118,7 +125,7 @@ class EngineLoader:
         return caches
 
     def _share(self, cache: SuffixCache) -> None:
-        if self._log is not None and cache.name == self._options.cache.namespace:
+        if self._log is not None and self._is_shared(cache.name):
             self._log.attach(cache)
 
 

@@ -89,7 +89,7 @@ class Service:
 
     def engine_for(self, body: Body) -> Engine:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
-        if body.model is not None and body.model not in self.settings.model_names:
+        if body.model is not None and body.model not in self.settings.all_names:
             raise model_not_found(body.model, self.settings.model_name)
         return self.worker.engine
 
@@ -99,14 +99,14 @@ class Service:
         asked, limit = body.prompts(), COMPLETION_MAX_TOKENS
         prompts = await self._texts.prompts(engine, asked, special=body.add_special_tokens)
         echo = await self._texts.echoes(engine, asked) if body.echo else None
-        bodies = CompletionBodies(self.settings, echo=echo, **await self._body_options(engine, body))
+        bodies = CompletionBodies(self._named(body), echo=echo, **await self._body_options(engine, body))
         return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
     async def chat(self, body: ChatBody, tenant: str | None) -> tuple[Generation, Bodies]:
         """Start every choice of a conversation's next message. ``tenant`` : whose request it is."""
         engine = self.engine_for(body)
         prompt = await self._texts.messages(engine, body)
-        bodies = ChatBodies(self.settings, **await self._body_options(engine, body))
+        bodies = ChatBodies(self._named(body), **await self._body_options(engine, body))
         return await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant), bodies
 
     def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
@@ -244,14 +244,20 @@ class Service:
             tenant=None if self.settings.share_prefix_cache else tenant,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
+            adapter=self.settings.adapter_of(body.model),
         )
+
+    def _named(self, body: GenerateBody) -> ServerSettings:
+        """Settings for an answer, which names the adapter where a request did."""
+        adapter = self.settings.adapter_of(body.model)
+        return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
 
     def _namespace(self, body: GenerateBody) -> str | None:
         """Which cache a request uses. A salted one asks to share nothing, so it neither reads nor feeds one.
 
         Keys and values it shares with requests of its own salt.
         """
-        return None if body.cache_salt is not None else self.settings.namespace
+        return None if body.cache_salt is not None else self.settings.namespace_of(body.model)
 
 
 def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int, most: int) -> None:

@@ -33,6 +33,7 @@ class Request:
     ``priority`` : lower is earlier, 0 is usual; -100..100.
     ``cache_salt``, ``tenant`` : keys and values are reused among requests of one namespace, one salt and one tenant
         only; ``tenant`` is opaque, None for requests that belong to nobody in particular.
+    ``adapter`` : the adapter that it is computed with; None: the model as it is. Drafts are apart by namespace alone.
     ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
     """
 
@@ -46,6 +47,7 @@ class Request:
     cache_salt: str | None = None
     tenant: str | None = None
     num_speculative_tokens: int | None = None
+    adapter: str | None = None
 
 
 @dataclass(slots=True)
