@@ -17,9 +17,13 @@ from server.command.engine_options import EngineOptions, add_engine_options, eng
 from server.command.limit_options import add_limit_options, limits_of
 from server.command.model_options import ModelOptions, add_model_options, model_options_of
 from server.command.network_options import NetworkOptions, add_network_options, network_options_of
+from server.command.observe_options import ObserveOptions, add_observe_options, observe_options_of
+from server.command.page_options import PageOptions, add_page_options, page_options_of
 from server.command.parser import Parser
 from server.command.service_options import ServiceOptions, add_service_options, service_options_of
 from server.command.speculation_options import SpeculationOptions, add_speculation_options, speculation_options_of
+from server.command.stream_options import StreamOptions, add_stream_options, stream_options_of
+from server.command.tool_options import ToolOptions, add_tool_options, tool_options_of
 from server.command.vllm_options import add_vllm_options, check_vllm_options
 from ssd.errors import ConfigError
 
@@ -38,10 +42,14 @@ class Options:
 
     network: NetworkOptions
     service: ServiceOptions
+    streams: StreamOptions
+    tools: ToolOptions
+    observe: ObserveOptions
     model: ModelOptions
     engine: EngineOptions
     speculation: SpeculationOptions
     cache: CacheOptions
+    page: PageOptions
     limits: Limits
 
 
@@ -60,10 +68,14 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
         return Options(
             network=network_options_of(found),
             service=service_options_of(found, environment),
+            streams=stream_options_of(found),
+            tools=tool_options_of(found),
+            observe=observe_options_of(found),
             model=model_options_of(found),
             engine=engine_options_of(found),
             speculation=speculation_options_of(found),
             cache=cache_options_of(found, environment),
+            page=page_options_of(found),
             limits=limits_of(found),
         )
     except ConfigError as error:
@@ -95,8 +107,12 @@ def build_parser() -> Parser:
     add_network_options(parser)
     add_service_options(parser)
     add_engine_options(parser)
+    add_stream_options(parser)
+    add_page_options(parser)
+    add_tool_options(parser)
     add_speculation_options(parser)
     add_cache_options(parser)
     add_limit_options(parser)
+    add_observe_options(parser)
     add_vllm_options(parser)
     return parser

@@ -15,6 +15,12 @@ from server.command.hub import find_generation_config
 from server.command.keys import read_key_file
 from server.command.model_options import ModelOptions
 from server.command.progress import Progress
+from server.tenants.opening import TenantSources, open_tenants
+from server.tenants.registry import Tenants
+from server.tenants.secret import OPTION as SECRET_OPTION
+from server.tenants.secret import VARIABLE as SECRET_VARIABLE
+from server.tenants.secret import find_secret
+from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -24,24 +30,65 @@ if TYPE_CHECKING:
 
 
 def make_settings(options: Options) -> ServerSettings:
-    """What the endpoints need; raises ConfigError or ModelError when the model or a file of keys is not there."""
+    """What the endpoints need; raises ConfigError or ModelError when the model is not there."""
     service = options.service
-    filed = () if service.api_key_file is None else read_key_file(service.api_key_file)
     return ServerSettings(
         model_names=service.model_names or (options.model.name,),
         model=options.model.path,
         namespace=options.cache.namespace,
         adapters=options.model.adapters,
-        api_keys=(*service.api_keys, *filed),
+        api_keys=service.api_keys,
+        share_cache_across_keys=service.share_cache_across_keys,
         share_prefix_cache=service.share_prefix_cache,
         allow_special_tokens=service.allow_special_tokens,
-        obfuscation_interval_s=service.obfuscation_interval_s,
+        tool_call_parser=options.tools.tool_call_parser,
+        reasoning_parser=options.tools.reasoning_parser,
+        exclude_tools_when_tool_choice_none=options.tools.exclude_tools_when_tool_choice_none,
+        page=options.page.page,
+        allow_draft_details=options.page.allow_draft_details,
+        obfuscation=options.streams.obfuscation,
+        obfuscation_tokens=options.streams.obfuscation_tokens,
+        obfuscation_interval_s=options.streams.obfuscation_interval_s,
         trust_request_chat_template=service.trust_request_chat_template,
+        spec_decode_metrics=options.observe.spec_decode_metrics,
+        logs_requests=options.observe.logs_requests,
         limits=options.limits,
         root_path=options.network.root_path,
         cors=options.network.cors,
         sampling_defaults=_sampling_defaults(options.model),
     )
+
+
+def make_tenants(options: Options, settings: ServerSettings) -> Tenants:
+    """Who may come in; raises ConfigError when a file of keys, tenants or the secret is of no use."""
+    service, cache = options.service, options.cache.config
+    key_file, redis_url, directory = service.api_key_file, cache.redis_url, cache.directory
+    sources = TenantSources(
+        keys=service.api_keys,
+        read_keys=tuple if key_file is None else lambda: read_key_file(key_file),
+        path=service.tenants_file,
+    )
+    has_keys = bool(service.api_keys) or key_file is not None or service.tenants_file is not None
+    has_own_caches = has_keys and not service.share_cache_across_keys
+    if redis_url is not None and has_own_caches and service.secret_file is None and service.secret is None:
+        raise ConfigError(
+            f"--redis with API keys needs one secret for all servers, or none would find another's caches: give "
+            f"{SECRET_OPTION} or ${SECRET_VARIABLE}, or --share-cache-across-keys"
+        )
+    environment = {} if service.secret is None else {SECRET_VARIABLE: service.secret}
+    secret = find_secret(service.secret_file, environment, directory if has_own_caches else None)
+    counters = None
+    if redis_url is not None and has_own_caches:
+        from ssd.sharing.counters import RedisCounters
+
+        counters = RedisCounters(redis_url)
+    return open_tenants(sources, settings, secret, cache_directory=directory, counters=counters)
+
+
+def watched_files(options: Options) -> list[Path]:
+    """The files whose change replaces keys and quotas."""
+    service = options.service
+    return [path for path in (service.api_key_file, service.tenants_file) if path is not None]
 
 
 class EngineLoader:
@@ -51,6 +98,11 @@ class EngineLoader:
         self._options = options
         self._log: RedisLog | None = None
         self.progress = Progress()
+
+    @property
+    def log(self) -> RedisLog | None:
+        """What replicas share through, once it is open."""
+        return self._log
 
     def __call__(self, resources: ExitStack) -> Engine:
         """Tokenizer, sharing, the cache and its worker process, the warm-up directories, and the model last.
@@ -103,11 +155,6 @@ class EngineLoader:
         """Counts by namespace; empty where nothing is shared."""
         return {} if self._log is None else {self._options.cache.namespace: self._log.stats()}
 
-    def _is_shared(self, namespace: str) -> bool:
-        """Of this server: its own, and those of its adapters."""
-        own = self._options.cache.namespace
-        return namespace == own or namespace.removeprefix(f"{own}.") in self._options.model.adapters
-
     def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheSet:
         from ssd.retrieval.cache import CacheSet
 
@@ -117,16 +164,25 @@ class EngineLoader:
 
             self._log = RedisLog(options.config.redis_url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size)
             resources.callback(self._log.close)
-        caches = CacheSet(options.config, codec.fingerprint, namespace=options.namespace, on_open=self._share)
+        caches = CacheSet(
+            options.config,
+            codec.fingerprint,
+            namespace=options.namespace,
+            on_open=self._share,
+            on_close=self._share_no_more,
+        )
         resources.callback(caches.close)
-        cache = caches.get()
         for directory in options.warm_directories:
-            cache.add_static_directory(directory)
+            caches.add_static_directory(directory)
         return caches
 
     def _share(self, cache: SuffixCache) -> None:
-        if self._log is not None and self._is_shared(cache.name):
+        if self._log is not None:
             self._log.attach(cache)
+
+    def _share_no_more(self, cache: SuffixCache) -> None:
+        if self._log is not None:
+            self._log.detach(cache)
 
 
 def _seeds(first: int | None) -> Callable[[], int] | None:

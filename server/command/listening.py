@@ -11,7 +11,8 @@ from pathlib import Path
 from server.command.network_options import NetworkOptions
 from ssd.errors import ConfigError
 
-_BACKLOG = 2048
+BACKLOG = 2048
+"""Connections that the system holds until they are accepted."""
 
 
 def listen(options: NetworkOptions) -> socket.socket:
@@ -47,7 +48,7 @@ def _listen_at_port(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(
@@ -61,7 +62,7 @@ def _listen_at_path(path: Path) -> socket.socket:
     try:
         _remove_left_behind(path)
         listener.bind(os.fspath(path))
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on --uds {path}: {error.strerror or error}; choose another path") from error

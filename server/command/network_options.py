@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from server.base.settings import Cors
+from server.command.checked_numbers import require_seconds
 from ssd.errors import ConfigError
+
+_MOST_SHUTDOWN_TIMEOUT_S = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class NetworkOptions:
     root_path: str
     tls: TlsOptions | None
     cors: Cors
+    shutdown_timeout_s: float
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +91,12 @@ def add_network_options(parser: argparse.ArgumentParser) -> None:
         help="they may send cookies, which no part of this server reads; not with origins *",
     )  # fmt: skip
 
+    add(
+        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
+        help="after SIGTERM requests in flight have this long to end, while new ones are answered 503; a second signal "
+        "ends them at once (default: %(default)s)",
+    )  # fmt: skip
+
 
 def network_options_of(found: argparse.Namespace) -> NetworkOptions:
     """What was asked for; raises ConfigError."""
@@ -98,8 +108,15 @@ def network_options_of(found: argparse.Namespace) -> NetworkOptions:
     )
     if cors.credentials and "*" in cors.origins:
         raise ConfigError("--allow-credentials with --allowed-origins *: any page could act as its visitor; name them")
+    require_seconds("--shutdown-timeout", found.shutdown_timeout, _MOST_SHUTDOWN_TIMEOUT_S)
     return NetworkOptions(
-        host=found.host, port=found.port, uds=found.uds, root_path=found.root_path, tls=_tls(found), cors=cors
+        host=found.host,
+        port=found.port,
+        uds=found.uds,
+        root_path=found.root_path,
+        tls=_tls(found),
+        cors=cors,
+        shutdown_timeout_s=found.shutdown_timeout,
     )
 
 

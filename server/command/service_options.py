@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.base.settings import OBFUSCATION_INTERVAL_S
 from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
+from server.tenants.rules_file import OPTION as TENANTS_OPTION
+from server.tenants.secret import OPTION as SECRET_OPTION
+from server.tenants.secret import VARIABLE as SECRET_VARIABLE
 from ssd.errors import ConfigError
 
 API_KEY_VARIABLE = "SSD_API_KEY"
-
-_MOST_OBFUSCATION_INTERVAL_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +24,13 @@ class ServiceOptions:
     """Empty: the model's own name."""
     api_keys: tuple[str, ...]
     api_key_file: Path | None
+    tenants_file: Path | None
+    secret_file: Path | None
+    secret: str | None
+    share_cache_across_keys: bool
     share_prefix_cache: bool
     trust_request_chat_template: bool
     allow_special_tokens: bool
-    obfuscation_interval_s: float
-    log_level: str
 
 
 def add_service_options(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +48,19 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(PIPE_OPTION, type=int, help=argparse.SUPPRESS)
     add(
+        TENANTS_OPTION, type=Path, metavar="FILE",
+        help="tenants, their keys and quotas, and who is an operator, see docs/tenants.md; read again when it changes",
+    )  # fmt: skip
+    add(
+        SECRET_OPTION, type=Path, metavar="FILE",
+        help="what the names of tenants' caches are derived from, the same for all servers of one --redis (also: "
+        f"${SECRET_VARIABLE}; default: made once and kept in --cache-dir)",
+    )  # fmt: skip
+    add(
+        "--share-cache-across-keys", action="store_true",
+        help="all API keys draft from one cache and teach it (default: each tenant has its own)",
+    )  # fmt: skip
+    add(
         "--share-prefix-cache", action="store_true",
         help="requests of different API keys go on with each other's keys and values, and can then find out what "
         "others have asked",
@@ -55,32 +70,23 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
         "--allow-special-tokens", action="store_true",
         help="special tokens that messages spell out are control tokens, as those of the chat template (default: text)",
     )  # fmt: skip
-    add(
-        "--obfuscation-interval", type=float, default=OBFUSCATION_INTERVAL_S, metavar="SECONDS",
-        help="obfuscated streams get one event of 16 tokens this often, so that times tell nothing: not less than the "
-        "model takes for them without drafts; 0 sends each when it is complete (default: %(default)s)",
-    )  # fmt: skip
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(default: %(default)s)")
 
 
 def service_options_of(found: argparse.Namespace, environment: Mapping[str, str]) -> ServiceOptions:
     """What was asked for; raises ConfigError."""
-    if not 0 <= found.obfuscation_interval <= _MOST_OBFUSCATION_INTERVAL_S:
-        raise ConfigError(
-            f"--obfuscation-interval must be within 0..{_MOST_OBFUSCATION_INTERVAL_S} seconds, "
-            f"got {found.obfuscation_interval}"
-        )
     if not all(name.strip() for name in found.served_model_name or ()):
         raise ConfigError("--served-model-name must not be empty: requests could not name the model")
     return ServiceOptions(
         model_names=tuple(found.served_model_name or ()),
         api_keys=_keys(found, environment),
         api_key_file=found.api_key_file,
+        tenants_file=found.tenants,
+        secret_file=found.secret_file,
+        secret=environment.get(SECRET_VARIABLE) or None,
+        share_cache_across_keys=found.share_cache_across_keys,
         share_prefix_cache=found.share_prefix_cache,
         trust_request_chat_template=found.trust_request_chat_template,
         allow_special_tokens=found.allow_special_tokens,
-        obfuscation_interval_s=found.obfuscation_interval,
-        log_level=found.log_level,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -20,8 +21,7 @@ from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.proposals import Proposals
-from ssd.engine.request import FinishReason, Request, RequestOutput
-from ssd.engine.request_log import log_finished
+from ssd.engine.request import FinishReason, Request, RequestOutput, VerifiedDraft
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
@@ -66,7 +66,7 @@ class Engine:
         self.caches = caches
         self.metrics = EngineMetrics()
         self.max_model_len = target.max_length
-        self._config = config or EngineConfig()
+        self.config = config or EngineConfig()
         draft = draft or DraftConfig()
         self._draft_acceptance = draft.draft_acceptance
         self._draw_seed = draw_seed or partial(secrets.randbits, 63)
@@ -79,10 +79,10 @@ class Engine:
         self._best_effort = BestEffort()
         self._proposals = Proposals(target, drafter, draft, self._best_effort)
         self._under_way: Pass | None = None
-        self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
+        self._reuse = PrefixReuse(target, enabled=self.config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
         self._isolation = Isolation(target, self._scheduler, self._reuse, self._proposals)
-        self._prefill = Prefill(target, self._reuse, self._config.prefill_chunk_tokens, self._isolation.fail_alone)
+        self._prefill = Prefill(target, self._reuse, self.config.prefill_chunk_tokens, self._isolation.fail_alone)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
         self._lock = threading.Lock()
@@ -177,13 +177,13 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             seed=self._draw_seed(),
             acceptance=self._draft_acceptance,
-            takes_priority=self._config.scheduling_policy == "priority",
+            takes_priority=self.config.scheduling_policy == "priority",
         )
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the engine has been stopped")
-            if self._num_unfinished() >= self._config.max_waiting + self.target.num_slots:
-                raise QueueFull(f"{self._config.max_waiting} requests are waiting already: try again later")
+            if self._num_unfinished() >= self.config.max_waiting + self.target.num_slots:
+                raise QueueFull(f"{self.config.max_waiting} requests are waiting already: try again later")
             self._inbox.append(sequence)
         self._work.set()
 
@@ -198,7 +198,7 @@ class Engine:
         return bool(self._cancelled or self._num_unfinished())
 
     def _num_unfinished(self) -> int:
-        return len(self._inbox) + len(self._scheduler.waiting) + len(self._scheduler.running)
+        return len(self._inbox) + self._scheduler.num_waiting + len(self._scheduler.running)
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until there is work or the time is over; returns ``has_work()``."""
@@ -238,6 +238,8 @@ class Engine:
         outputs = [output for sequence, taken in committed if (output := self._spell(sequence, taken)) is not None]
         outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
+        if num_tokens := self._prefill.take_count() + sum(len(taken.token_ids) for _, taken in committed):
+            self.metrics.histograms.step_tokens.observe(num_tokens)
         self._observe_load()
         return outputs
 
@@ -330,6 +332,7 @@ class Engine:
             return []
         ended, verdicts = verified
         committed = []
+        now = time.perf_counter()
         for sequence, draft, verdict in zip(ended.batch, ended.drafts, verdicts, strict=True):
             if sequence.finish_reason is not None:  # its text failed while the pass ran
                 self._isolation.drop(sequence)
@@ -337,7 +340,7 @@ class Engine:
                 self._isolation.fail(sequence, "choosing a token", verdict)
             else:
                 try:
-                    committed.append((sequence, self._commit_one(sequence, draft, verdict)))
+                    committed.append((sequence, self._commit_one(sequence, draft, verdict, now)))
                 except BaseException as error:
                     self._isolation.fail(sequence, "taking tokens", error)
         if not committed:
@@ -346,7 +349,7 @@ class Engine:
         self._proposals.observe_pass(ended.drafts, num_tokens, ended.seconds)
         return committed
 
-    def _commit_one(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Taken:
+    def _commit_one(self, sequence: Sequence, draft: Draft, verdict: Verdict, now: float) -> Taken:
         """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
         taken = sequence.take(verdict.token_ids, verdict.logits)
         sequence.is_suspect = False
@@ -354,6 +357,7 @@ class Engine:
         stats = sequence.stats
         if not stats.num_verify_steps:
             self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
+        self.metrics.histograms.count_tokens(stats, now)
         stats.num_verify_steps += 1
         stats.num_drafts += bool(len(draft.token_ids))
         stats.num_draft_tokens += len(draft.token_ids)
@@ -361,7 +365,10 @@ class Engine:
         if num_accepted:
             by_source = stats.accepted_by_source
             by_source[draft.source] = by_source.get(draft.source, 0) + num_accepted
+        if stats.steps is not None and len(draft.token_ids):
+            stats.steps.append((len(draft.token_ids), num_accepted))
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
+        sequence.draft = VerifiedDraft(stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted)
         self.metrics.generation_tokens += len(taken.token_ids)
         self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
         if taken.finish_reason is None:
@@ -382,7 +389,7 @@ class Engine:
         return output if output.finish_reason is None else self._finish(sequence, output)
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
-        log_finished(sequence.request, sequence.stats, output.finish_reason)
+        self.metrics.histograms.count_ended(sequence.request, sequence.stats)
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -390,7 +397,7 @@ class Engine:
         return output
 
     def _learn(self, sequence: Sequence) -> None:
-        if (namespace := sequence.namespace) is not None:
+        if (namespace := sequence.namespace) is not None and sequence.request.learn:
             self._best_effort(
                 lambda: namespace.append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
             )
@@ -401,8 +408,8 @@ class Engine:
         self.metrics.drafter_failures = self._proposals.num_failures + num_unopened
         self.metrics.num_failed_passes = self._isolation.num_failed_passes
         self.metrics.num_running = len(scheduler.running)
-        self.metrics.num_waiting = len(scheduler.waiting)
+        self.metrics.num_waiting = scheduler.num_waiting
         held = sum(sequence.num_tokens for sequence in scheduler.running)
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
-        if not scheduler.running and not scheduler.waiting:
+        if not scheduler.running and not scheduler.num_waiting:
             self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

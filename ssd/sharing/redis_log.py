@@ -92,6 +92,19 @@ class RedisLog:
         cache.add_listener(lambda pieces: writer.publish(key, replica_id, pieces))
         self._reader.follow(key, cache, bookmark)
 
+    def detach(self, cache: SuffixCache) -> None:
+        """Read its stream no more: the cache is being closed. What it has queued is written. O(1)."""
+        self._reader.leave(stream_key(self._fingerprint, cache.name))
+
+    def forget(self, namespace: str) -> None:
+        """Remove the stream of a namespace that is not attached any more, and what is queued for it.
+
+        Waits for Redis; raises its errors. A replica that still writes there makes the stream anew.
+        """
+        key = stream_key(self._fingerprint, namespace)
+        self._reader.leave(key)
+        self._writer.remove(key)
+
     def stats(self) -> SharingStats:
         """The counters as they are now."""
         writer, reader = self._writer, self._reader

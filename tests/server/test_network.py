@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
@@ -24,7 +25,7 @@ from tests.server.client import Answer, ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
 KEY = {"authorization": "Bearer sesame"}
-COMPLETION = {"prompt": "abc", "max_tokens": 3}
+COMPLETION: Any = {"prompt": "abc", "max_tokens": 3}
 
 
 def network(*words: str) -> NetworkOptions:
