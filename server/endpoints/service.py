@@ -108,7 +108,7 @@ class Service:
 
     def engine_for(self, body: Body) -> Engine:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
-        if body.model is not None and body.model not in self.settings.model_names:
+        if body.model is not None and body.model not in self.settings.all_names:
             raise model_not_found(body.model, self.settings.model_name)
         current_record().model = body.model or self.settings.model_name
         return self.worker.engine
@@ -126,7 +126,7 @@ class Service:
         asked, limit = body.prompts(), COMPLETION_MAX_TOKENS
         prompts = await self._texts.prompts(engine, asked, special=body.add_special_tokens)
         echo = await self._texts.echoes(engine, asked) if body.echo else None
-        bodies = CompletionBodies(self.settings, echo=echo, **await self._body_options(engine, body))
+        bodies = CompletionBodies(self._named(body), echo=echo, **await self._body_options(engine, body))
         return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
     async def chat(
@@ -149,9 +149,9 @@ class Service:
         options = {"messages": plan.messages, **await self._body_options(engine, body)}
         if response is None:
             is_older = use is not None and use.is_older
-            bodies = ChatBodies(self.settings, as_function_call=is_older, **options)
+            bodies = ChatBodies(self._named(body), as_function_call=is_older, **options)
         else:
-            bodies = ResponseBodies(self.settings, response, **options)
+            bodies = ResponseBodies(self._named(body), response, **options)
         generation = await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant, plan=plan)
         return generation, bodies
 
@@ -358,13 +358,19 @@ class Service:
             prefix_scope=base if self.settings.share_prefix_cache else None,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
+            adapter=self.settings.adapter_of(body.model),
             learn=body.store is not False,
             keeps_steps=self.settings.spec_decode_metrics != "none",
         )
 
+    def _named(self, body: GenerateBody) -> ServerSettings:
+        """Settings for an answer, which names the adapter where a request did."""
+        adapter = self.settings.adapter_of(body.model)
+        return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
+
     def _namespace(self, body: GenerateBody) -> str | None:
         """What the caches of a request's tenant and salt are derived from."""
-        return self.settings.namespace
+        return self.settings.namespace_of(body.model)
 
 
 def _admitted(tenant: Account | None, engine: Engine, num_choices: int, num_prompt_tokens: int) -> Admission | None:
