@@ -120,6 +120,11 @@ class ServerSettings:
         return self.model_names[0]
 
     @property
+    def namespaces(self) -> tuple[str, ...]:
+        """What tenants' own caches are derived from; none where nothing is cached."""
+        return () if self.namespace is None else (self.namespace,)
+
+    @property
     def system_fingerprint(self) -> str:
         """Changes when the same seed may give another output: with the model or this program."""
         return "ssd-" + hashlib.sha256(f"{VERSION}\0{self.model}".encode()).hexdigest()[:12]
