@@ -287,6 +287,8 @@ class Service:
             else:
                 await self.lanes.answers.run(submit)
         except BaseException:
+            if admission is not None:
+                admission.take_back()
             generation.close()
             raise
         return generation
