@@ -144,6 +144,10 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """Most memory of the KV cache; None takes half of what is free. Where not all slots fit there are fewer."""
 
+    gpu_memory_utilization: float | None = None
+    """Instead: share of the device's memory, on a CPU of main memory, that may be in use once the KV cache has its own,
+    whatever uses the rest. ``kv_cache_memory_bytes`` goes before it."""
+
     enforce_eager: bool = False
     """Launch every kernel of the target from Python, on CUDA too: slower, but without the memory of recorded graphs."""
 
@@ -170,6 +174,8 @@ class EngineConfig:
             self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes >= 1,
             f"kv_cache_memory_bytes must be >= 1, got {self.kv_cache_memory_bytes}",
         )
+        share = self.gpu_memory_utilization
+        _require(share is None or 0 < share <= 1, f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
         _require_one_of(SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy)
 
 

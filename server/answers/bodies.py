@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from server.answers.draft_metrics import draft_counts
 from server.answers.logprobs import LogprobsWriter
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation
@@ -39,6 +40,7 @@ class Bodies(ABC):
         self.return_token_ids = return_token_ids
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
+        self._spec_decode_metrics = settings.spec_decode_metrics
         self._common: dict[str, Any] = {
             "created": int(time.time()),
             "model": settings.model_name,
@@ -85,8 +87,15 @@ class Bodies(ABC):
             choices.append(body)
         return {
             "id": self.id, "object": self.object_name, **self._common, "choices": choices,
-            "usage": generation.usage.body(), **self.whole_extras(generation),
+            "usage": generation.usage.body(), **self.whole_extras(generation), **self.draft_metrics(generation),
         }  # fmt: skip
+
+    def draft_metrics(self, generation: Generation) -> dict[str, Any]:
+        """The field ``metrics`` of an answer that has ended, where the operator lets answers have it."""
+        if self._spec_decode_metrics == "none" or len(generation.choices) != 1:
+            return {}
+        found = draft_counts(generation.choices[0].stats, is_detailed=self._spec_decode_metrics == "detailed")
+        return {} if found is None else {"metrics": {"speculative_decoding": found}}
 
     def whole_extras(self, _generation: Generation) -> dict[str, Any]:
         """Fields beside the choices."""

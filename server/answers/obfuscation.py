@@ -17,24 +17,26 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from server.answers.stream import KEEP_ALIVE, EventWriter
+from server.answers.stream import KEEP_ALIVE, PADDED_BYTES, EventWriter
 from server.running.generation import Generation, Usage
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput, TokenLogprobs
     from ssd.text.stream import TextStream
 
-PIECE_TOKENS = 16
-"""Tokens of every event of a choice but its last."""
 _LOOKS_S = 0.25
 """While it waits for a tick, a stream looks this often whether it shall end."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """What a choice has said and not yet sent. ``stream`` : spells its tokens once more, one at a time."""
+    """What a choice has said and not yet sent.
+
+    ``stream`` : spells its tokens once more, one at a time. ``piece_tokens`` : of every piece but the last.
+    """
 
     stream: TextStream
+    piece_tokens: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text: str = ""
@@ -47,9 +49,10 @@ class _Gathered:
         self.logprobs += output.logprobs or ()
         self.text += output.text
         self.ended = output.finish_reason is not None
-        while len(self.token_ids) > PIECE_TOKENS or (len(self.token_ids) == PIECE_TOKENS and not self.ended):
-            length = sum(len(self.stream.push_token(token_id)) for token_id in self.token_ids[:PIECE_TOKENS])
-            self._cut(replace(output, finish_reason=None, stop_reason=None), PIECE_TOKENS, length)
+        size = self.piece_tokens
+        while len(self.token_ids) > size or (len(self.token_ids) == size and not self.ended):
+            length = sum(len(self.stream.push_token(token_id)) for token_id in self.token_ids[:size])
+            self._cut(replace(output, finish_reason=None, stop_reason=None), size, length)
         if self.ended:
             self._cut(output, len(self.token_ids), len(self.text))
 
@@ -64,9 +67,9 @@ class _Gathered:
 class EvenPieces:
     """What the choices of a request say, cut anew, in rounds of one piece of each."""
 
-    def __init__(self, streams: Sequence[TextStream]) -> None:
+    def __init__(self, streams: Sequence[TextStream], piece_tokens: int) -> None:
         """``streams`` : one a choice, fresh, with the stop strings of the request."""
-        self._choices = [_Gathered(stream) for stream in streams]
+        self._choices = [_Gathered(stream, piece_tokens) for stream in streams]
 
     @property
     def ended(self) -> bool:
@@ -97,13 +100,29 @@ class Pace:
 
     async def tick(self) -> None:
         """Wait for the next tick that nobody has waited for yet."""
+        await self.until(self._tick + 1)
+
+    async def until(self, tick: int) -> None:
+        """Wait for a tick, counted from 1, or for the next one where it has passed."""
         if not self._interval_s:
             return
         passed = self._loop.time() - self._started
-        self._tick = max(self._tick + 1, math.ceil(passed / self._interval_s))
+        self._tick = max(tick, math.ceil(passed / self._interval_s))
         at = self._started + self._tick * self._interval_s
         while (left := at - self._loop.time()) > 0 and not self._hurries():
             await asyncio.sleep(min(left, _LOOKS_S))
+
+
+async def finish_at_a_tick(generation: Generation, pace: Pace, piece_tokens: int) -> None:
+    """Wait until all choices have ended, and for the tick at which an obfuscated stream would have."""
+    await generation.finish()
+    longest = max((len(choice.token_ids) for choice in generation.choices), default=0)
+    await pace.until(max(1, -(-longest // piece_tokens)))
+
+
+def padded(content: bytes) -> bytes:
+    """JSON with blanks behind it, to whole kilobytes."""
+    return content + b" " * (-len(content) % PADDED_BYTES)
 
 
 async def obfuscated_events(

@@ -13,7 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.answers.bodies import Bodies
+from server.answers.drafts import DraftWriter
 from server.base.errors import error_body
+from server.base.record import current_record
 from server.running.generation import Generation, Usage
 from server.schema.generate import StreamOptions
 from ssd.errors import SSDError
@@ -48,6 +50,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
+        current_record().is_gone = True
         raise ClientGone
     finally:
         for running in (task, watch):
@@ -101,12 +104,16 @@ class EventWriter:
 
     end = DONE
 
-    def __init__(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> None:
+    def __init__(
+        self, generation: Generation, bodies: Bodies, options: StreamOptions, drafts: DraftWriter | None = None
+    ) -> None:
+        """``drafts`` : says of each pass what was drafted, where the client wants to know it."""
         self.pad = bool(options.include_obfuscation)
         self._generation = generation
         self._bodies = bodies
         self._with_usage = bool(options.include_usage)
         self._continuous = bool(options.continuous_usage_stats and options.include_usage)
+        self._drafts = drafts
 
     async def beginning(self) -> bytes:
         """What goes before everything, at once."""
@@ -135,21 +142,28 @@ class EventWriter:
         bodies = self._bodies
         ended = self._generation.choices[index] if output.finish_reason is not None else None
         if self.pad or self._generation.messages is None:
-            content = bodies.text_chunk(index, output)
-            return self._event(bodies.chunk_choice(index, content, output.token_ids, ended), usage)
-        contents = bodies.text_chunks(index, output)
+            contents = [bodies.text_chunk(index, output)]
+        else:
+            contents = bodies.text_chunks(index, output)
         if not contents:
             return b""
         *first, last = contents
-        written = [bodies.chunk_choice(index, content) for content in first]
-        written.append(bodies.chunk_choice(index, last, output.token_ids, ended))
-        return b"".join([self._event(choice, usage) for choice in written])
+        choices = [bodies.chunk_choice(index, content) for content in first]
+        choices.append(bodies.chunk_choice(index, last, output.token_ids, ended))
+        if self._drafts is not None:
+            choices[-1]["draft"] = self._drafts.describe(index, output)
+        return b"".join([self._event(choice, usage) for choice in choices])
+
+    def is_shown(self, output: RequestOutput) -> bool:
+        """Whether an output has anything that the client asked to see."""
+        return self._bodies.is_shown(output) or (self._drafts is not None and output.draft is not None)
 
     async def closing(self) -> bytes:
         """The last event but the end mark: usage, where it was asked for."""
         if not self._with_usage:
             return b""
-        return encode_event({**self._bodies.chunk([]), "usage": self._generation.usage.body()}, pad=self.pad)
+        last = {**self._bodies.chunk([]), "usage": self._generation.usage.body()}
+        return encode_event({**last, **self._bodies.draft_metrics(self._generation)}, pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
         """An error is an event, too."""
@@ -181,7 +195,7 @@ async def events(
             if index not in begun:
                 begun.add(index)
                 ready += await writer.opening(index)
-            if bodies.is_shown(output):
+            if writer.is_shown(output):
                 ready += writer.piece(index, output)
             # What arrived together goes out together: a write costs more than all the rest of an event.
             if ready and not generation.has_more_now:

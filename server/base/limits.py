@@ -22,8 +22,8 @@ class Limits:
     """Values, names and brackets in a body's JSON, for which they stand still up to 60 ms; twice the context where that
     is more, so that a prompt of token ids can always be sent."""
 
-    max_body_seconds: float = 60.0
-    """Time for a body to arrive; who sends slower keeps what was sent already in memory."""
+    max_body_seconds: float = 20.0
+    """Longest a body may stall; bytes that arrive win time back at ``min_bytes_per_second``."""
 
     max_bodies_bytes: int = 128 << 20
     """Bytes of all bodies above 64 KiB that are arriving or being checked, so that many large ones fill no memory."""
@@ -71,6 +71,21 @@ class Limits:
     max_tools_characters: int = 1 << 18
     """Characters of their names, descriptions and schemas together. Of those that are forced by a grammar
     ``max_grammar_characters`` counts as well."""
+    max_connections: int = 1 << 14
+    """Connections at once, fewer where the system allows fewer files; 10 to 20 kB each while idle."""
+
+    max_idle_seconds: float = 75.0
+    """A connection may be open this long between requests, or before the first. Longer than the clients' and proxies'
+    own limits, mostly 5 to 60 s, so that none sends a request on a connection that is being closed."""
+
+    max_head_seconds: float = 20.0
+    """Time for a request's head to arrive."""
+
+    max_send_seconds: float = 30.0
+    """Longest a client may take nothing of what waits to be sent to it; what it takes wins time back, as for bodies."""
+
+    min_bytes_per_second: int = 8192
+    """Who sends a body, or reads an answer, at this rate is waited for as long as it takes: 64 kbit/s."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -48,7 +48,7 @@ async def generate(
         options = options or body.stream_options or StreamOptions()
         return EventStream(generation, service.events(generation, bodies, options))
     try:
-        await until_disconnect(request.receive, generation.finish())
+        await until_disconnect(request.receive, service.finish(generation))
         return Response(await service.answer(generation, bodies), media_type="application/json")
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)

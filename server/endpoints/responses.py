@@ -15,6 +15,7 @@ from server.endpoints.service import Service
 from server.intake.gate import tenant_of
 from server.running.generation import Generation
 from server.schema.responses import ResponsesBody, renamed
+from server.tenants.account import Account
 from ssd.errors import RequestError
 
 _STORED: dict[str, tuple[str, ...]] = {
@@ -37,7 +38,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
         body = await service.read(request, ResponsesBody)
         return await generate(request, service, body.chat, start(body, tenant_of(request.scope)), body.events)
 
-    async def start(body: ResponsesBody, tenant: str | None) -> tuple[Generation, Bodies]:
+    async def start(body: ResponsesBody, tenant: Account | None) -> tuple[Generation, Bodies]:
         try:
             return await service.chat(body.chat, tenant, body)
         except RequestError as error:

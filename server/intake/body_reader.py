@@ -13,6 +13,8 @@ from server.base.budget import Budget, Share
 from server.base.errors import ApiError
 from server.base.lanes import Lanes
 from server.base.limits import SMALL_BODY_BYTES, Limits
+from server.base.patience import Patience
+from server.base.record import current_record
 from ssd.errors import RequestError
 
 T = TypeVar("T")
@@ -47,19 +49,25 @@ class BodyReader:
         if said.isascii() and said.isdecimal() and (len(said) > 18 or int(said) > most):
             raise _too_long(most)
         content = bytearray()
+        seconds, rate = self._limits.max_body_seconds, self._limits.min_bytes_per_second
+        clock = asyncio.get_running_loop().time
+        patience = Patience(seconds, rate, clock())
         try:
-            async with asyncio.timeout(self._limits.max_body_seconds):
+            async with asyncio.timeout_at(patience.until) as timeout:
                 async for chunk in request.stream():
                     content += chunk
+                    patience.moved(len(chunk), clock())
+                    timeout.reschedule(patience.until)
                     if len(content) > most:
                         raise _too_long(most)
                     if len(content) > SMALL_BODY_BYTES:
                         share.grow(len(content) - share.amount)
         except ClientDisconnect:
+            current_record().is_gone = True
             raise RequestError("the connection closed before the whole body had arrived") from None
         except TimeoutError:
-            seconds = self._limits.max_body_seconds
-            raise ApiError(408, f"the body did not arrive within {seconds:g} seconds", code="body_too_slow") from None
+            message = f"the body stalled for {seconds:g} seconds, or came with fewer than {rate} bytes a second"
+            raise ApiError(408, message, code="body_too_slow") from None
         return bytes(content)
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from server.base.limits import Limits
 from server.intake.message_formats import MessageFormat
 from server.schema.chat import ChatBody
 from server.schema.tool_fields import ToolUse
 from server.tools.call_grammars import call_grammar
+from server.tools.functions import Functions
 from server.tools.messages import Messages, call_id
 from server.tools.reasoning_grammar import reasoning_rule
 from server.tools.reasoning_tokens import count_reasoning_tokens
@@ -27,7 +28,7 @@ _JSON_CALLS = "json"
 _TAIL_TOKENS = 32
 """Of the prompt: enough to see whether it ends within what the model thinks."""
 _MISTRAL_ID_LENGTH = 9
-_EMBEDDED = frozenset({"json_object", "json_schema"})
+_SCHEMAS = frozenset({"json_object", "json_schema"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,17 @@ def plan_answer(
     if mode == "none" and form.reasoning is None:
         return AnswerPlan(None, asked)
     tail = codec.decode(prompt[-_TAIL_TOKENS:]) if form.reasoning is not None else ""
-    functions: dict[str, Mapping[str, Any]] = {}
+    functions: Functions = {}
     reader, calls = form.tool_call if mode != "none" else None, None
     if use is not None and mode != "none":
         functions = {function.name: function.schema_of_arguments for function in use.functions}
         if mode == "required" or asked is not None:
-            reader, calls = _calls(use, form, functions, codec, limits, must=mode == "required")
+            reader, calls = _calls(use, form, functions, codec, limits)
         elif reader is None:
             raise _no_parser()
     seen = special_tokens(reader, form.reasoning)
-    output = _output(calls, asked, reasoning_rule(form.reasoning, tail, codec.added_tokens), must=mode == "required")
+    thought = reasoning_rule(form.reasoning, tail, codec.added_tokens)
+    output = _output(calls, None if mode == "required" else asked, thought)
     messages = Messages(
         partial(make_parser, reader, form.reasoning, functions=functions, prompt=tail),
         parallel=use is None or use.parallel,
@@ -87,26 +89,23 @@ def _count_reasoning(name: str, tail: str, codec: TextCodec, token_ids: Sequence
 
 
 def _calls(
-    use: ToolUse,
-    form: MessageFormat,
-    functions: Mapping[str, Mapping[str, Any]],
-    codec: TextCodec,
-    limits: Limits,
-    *,
-    must: bool,
-) -> tuple[str, str]:
+    use: ToolUse, form: MessageFormat, functions: Functions, codec: TextCodec, limits: Limits
+) -> tuple[str, StructuredOutput]:
     """The format that calls are to be written in, and its grammar: the model's own if possible."""
+    param = "functions" if use.is_older else "tools"
     for name in (form.tool_call, _JSON_CALLS):
-        grammar = name and call_grammar(name, functions, parallel=use.parallel, special=codec.added_tokens)
-        if name and grammar:
+        markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
+        added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
+        grammar = call_grammar(name, functions, parallel=use.parallel, special=added)
+        if name is not None and grammar is not None:
             if len(grammar) > limits.max_grammar_characters:
                 raise RequestError(
-                    f"the grammar of all these functions has {len(grammar)} characters, at most "
+                    f"the grammar of these functions has {len(grammar)} characters, at most "
                     f"{limits.max_grammar_characters} are compiled: name fewer of them in tool_choice",
-                    param="functions" if use.is_older else "tools",
+                    param=param,
                 )
-            return name, grammar
-        if not must:
+            return name, StructuredOutput("grammar", grammar, param)
+        if use.mode != "required":  # then nothing tells the model of another format
             break
     raise RequestError(
         "response_format together with tools that may be called is not possible in this model's format of calls: "
@@ -116,22 +115,19 @@ def _calls(
 
 
 def _output(
-    calls: str | None, asked: StructuredOutput | None, reasoning: str | None, *, must: bool
+    calls: StructuredOutput | None, asked: StructuredOutput | None, reasoning: str | None
 ) -> StructuredOutput | None:
     """One grammar of what may be thought before, of calls, and of what was asked for where nothing is called."""
-    parts = {}
-    if calls is not None:
-        parts["calls"] = StructuredOutput("grammar", calls, "tool_choice")
-    if asked is not None and not must:
-        if calls is not None and asked.kind not in _EMBEDDED:
-            raise RequestError(f"{asked.param} with tools must be a schema: leave out one of them", param=asked.param)
-        parts["answer"] = asked
+    if calls is not None and asked is not None and asked.kind not in _SCHEMAS:
+        raise RequestError(f"{asked.param} with tools must be a schema: leave out one of them", param=asked.param)
+    parts = {name: part for name, part in (("calls", calls), ("answer", asked)) if part is not None}
     if not parts:
         return None
     first = next(iter(parts.values()))
     if len(parts) == 1 and reasoning is None:
         return first
-    rules = f"start: {'reasoning ' if reasoning else ''}({' | '.join(f'@{name}' for name in parts)})\n{reasoning or ''}"
+    choices = " | ".join(f"@{name}" for name in parts)
+    rules = f"start: ({choices})" if reasoning is None else f"start: reasoning ({choices})\n{reasoning}"
     return StructuredOutput.parts(rules, parts, first.param)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -20,10 +23,12 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.25
 """How long an idle engine thread sleeps before it looks whether it shall stop."""
+_DRAIN_LOOK_S = 0.02
+_SHUTTING_DOWN = "the server is shutting down"
 
 
 class WorkerState(Enum):
-    """Only READY takes requests."""
+    """Only READY takes requests; STOPPING ends those it has taken."""
 
     LOADING = "loading"
     READY = "ready"
@@ -31,12 +36,57 @@ class WorkerState(Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """How the requests ended that were under way when the service was told to stop."""
+
+    num_ended: int
+    num_cut: int
+    seconds: float
+
+
 class Inbox:
     """Where the outputs of some requests arrive, in order, on one event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[tuple[str, RequestOutput | Exception]] = asyncio.Queue()
+        self._arrived: deque[tuple[str, RequestOutput | Exception]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def put(self, request_id: str, delivery: RequestOutput | Exception) -> None:
+        """To be called on the event loop."""
+        self._arrived.append((request_id, delivery))
+        _wake(self._waiter)
+
+    async def get(self, wait_s: float | None = None) -> tuple[str, RequestOutput | Exception] | None:
+        """The next that arrived, or None where nothing does for so many seconds; for one caller at a time.
+
+        Once for every pass and stream: a queue and a timeout of asyncio's take twice as long.
+        """
+        if not self._arrived:
+            self._waiter = self.loop.create_future()
+            timer = None if wait_s is None else self.loop.call_later(wait_s, _wake, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        return self._arrived.popleft() if self._arrived else None
+
+    def take_all(self) -> list[RequestOutput | Exception]:
+        """What has arrived and was not looked at."""
+        arrived = [delivery for _, delivery in self._arrived]
+        self._arrived.clear()
+        return arrived
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
 
 
 class Worker:
@@ -52,6 +102,8 @@ class Worker:
         self._inboxes: dict[str, Inbox] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._num_inside = 0
+        self._is_cut = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state = WorkerState.LOADING
         self.load_error: BaseException | None = None
@@ -59,11 +111,11 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        """The engine while requests are taken; raises ServerNotReady or EngineFailed else."""
+        """The engine for requests that were let in; raises ServerNotReady or EngineFailed else."""
         if self.state is WorkerState.LOADING:
             raise ServerNotReady("the model is being loaded: try again in a moment")
-        if self.state is WorkerState.STOPPING:
-            raise ServerNotReady("the server is shutting down")
+        if self._is_cut or (self.state is WorkerState.STOPPING and self._engine is None):
+            raise ServerNotReady(_SHUTTING_DOWN)
         if self.state is WorkerState.FAILED or self._engine is None:
             raise EngineFailed("the engine has failed; the server must be restarted, its log says why")
         return self._engine
@@ -103,22 +155,51 @@ class Worker:
         if self._forget(request_id) and self._engine is not None:
             self._engine.cancel(request_id)
 
-    async def drain(self, grace_s: float) -> None:
-        """Take no more requests, let running ones finish for a while, then end the rest with EngineStopped."""
+    @property
+    def hurries(self) -> bool:
+        """Whether what is under way has no time left to wait for anything."""
+        return self._is_cut
+
+    def let_in(self) -> None:
+        """Count a request from its head to the end of its answer; raises ServerNotReady once nobody new is taken.
+
+        To be called on the event loop, as `let_out`.
+        """
+        if self.state is WorkerState.STOPPING:
+            raise ServerNotReady(_SHUTTING_DOWN)
+        self._num_inside += 1
+
+    def let_out(self) -> None:
+        """A request that was let in has its answer."""
+        self._num_inside -= 1
+
+    def take_no_more(self) -> None:
+        """From now on nobody is let in; who is inside goes on. May be called by a signal's handler."""
         if self.state is not WorkerState.FAILED:
             self.state = WorkerState.STOPPING
-        deadline = asyncio.get_running_loop().time() + grace_s
-        while self._inboxes and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
+
+    async def drain(self, grace_s: float, hurries: Callable[[], bool] = lambda: False) -> Drained:
+        """Take no more requests, let those inside finish for a while, then end the rest with EngineStopped.
+
+        ``hurries`` : whether there is no while.
+        """
+        self.take_no_more()
+        began = time.monotonic()
+        num_inside = self._num_inside
+        while (self._num_inside or self._inboxes) and time.monotonic() - began < grace_s and not hurries():
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        num_cut = self._num_inside
+        self._is_cut = True
         for request_id in list(self._inboxes):
-            self._deliver([(request_id, EngineStopped("the server is shutting down"))])
+            self._deliver([(request_id, EngineStopped(_SHUTTING_DOWN))])
             if self._engine is not None:
                 self._engine.cancel(request_id)
+        return Drained(num_inside - num_cut, num_cut, time.monotonic() - began)
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread, which closes the engine; False when it is still busy after the timeout."""
-        if self.state is not WorkerState.FAILED:
-            self.state = WorkerState.STOPPING
+        self.take_no_more()
+        self._is_cut = True
         self._stop.set()
         if self._thread.ident is None:
             return True
@@ -173,4 +254,4 @@ class Worker:
 
 def _fill(batch: list[tuple[Inbox, str, RequestOutput | Exception]]) -> None:
     for inbox, request_id, delivery in batch:
-        inbox.queue.put_nowait((request_id, delivery))
+        inbox.put(request_id, delivery)

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 from server.base.budget import Share
 from server.base.errors import RequestFailed
 from server.base.lanes import Lane
+from server.base.record import current_record
+from server.running.account import note_counts, note_submitted
 from server.running.engine_thread import Inbox, Worker
 from server.running.latencies import Latencies
+from server.tenants.account import Admission
 from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
     from ssd.config import SamplingParams
-    from ssd.engine import Request, RequestOutput, TokenLogprobs
+    from ssd.engine import Request, RequestOutput, RequestStats, TokenLogprobs
 
 _MOST_AT_ONCE = 32
 """Outputs taken in a row before others have their turn on the event loop."""
@@ -35,6 +38,8 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
+    stats: RequestStats | None = None
+    """The engine's, which it goes on writing; None before the first output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +89,19 @@ class Generation:
         *,
         aside: Lane,
         share: Share,
+        admission: Admission | None = None,
+        only_scores: bool = False,
     ) -> None:
-        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end."""
+        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end.
+
+        ``admission`` : what it takes of its tenant's quotas, ended with it. ``only_scores`` : the prompts'
+        log-probabilities are wanted, the one token computed with them is left out.
+        """
         self.prompts = prompts
         self.aside = aside
+        self._only_scores = only_scores
         self._share = share
+        self._admission = admission
         self.prediction = prediction
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
@@ -99,7 +112,8 @@ class Generation:
         self._inbox = Inbox()
         self._index: dict[str, int] = {}
         self._running: set[str] = set()
-        self._started = time.perf_counter()
+        self._account = current_record()
+        self._started = self._account.received_s
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
@@ -110,6 +124,7 @@ class Generation:
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over all choices; when one is refused, none stays and the refusal is raised."""
+        note_submitted(self._account, requests[0], len(requests))
         try:
             for request in requests:
                 self.sampling = request.sampling
@@ -118,15 +133,31 @@ class Generation:
                 self._running.add(request.request_id)
                 self.choices.append(Choice())
         except BaseException:
+            if self._admission is not None:
+                self._admission.take_back()
             self.close()
             raise
 
     def close(self) -> None:
         """Cancel what still runs, so that its slot is free at the engine's next step."""
+        note_counts(
+            self._account,
+            [(choice.stats, choice.finish_reason) for choice in self.choices],
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self.usage.cached_tokens,
+        )
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
         self._share.give_back()
+        if self._admission is not None:
+            self._admission.end(self._num_completion_tokens + self._num_not_taken())
+            self._admission = None
+
+    def _num_not_taken(self) -> int:
+        """Tokens that were made and not looked at: the client went away."""
+        arrived = self._inbox.take_all()
+        return sum(len(delivery.token_ids) for delivery in arrived if not isinstance(delivery, Exception))
 
     @property
     def usage(self) -> Usage:
@@ -150,7 +181,7 @@ class Generation:
     @property
     def has_more_now(self) -> bool:
         """True when the next output is here already."""
-        return bool(self._running) and not self._inbox.queue.empty()
+        return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
         """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
@@ -159,21 +190,20 @@ class Generation:
         """
         num_at_once = 0
         while self._running:
-            if self._inbox.queue.empty():
-                try:
-                    async with asyncio.timeout(wait_s):
-                        request_id, delivery = await self._inbox.queue.get()
-                except TimeoutError:
-                    yield None
-                    continue
-            else:
-                request_id, delivery = self._inbox.queue.get_nowait()
-                num_at_once += 1
-                if num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
-                    await asyncio.sleep(0)
+            is_here = len(self._inbox) > 0
+            arrived = await self._inbox.get(wait_s)
+            if arrived is None:
+                yield None
+                continue
+            num_at_once += is_here
+            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
+                await asyncio.sleep(0)
+            request_id, delivery = arrived
             if isinstance(delivery, Exception):
                 self._running.discard(request_id)
                 raise delivery
+            if self._only_scores:
+                delivery = _without_tokens(delivery)
             self._record(request_id, delivery)
             yield self._index[request_id], delivery
         if self.count_reasoning is not None:
@@ -199,6 +229,7 @@ class Generation:
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
         self._num_completion_tokens += len(output.token_ids)
+        choice.stats = output.stats
         choice.num_cached_tokens = output.stats.num_cached_tokens
         choice.logprobs.extend(output.logprobs or ())
         if output.prompt_logprobs is not None:
@@ -210,13 +241,19 @@ class Generation:
         if output.finish_reason is None:
             return
         self._running.discard(request_id)
+        if output.refusal is not None:
+            raise output.refusal
         if output.finish_reason == "error":
             raise RequestFailed(f"this request failed: {output.error}; the server's log says why")
         if output.finish_reason == "cancelled":
             raise EngineStopped("the request was cancelled by the server")
-        choice.finish_reason = str(output.finish_reason)
-        choice.stop_reason = output.stop_reason
+        choice.finish_reason = "length" if self._only_scores else str(output.finish_reason)
+        choice.stop_reason = None if self._only_scores else output.stop_reason
         self._latencies.end_to_end.observe(now - self._started)
         if len(choice.token_ids) > 1:
             decoding_s = now - self._first_token[request_id]
             self._latencies.time_per_output_token.observe(decoding_s / (len(choice.token_ids) - 1))
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    return replace(output, token_ids=(), text="", logprobs=None if output.logprobs is None else ())

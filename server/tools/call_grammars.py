@@ -20,7 +20,10 @@ _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum
 
 @dataclass(frozen=True)
 class _Written:
-    """How a message of calls is written; ``call`` has NAME, ARGUMENTS and NUMBER where those stand."""
+    """How a message of calls is written; ``call`` has NAME, ARGUMENTS and NUMBER where those stand.
+
+    The lexer of the grammar never goes back, so nothing may begin with all of what may stand in its place.
+    """
 
     call: str
     before: str = ""
@@ -61,8 +64,8 @@ _FORMATS: Mapping[str, _Written | _Tagged] = {
         "<seed:tool_call>\n<function=NAME>\n", "<parameter=KEY>", "</parameter>\n", "</function>\n</seed:tool_call>"
     ),
     "minimax_m2": _Tagged(
-        '<invoke name="NAME">\n', '<parameter name="KEY">', "</parameter>\n", "</invoke>",
-        before="<minimax:tool_call>\n", after="\n</minimax:tool_call>",
+        '<invoke name="NAME">\n', '<parameter name="KEY">', "</parameter>\n", "</invoke>\n",
+        before="<minimax:tool_call>\n", between="", after="</minimax:tool_call>",
     ),
     "llama3_json": _Written(_PARAMETERS, between="; "),
     "llama4_json": _Written(_PARAMETERS, between="; "),
@@ -188,7 +191,7 @@ def _tagged(
             if not value.keys() <= _PLAIN:
                 return None
             if isinstance(choices, list) and choices:
-                rules[name] = f"{tag} ({' | '.join(json.dumps(str(each)) for each in choices)}) {end}"
+                rules[name] = f"{tag} ({' | '.join(json.dumps(f'{each}{form.value_end}') for each in choices)})"
             else:
                 rules[f"text[suffix={json.dumps(form.value_end)}]"] = r"/(?s:.*)/"
                 rules[name] = f"{tag} text"

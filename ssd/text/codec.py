@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ssd.errors import RequestError
+from ssd.text.hub import HubOptions
 from ssd.text.load_tokenizer import eos_token_ids_of, load_tokenizer
-from ssd.text.messages import normalize_messages
+from ssd.text.messages import normalize_messages, with_written_arguments
 from ssd.text.special_tokens import Marks, SpecialTokens, whole_characters
 from ssd.text.tools_in_words import in_words
 
@@ -66,13 +67,26 @@ class TextCodec:
         self._takes_system = lru_cache(maxsize=8)(self._has_system)
 
     @classmethod
-    def load(cls, name_or_path: str) -> TextCodec:
+    def load(
+        cls,
+        name_or_path: str,
+        hub: HubOptions | None = None,
+        *,
+        model: str | None = None,
+        model_hub: HubOptions | None = None,
+        chat_template: str | None = None,
+    ) -> TextCodec:
         """The tokenizer of a model directory, a Hugging Face model id, or a lone ``tokenizer.json``.
 
+        hub : where an id is fetched from. model, model_hub : the model that is served with it, where it is another; its
+        generation config says what else ends an output. chat_template : in place of the tokenizer's own.
         Raises ModelError when there is none or it cannot be read.
         """
-        tokenizer = load_tokenizer(name_or_path)
-        return cls(tokenizer, eos_token_ids_of(tokenizer, name_or_path))
+        tokenizer = load_tokenizer(name_or_path, hub)
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        eos_token_ids = eos_token_ids_of(tokenizer, model or name_or_path, model_hub if model else hub)
+        return cls(tokenizer, eos_token_ids)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -144,14 +158,25 @@ class TextCodec:
                     normalized = in_words(normalized, tools, has_system=self._takes_system(template))
                 if not allow_special_tokens:
                     normalized, kwargs, marks = self._special_tokens.mark(normalized, kwargs, template)
-                text = self._tokenizer.apply_chat_template(
-                    normalized,
-                    chat_template=template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **kwargs,
-                )
+
+                def render(conversation: list[dict[str, Any]]) -> str:
+                    rendered: str = self._tokenizer.apply_chat_template(
+                        conversation,
+                        chat_template=template,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        tokenize=False,
+                        **kwargs,
+                    )
+                    return rendered
+
+                try:
+                    text = render(normalized)
+                except Exception:
+                    written = with_written_arguments(normalized)
+                    if written is None:
+                        raise
+                    text = render(written)
         except RequestError:
             raise
         except Exception as error:  # whatever a template raises: it is code, and the messages are its input

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.answers.obfuscation import PIECE_TOKENS, EvenPieces, Pace
+from server.answers.obfuscation import EvenPieces, Pace
 from server.answers.stream import PADDED_BYTES
+from server.base.settings import OBFUSCATION_TOKENS as PIECE_TOKENS
 from server.command.arguments import parse_arguments
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, EngineConfig
@@ -144,6 +145,24 @@ def test_an_output_that_ends_early_is_whole(server: RunningServer, stop: list[st
     )
 
 
+@pytest.mark.parametrize("obfuscation", ["default", "always"])
+def test_the_operator_obfuscates_streams_that_do_not_ask(obfuscation: str) -> None:
+    asked = {"prompt": "ab" * 30, "max_tokens": 60}
+    declined = {"include_obfuscation": False}
+    settings: dict[str, Any] = {"obfuscation": obfuscation, "obfuscation_interval_s": 0.1, "obfuscation_tokens": 20}
+    with serving(lambda _: FailingEngine(), **settings) as server:
+        sizes, content = on_the_wire(server.port, COMPLETIONS, asked)
+        assert len(sizes) == 3 and all(size % PADDED_BYTES == 0 for size in sizes[:-1])
+        assert said(content) == {0: "ba" * 30}
+        sizes, _ = on_the_wire(server.port, COMPLETIONS, {**asked, "stream_options": declined})
+        assert (len(sizes) == 3) == (obfuscation == "always")
+        started = time.monotonic()
+        whole = post(server.port, COMPLETIONS, asked)
+        is_paced = time.monotonic() - started >= 0.29  # three pieces
+        assert whole.json["choices"][0]["text"] == "ba" * 30
+        assert (is_paced and len(whole.content) % PADDED_BYTES == 0) == (obfuscation == "always")
+
+
 def test_a_stream_that_fails_says_so() -> None:
     asked = {"prompt": "ab" * 30, "max_tokens": 60, "stream": True, "stream_options": {"include_obfuscation": True}}
     with serving(lambda _: FailingEngine(fail_at_step=40), obfuscation_interval_s=0.0) as server:
@@ -191,7 +210,7 @@ def test_pieces_do_not_depend_on_how_tokens_came(
     """Tokens of 4..300 are mostly single bytes: many characters are spelled by several."""
     found = []
     for cut_at in (cuts, range(71), []):
-        pieces = EvenPieces([TextStream(codec) for _ in choices])
+        pieces = EvenPieces([TextStream(codec) for _ in choices], PIECE_TOKENS)
         steps = [[(i, output) for output in outputs(codec, ids, [*cut_at])] for i, ids in enumerate(choices)]
         rounds = []
         while any(steps):
@@ -237,9 +256,14 @@ def test_there_is_no_clock_at_0_and_none_once_the_server_stops() -> None:
     assert asyncio.run(ticks(30.0, hurries=True)) < 1
 
 
-def test_the_interval_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_arguments([], {}).obfuscation_interval_s == 0.25
-    assert parse_arguments(["--obfuscation-interval", "0"], {}).obfuscation_interval_s == 0
+def test_flags_of_obfuscation_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = parse_arguments([], {}).streams
+    assert (plain.obfuscation, plain.obfuscation_tokens, plain.obfuscation_interval_s) == ("asked", 16, 0.25)
+    for wrong in ("0", "4097"):
+        with pytest.raises(SystemExit):
+            parse_arguments(["--obfuscation-tokens", wrong], {})
+        assert "--obfuscation-tokens" in capsys.readouterr().err
+    assert parse_arguments(["--obfuscation-interval", "0"], {}).streams.obfuscation_interval_s == 0
     for wrong in ("-1", "nan", "1000"):
         with pytest.raises(SystemExit):
             parse_arguments(["--obfuscation-interval", wrong], {})

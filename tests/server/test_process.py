@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,11 +44,12 @@ def running(
     before: Callable[[], object] = lambda: signal.signal(
         signal.SIGHUP, signal.SIG_DFL
     ),  # the tests may be run by nohup
+    stderr: int | None = None,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A server process; ``before`` is called in it before it becomes one."""
     port = free_port()
     command = [sys.executable, "-m", "server", "--port", str(port), *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=before)
+    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=before, stderr=stderr)
     try:
         yield process, port
     finally:
@@ -63,10 +64,18 @@ def answers(port: int, path: str) -> bool:
         return False
 
 
-def cache_tokens(port: int) -> float:
+def metric(port: int, name: str) -> float:
     text = get(port, "/metrics").content.decode()
-    tokens = next(line for line in text.splitlines() if line.startswith("ssd:cache_tokens{"))
-    return float(tokens.rsplit(" ", 1)[1])
+    line = next(line for line in text.splitlines() if line.startswith(name + "{"))
+    return float(line.rsplit(" ", 1)[1])
+
+
+def cache_tokens(port: int) -> float:
+    return metric(port, "ssd:cache_tokens")
+
+
+def num_running(port: int) -> float:
+    return metric(port, "vllm:num_requests_running")
 
 
 def test_port_in_use_is_found_before_anything_is_loaded() -> None:
@@ -128,33 +137,68 @@ def test_a_draft_model_drafts_beside_the_cache() -> None:
         assert "ssd:drafter_failures_total" in metrics and get(port, "/health").status == 200
 
 
-def test_start_serve_and_sigterm_with_a_request_in_flight(tmp_path: Path) -> None:
+def stopped_line(log: str) -> str:
+    """The one line that says how it ended."""
+    (line,) = (line for line in log.splitlines() if "stopped: " in line)
+    return line.partition("stopped: ")[2]
+
+
+LONG = {"prompt": "x = 1\n", "max_tokens": 200, "n": 4, "temperature": 0, "ignore_eos": True}
+"""Long enough to be running still when the signal comes, whatever the machine."""
+
+
+def test_sigterm_lets_requests_in_flight_end_and_keeps_what_was_learned(tmp_path: Path) -> None:
     directory = str(tmp_path / "cache")
-    with running(*SMALL, "--cache-dir", directory) as (process, port):
+    with running(*SMALL, "--cache-dir", directory, stderr=subprocess.PIPE) as (process, port):
         wait_until(lambda: answers(port, "/live"), 60)
         wait_until(lambda: answers(port, "/health"), START_S)
         assert get(port, "/v1/models").json["data"][0]["max_model_len"] == 256
-        fields = {"prompt": "import os\n", "temperature": 0, "ignore_eos": True}
-        assert post(port, "/v1/completions", {**fields, "max_tokens": 40}).status == 200
         assert directory in refused("--port", "0", *SMALL, "--cache-dir", directory)
 
-        statuses: list[int] = []
-        # Long enough to be running still when the signal comes, whatever the machine.
-        asked = {**fields, "prompt": "x = 1\n", "max_tokens": 200, "n": 4}
-        client = threading.Thread(target=lambda: statuses.append(post(port, "/v1/completions", asked).status))
-        client.start()
-        time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        client.join(10)
-        assert statuses in ([200], [503])
+        with ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(post, port, "/v1/completions", LONG)
+            streamed = pool.submit(post, port, "/v1/completions", {**LONG, "stream": True})
+            wait_until(lambda: num_running(port) > 0)
+            process.send_signal(signal.SIGTERM)
+            refusal = post(port, "/v1/completions", LONG)  # at once, while the others go on
+            assert (refusal.status, refusal.headers["retry-after"]) == (503, "1")
+            health = get(port, "/health")
+            assert (health.status, health.json["status"]) == (503, "stopping")
+            assert get(port, "/live").status == 200
+            assert whole.result().json["usage"]["completion_tokens"] == 800
+            reasons = [choice["finish_reason"] for event in streamed.result().events for choice in event["choices"]]
+            assert reasons.count("length") == 4
+        ended = time.monotonic()
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 0 and time.monotonic() - ended < 10
+        assert stopped_line(log.decode()).startswith("2 requests in flight ended, 0 were cut after ")
+        assert stopped_line(log.decode()).endswith("what was learned is sealed")
 
     # What was learned is there again after a restart.
     with running(*SMALL, "--cache-dir", directory) as (process, port):
         wait_until(lambda: answers(port, "/health"), START_S)
-        assert cache_tokens(port) >= 40
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert cache_tokens(port) >= 200
+        process.send_signal(signal.SIGINT)  # nothing is under way
+        began = time.monotonic()
+        assert process.wait(20) == 0 and time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("arguments", [("--shutdown-timeout", "0.2"), ()])
+def test_requests_are_cut_after_the_timeout_or_at_a_second_signal(arguments: tuple[str, ...]) -> None:
+    with running(*SMALL, *arguments, stderr=subprocess.PIPE) as (process, port), ThreadPoolExecutor(2) as pool:
+        wait_until(lambda: answers(port, "/health"), START_S)
+        whole = pool.submit(post, port, "/v1/completions", {**LONG, "n": 128})
+        streamed = pool.submit(post, port, "/v1/completions", {**LONG, "n": 128, "stream": True})
+        wait_until(lambda: num_running(port) > 0)
+        process.send_signal(signal.SIGTERM)
+        if not arguments:
+            wait_until(lambda: not answers(port, "/health"))
+            process.send_signal(signal.SIGTERM)
+        assert (whole.result().status, whole.result().error["code"]) == (503, "not_ready")
+        assert streamed.result().events[-1]["error"]["code"] == "not_ready"
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert stopped_line(log.decode()).startswith("0 requests in flight ended, 2 were cut after ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -1,0 +1,222 @@
+"""Clients that are slow, silent or many, on real sockets: they are given up, and nobody else notices."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.base.limits import Limits
+from server.base.patience import Patience
+from tests.server.client import get, post, wait_until
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
+
+COMPLETIONS = "/v1/completions"
+LIMITS = Limits(
+    max_head_seconds=1, max_body_seconds=1, max_idle_seconds=1.5, max_send_seconds=1, min_bytes_per_second=20_000
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(lambda _: FailingEngine(step_s=0.001), limits=LIMITS) as running:
+        yield running
+
+
+def connect(server: RunningServer, *, receive_bytes: int | None = None) -> socket.socket:
+    connection = socket.socket()
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(20)
+    connection.connect(("127.0.0.1", server.port))
+    return connection
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What comes until the server closes; fails where it does not within 20 s."""
+    found = b""
+    try:
+        while piece := connection.recv(1 << 16):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def drip(connection: socket.socket, content: bytes, pause_s: float) -> bytes:
+    """Send byte by byte until the server has enough of it; returns what it says."""
+    try:
+        for byte in content:
+            connection.sendall(bytes([byte]))
+            time.sleep(pause_s)
+    except OSError:
+        pass
+    return until_closed(connection)
+
+
+def test_a_head_that_drips_is_answered_408(server: RunningServer) -> None:
+    with connect(server) as connection:
+        said = drip(connection, b"GET /live HTTP/1.1\r\n" + b"x-a: b\r\n" * 100, 0.05)
+    assert said.startswith(b"HTTP/1.1 408 ")
+
+
+def test_half_a_head_is_answered_408_also_after_a_request(server: RunningServer) -> None:
+    for before in (b"", b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"):
+        with connect(server) as connection:
+            if before:
+                connection.sendall(before)
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost:")
+            assert until_closed(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_head_without_end_is_refused(server: RunningServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"GET /live HTTP/1.1\r\nx-long: ")
+        try:
+            for _ in range(100):
+                connection.sendall(b"x" * 4096)
+                time.sleep(0.001)
+        except OSError:
+            pass
+        assert until_closed(connection)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
+
+
+def test_connections_that_say_nothing_are_closed(server: RunningServer) -> None:
+    with connect(server) as connection:
+        assert until_closed(connection) == b""
+
+
+def test_a_body_that_stalls_or_drips_is_given_up(server: RunningServer) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
+    with connect(server) as stalled, connect(server) as dripping:
+        stalled.sendall(head + b'{"prompt": "a')
+        said = drip(dripping, head + b" " * 900, 0.01)
+        assert said.startswith(b"HTTP/1.1 408 ") and b"connection: close" in said
+        assert until_closed(stalled).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_slow_honest_uplink_is_waited_for(server: RunningServer) -> None:
+    body = json.dumps({"prompt": "ab", "max_tokens": 2}).encode() + b" " * 90_000
+    with connect(server) as connection:
+        started = time.monotonic()
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        connection.sendall(b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
+        for begin in range(0, len(body), 4000):
+            connection.sendall(body[begin : begin + 4000])
+            time.sleep(0.1)
+        assert time.monotonic() - started > 2 * LIMITS.max_body_seconds
+        assert until_closed(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_rest_of_a_body_that_was_answered_already_is_not_waited_for(server: RunningServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n")
+        said = drip(connection, b" " * 400, 0.02)
+    assert said.startswith(b"HTTP/1.1 404 ")
+
+
+def test_a_client_that_does_not_read_its_stream_is_given_up_and_its_work_ends() -> None:
+    engine = FailingEngine(step_s=0.05)
+    body = json.dumps({"prompt": "a", "max_tokens": 400, "n": 40, "stream": True}).encode()  # 20 s of work
+    with serving(lambda _: engine, limits=LIMITS) as server, connect(server, receive_bytes=4096) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: engine.metrics.num_running == 40)
+        assert post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5}).status == 200  # nobody else waits
+        wait_until(lambda: engine.metrics.num_running == 0, 15)
+        wait_until(lambda: not server.has_connections)
+
+
+def test_a_client_that_does_not_read_a_whole_answer_is_given_up(server: RunningServer) -> None:
+    body = json.dumps({"prompt": "a" * 300, "max_tokens": 200, "n": 100, "echo": True}).encode()
+    with connect(server, receive_bytes=4096) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: server.engine_thread.num_requests == 100)
+        wait_until(lambda: server.engine_thread.num_requests == 0)
+        wait_until(lambda: not server.has_connections, 15)
+
+
+def test_a_slow_reader_that_reads_gets_all(server: RunningServer) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 200, "n": 10, "stream": True}).encode()
+    with connect(server, receive_bytes=4096) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        found = b""
+        started = time.monotonic()
+        while piece := connection.recv(10_000):
+            found += piece
+            time.sleep(0.03)
+        assert time.monotonic() - started > 2 * LIMITS.max_send_seconds
+    assert b"data: [DONE]" in found
+
+
+def test_many_slow_clients_keep_nobody_waiting(server: RunningServer) -> None:
+    """Slowloris: heads and bodies without end on 300 connections, beside a client that works."""
+    with ExitStack() as stack:
+        slow = [stack.enter_context(connect(server)) for _ in range(300)]
+        for number, connection in enumerate(slow):
+            body = b"content-length: 99\r\n\r\n{" if number % 2 else b""
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + body)
+        for _ in range(20):
+            started = time.monotonic()
+            assert post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5}).status == 200
+            assert time.monotonic() - started < 5
+        assert all(until_closed(connection).startswith(b"HTTP/1.1 408 ") for connection in slow)
+    wait_until(lambda: not server.has_connections)
+
+
+def test_connections_beyond_the_limit_are_answered_503_but_not_to_supervisors() -> None:
+    with serving(lambda _: FailingEngine(), limits=Limits(max_connections=3)) as server, ExitStack() as stack:
+        held = [stack.enter_context(connect(server)) for _ in range(3)]
+        for connection in held:
+            connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        refused = post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5})
+        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "queue_full", "1")
+        assert refused.headers["connection"] == "close" and refused.headers["x-request-id"]
+        assert get(server.port, "/live").status == get(server.port, "/health").status == 200
+        held[0].close()
+        wait_until(lambda: post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5}).status == 200)
+
+
+def test_while_it_stops_new_requests_are_refused_and_old_ones_end() -> None:
+    engine = FailingEngine(step_s=0.02)
+    with serving(lambda _: engine) as server, ThreadPoolExecutor(2) as pool:
+        old = pool.submit(post, server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 60, "stream": True})
+        wait_until(lambda: engine.metrics.num_running == 1)
+        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as kept:
+            kept.request("GET", "/live")
+            assert kept.getresponse().read()
+            server.engine_thread.take_no_more()
+            health = get(server.port, "/health")
+            assert (health.status, health.json) == (503, {"status": "stopping"})
+            assert get(server.port, "/live").status == 200
+            kept.request("POST", COMPLETIONS, b"{}")
+            refused = kept.getresponse()
+            assert (refused.status, refused.headers["connection"]) == (503, "close")
+            assert refused.headers["retry-after"] == "1" and json.load(refused)["error"]["code"] == "not_ready"
+        assert len(old.result().events) == 60
+
+
+# -- patience ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(0, 1 << 20)), max_size=20))
+def test_patience_is_a_bucket_that_leaks(moves: list[tuple[float, int]]) -> None:
+    """Against a bucket that is filled and emptied step by step."""
+    patience, now, bucket = Patience(10.0, 1000.0, 0.0), 0.0, 10.0
+    for pause, num_bytes in moves:
+        now += pause
+        bucket = min(10.0, bucket - pause + num_bytes / 1000)
+        patience.moved(num_bytes, now)
+        assert patience.until - now == pytest.approx(bucket, abs=1e-6)
