@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.faults import faults_section
@@ -23,7 +24,9 @@ from benchmarks.report.replay import curve_section, replay_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BENCHMARKS, ENGINES, SERVING, TUNING = (f"docs/{name}.md" for name in ("benchmarks", "engines", "serving", "tuning"))
+BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING = (
+    f"docs/{name}.md" for name in ("benchmarks", "clients", "engines", "serving", "tuning")
+)
 
 
 def main() -> None:
@@ -35,7 +38,8 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """The text that every page with figures should have, by its path below the root."""
     texts = {
-        name: (ROOT / name).read_text() for name in ("README.md", "SECURITY.md", BENCHMARKS, ENGINES, SERVING, TUNING)
+        name: (ROOT / name).read_text()
+        for name in ("README.md", "SECURITY.md", BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING)
     }
 
     def put(page: str, name: str, section: str) -> None:
@@ -53,6 +57,8 @@ def pages() -> dict[str, str]:
     if (replay := _result("replay")) is not None:
         curves = curve_section(curve, _result("replay-tree")) if curve is not None else ""
         put(BENCHMARKS, "replay", "\n".join([replay_section(replay), "", curves]))
+    if (clients := _result("clients")) is not None:
+        put(CLIENTS, "clients", clients_section(clients))
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]
     if runs:
         put(BENCHMARKS, "index", index_section(sorted(runs, key=stored_tokens)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import cache
@@ -263,6 +264,8 @@ class Service:
         )
         generation.messages, generation.count_reasoning = plan.messages, plan.count_reasoning
 
+        prefix = f"{bodies.id}-{secrets.token_hex(8)}"  # other requests may have been given the same id
+
         def submit() -> None:
             ruled = {
                 "bad_words": bad_words,
@@ -273,7 +276,7 @@ class Service:
             generation.submit(
                 [
                     self._request(
-                        body, sampling(len(prompt)), prompt, prediction or (), choice, f"{bodies.id}-{i}", tenant
+                        body, sampling(len(prompt)), prompt, prediction or (), choice, f"{prefix}-{i}", tenant
                     )
                     for i, prompt in enumerate(prompt_ids)
                     for choice in range(body.n)
