@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.api import api_section
 from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
@@ -19,13 +20,13 @@ from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
-from benchmarks.report.reference import fields_section, flags_section
+from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING = (
-    f"docs/{name}.md" for name in ("benchmarks", "clients", "engines", "serving", "tuning")
+API, BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING = (
+    f"docs/{name}.md" for name in ("api", "benchmarks", "clients", "engines", "serving", "tuning")
 )
 
 
@@ -39,7 +40,7 @@ def pages() -> dict[str, str]:
     """The text that every page with figures should have, by its path below the root."""
     texts = {
         name: (ROOT / name).read_text()
-        for name in ("README.md", "SECURITY.md", BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING)
+        for name in ("README.md", "SECURITY.md", API, BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING)
     }
 
     def put(page: str, name: str, section: str) -> None:
@@ -69,7 +70,7 @@ def pages() -> dict[str, str]:
     if (faults := _result("faults")) is not None:
         put("SECURITY.md", "faults", faults_section(faults))
     put(SERVING, "flags", flags_section())
-    put(SERVING, "fields", fields_section())
+    put(API, "api", api_section())
     put(TUNING, "constants", constants_section(ROOT))
     return texts
 

@@ -15,7 +15,7 @@ from server.answers.stream import PADDED_BYTES, encode_event
 from server.base.settings import VERSION, read_sampling_defaults
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
-from server.schema.fields import IGNORED, NEUTRAL
+from server.schema.fields import IGNORED, REFUSED
 from server.schema.generate import GenerateBody
 from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import ConfigError, RequestError
@@ -110,10 +110,10 @@ def test_a_body_that_is_no_object_is_refused(content: Any) -> None:
 
 def test_null_means_absent_and_fields_without_effect_are_ignored() -> None:
     plain = CompletionBody.parse({"prompt": "x"})
-    nulls = {name: None for name in [*CompletionBody.model_fields, *NEUTRAL, "best_of"] if name != "prompt"}
+    nulls = {name: None for name in [*CompletionBody.model_fields, *REFUSED, "best_of"] if name != "prompt"}
     assert CompletionBody.parse({"prompt": "x", **nulls}) == plain
     assert CompletionBody.parse({"prompt": "x", **{name: {"any": "thing"} for name in IGNORED}}) == plain
-    neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+    neutral = {name: values[0] for name, (values, _reason) in REFUSED.items() if values}
     assert CompletionBody.parse({"prompt": "x", "best_of": 1, **neutral}) == plain
 
 
