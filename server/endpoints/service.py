@@ -38,6 +38,7 @@ from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.tenants.account import Account, Admission
 from server.tenants.registry import Tenants
+from server.tools.call_ids import with_short_call_ids
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.text.stream import TextStream
@@ -136,6 +137,8 @@ class Service:
         if (use := body.tool_use()) and use.mode == "none" and self.settings.exclude_tools_when_tool_choice_none:
             body = body.without_tools()
         form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
+        if form.has_short_call_ids:
+            body = body.model_copy(update={"messages": with_short_call_ids(body.messages)})
         prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
         if use is not None and (use.mode == "required" or body.response_format is not None):  # a grammar of all tools
             plan = await self.lanes.answers.run(plan_answer, body, form, codec, prompt, self.settings.limits)
@@ -188,6 +191,8 @@ class Service:
         if isinstance(body, TokenizeChatBody):
             form = self._formats.of(codec_of(engine), body.chat_template, with_tools=body.tool_use() is not None)
             in_words = form.in_words
+            if form.has_short_call_ids:
+                body = body.model_copy(update={"messages": with_short_call_ids(body.messages)})
         tokens, texts = await self._texts.tokenize(engine, body, tools_in_words=in_words)
         return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": texts}
 
