@@ -172,8 +172,9 @@ class Texts:
 
     def _require_few_values(self, messages: Sequence[dict[str, Any]]) -> None:
         """Refuse more in the arguments of tool calls, each JSON in a string, than a body may have."""
-        calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
-        functions = [*(call.get("function") for call in calls), *(message.get("function_call") for message in messages)]
+        lists = [calls for message in messages if isinstance(calls := message.get("tool_calls"), list)]
+        functions = [call.get("function") for calls in lists for call in calls if isinstance(call, dict)]
+        functions += [message.get("function_call") for message in messages]
         written = [function.get("arguments") for function in functions if isinstance(function, dict)]
         text = ",".join(arguments for arguments in written if isinstance(arguments, str))
         most = self._limits.max_body_values
