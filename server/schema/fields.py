@@ -9,7 +9,7 @@ from ssd.errors import RequestError
 
 IGNORED = frozenset(
     {
-        "metadata", "user", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
+        "metadata", "user", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
         "prompt_cache_options", "prompt_cache_retention", "request_id", "session_id",
         "spaces_between_special_tokens",
     }
