@@ -13,6 +13,7 @@ from server.schema.chat import ChatBody
 from server.schema.messages import ChatTemplateFields
 from server.schema.tokenize import TokenizeChatBody
 from server.tools.call_ids import with_short_call_ids
+from ssd.errors import RequestError
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -46,7 +47,12 @@ class Chats:
         use = body.tool_use()
         if use is not None and use.mode == "none" and self._settings.exclude_tools_when_tool_choice_none:
             body, use = body.without_tools(), None
-        form = self._formats.of(codec_of(engine), body.chat_template, with_tools=use is not None)
+        codec = codec_of(engine)
+        if body.documents and "documents" not in (codec.chat_template(body.chat_template) or "documents"):
+            raise RequestError(
+                "the chat template of this model does not read documents: put them into a message", param="documents"
+            )
+        form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
         if form.has_short_call_ids:
             body = body.model_copy(update={"messages": with_short_call_ids(body.messages)})
         return body, form

@@ -145,6 +145,7 @@ class Texts:
     ) -> tuple[Callable[[], list[int]], int]:
         """What tokenises a conversation, and about how many characters it has."""
         contents = [str(message.get("content")) for message in body.messages]
+        contents += [text for document in body.documents for text in document.values()]
         contents += [str(calls) for message in body.messages if (calls := message.get("tool_calls"))]
         contents += [str(function.told()) for function in (*(tool.function for tool in body.tools), *body.functions)]
         num_characters = sum(map(len, contents))
