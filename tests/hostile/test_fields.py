@@ -99,6 +99,31 @@ def test_no_value_within_a_part_is_an_error_of_the_server(server: RunningServer,
     assert get(server.port, "/health").status == 200
 
 
+@pytest.mark.parametrize("key", ["type", "function", "name", "description", "parameters", "strict", "x"])
+def test_no_value_within_a_tool_is_an_error_of_the_server(server: RunningServer, key: str) -> None:
+    base = {**BODIES[1][2], "tool_choice": "required"}
+    for value in WHOLE:
+        if key in ("type", "function"):
+            tool = f'{{"function":{{"name":"f"}},{json.dumps(key)}:{value}}}'
+        else:
+            tool = f'{{"type":"function","function":{{"name":"f",{json.dumps(key)}:{value}}}}}'
+        survives(server, "/v1/chat/completions", spelled(base, "tools", f"[{tool}]"))
+    assert get(server.port, "/health").status == 200
+
+
+@pytest.mark.parametrize(
+    "keyword", ["type", "properties", "required", "enum", "const", "anyOf", "$ref", "$defs", "x-guidance"]
+)
+def test_no_schema_of_a_tool_is_an_error_of_the_server(server: RunningServer, keyword: str) -> None:
+    base = {**BODIES[1][2], "tool_choice": "required"}
+    for value in WHOLE:
+        tool = f'{{"type":"function","function":{{"name":"f","parameters":{{{json.dumps(keyword)}:{value}}}}}}}'
+        survives(server, "/v1/chat/completions", spelled(base, "tools", f"[{tool}]"))
+        choice = f'{{"type":"function","function":{{"name":{value}}}}}'
+        survives(server, "/v1/chat/completions", spelled(base, "tool_choice", choice))
+    assert get(server.port, "/health").status == 200
+
+
 @pytest.mark.parametrize("key", ["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "audio", "x"])
 def test_no_value_within_a_message_is_an_error_of_the_server(server: RunningServer, key: str) -> None:
     for value in WHOLE:
