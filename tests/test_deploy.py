@@ -320,9 +320,11 @@ def test_the_manifest_fits_the_server(server: RunningServer) -> None:
         assert get(server.port, container[probe]["httpGet"]["path"]).status == 200
     assert container["livenessProbe"]["httpGet"]["path"] == "/live"  # a server that is loading is not to be killed
     _, *arguments = json.loads(dict(instructions())["ENTRYPOINT"])
-    (variable,) = container["env"]
-    options = options_of([*arguments, *container["args"]], **{variable["name"]: "redis://:p@ssd-redis:6379/0"})
-    assert options.cache.config.redis_url == "redis://:p@ssd-redis:6379/0"
+    given = {"redis-url": "redis://:p@ssd-redis:6379/0", "server-secret": "0123456789abcdef"}
+    environment = {each["name"]: given[each["valueFrom"]["secretKeyRef"]["key"]] for each in container["env"]}
+    options = options_of([*arguments, *container["args"]], **environment)
+    assert options.cache.config.redis_url == given["redis-url"]
+    assert options.service.secret == given["server-secret"]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert str(options.service.api_key_file).startswith("/etc/ssd/") and "/etc/ssd" in mounts
     claims = [claim["metadata"]["name"] for claim in resources()["StatefulSet", "ssd"]["spec"]["volumeClaimTemplates"]]
