@@ -91,6 +91,7 @@ def test_the_line_of_a_request_holds_its_counts_and_times(server: RunningServer,
     assert (line["finish"], line["model"], line["stream"]) == (["length"], "test-model", False)
     assert line["total_s"] > 0 and "reason" not in line and "disconnected" not in line
     assert line["response_id"].startswith("cmpl-")
+    assert line["tenant"] and KEY not in line["tenant"]
 
 
 def test_a_stream_leaves_its_line_at_its_end(server: RunningServer, log: Log) -> None:
