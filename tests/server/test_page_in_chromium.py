@@ -256,7 +256,7 @@ def test_thousands_of_tokens_are_drawn_with_few_elements(page: Page) -> None:
         });
         """
     )
-    assert drawn[0] <= 6002 and drawn[1]
+    assert drawn[0] <= 4002 and drawn[1]
 
 
 # -- other servers -------------------------------------------------------------------------------------------------
