@@ -219,14 +219,14 @@ def compare(
 
 
 @torch.inference_mode()
-def score_margin(target: Target, context: Sequence[int], params: SamplingParams) -> float:
+def score_margin(target: Target, context: Sequence[int], params: SamplingParams, choice_index: int = 0) -> float:
     """How far the best score after ``context`` leads the second, noise included, in a plain pass."""
     target.rollback(0, 0)
     logits = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1:].float()
     target.rollback(0, 0)
     scores = logits.double()
     if not params.greedy:
-        keys = position_keys(params.seed or 0, 0, np.array([len(context)]))
+        keys = position_keys(params.seed or 0, choice_index, np.array([len(context)]))
         noise = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
         scores = truncated_scores(logits, [params]).double() + noise
     best = torch.topk(scores[0], 2).values

@@ -135,7 +135,8 @@ def serve(
     )
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)
     worker.start()
-    watch.start()
+    if tenants.is_closed:
+        watch.start()
     try:
         server.run(sockets=[listener])
     finally:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from server.base.settings import SPEC_DECODE_METRICS, SpecDecodeMetrics
 from server.observe.logs import LOG_FORMATS, LogFormat
+from ssd.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,9 @@ def add_observe_options(parser: argparse.ArgumentParser) -> None:
 
 
 def observe_options_of(found: argparse.Namespace) -> ObserveOptions:
-    """What was asked for."""
+    """What was asked for; raises ConfigError where answers would tell what obfuscation hides."""
+    if found.per_request_spec_decode_metrics != "none" and found.obfuscation == "always":
+        raise ConfigError("--per-request-spec-decode-metrics tells what --obfuscation always hides: leave one out")
     return ObserveOptions(
         log_level=found.log_level,
         log_format=found.log_format,

@@ -17,17 +17,17 @@ def add_admin(app: FastAPI, service: Service) -> None:
     """/admin, for operators' keys alone, and ``DELETE /v1/cache``."""
     tenants, lane = service.tenants, service.lanes.tools
 
-    @app.get("/admin/tenants")
+    @app.get("/admin/tenants", include_in_schema=False)
     async def list_tenants(request: Request) -> dict[str, Any]:
         _require_operator(request)
         return {"object": "list", "data": await lane.run(tenants.describe)}
 
-    @app.delete("/admin/tenants/{name}/cache")
+    @app.delete("/admin/tenants/{name}/cache", include_in_schema=False)
     async def delete_cache(request: Request, name: str) -> dict[str, Any]:
         _require_operator(request)
         return await lane.run(tenants.delete_cache, name)
 
-    @app.post("/admin/reload")
+    @app.post("/admin/reload", include_in_schema=False)
     async def reload(request: Request) -> dict[str, Any]:
         _require_operator(request)
         try:

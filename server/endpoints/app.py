@@ -65,6 +65,13 @@ def create_app(
     files = page_files() if settings.page else {}
     app.add_middleware(Gate, tenants=tenants, open_paths=files)
     _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
+    app.add_middleware(  # around all that may refuse
+        Access,
+        counts=service.metrics.http,
+        paths=lambda: [path for route in app.routes if (path := getattr(route, "path", None))],
+        writes_lines=settings.logs_requests,
+        span=span,
+    )
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
     for kind in (SSDError, ApiError):
@@ -79,13 +86,6 @@ def create_app(
         add_page(app, files, worker, settings, tenants, service.lanes.answers)
     add_admin(app, service)
     describe(app, needs_key=tenants.is_closed)
-    app.add_middleware(  # the last that is added is the outermost: it sees what the others refuse
-        Access,
-        counts=service.metrics.http,
-        paths=lambda: [path for route in app.routes if (path := getattr(route, "path", None))],
-        writes_lines=settings.logs_requests,
-        span=span,
-    )
     return app
 
 

@@ -25,6 +25,7 @@ from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.intake.body_reader import BodyReader
 from server.intake.conversations import AnswerPlan, plan_answer
+from server.intake.learning import may_learn
 from server.intake.message_formats import MessageFormats
 from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
@@ -84,7 +85,11 @@ class Service:
 
     async def read(self, request: Request, schema: type[B]) -> B:
         """The checked body of a request; raises RequestError, ApiError, QueueFull, or why there is no engine."""
-        return await self._read(request, lambda content: schema.parse(content, self.settings.limits))
+        learns = may_learn(request.headers)
+        body = await self._read(request, lambda content: schema.parse(content, self.settings.limits))
+        if not learns:
+            body.keep_out_of_cache()
+        return body
 
     async def read_tokenize(self, request: Request) -> TokenizeTextBody | TokenizeChatBody:
         """The body of /tokenize, which has one of two forms."""
@@ -112,7 +117,7 @@ class Service:
         """The same, for a tenant that has something left of this minute."""
         engine = self.engine_for(body)
         if tenant is not None:
-            tenant.require_allowance()
+            tenant.require_allowance(engine.target.num_slots)
         return engine
 
     async def completion(self, body: CompletionBody, tenant: Account | None) -> tuple[Generation, Bodies]:
@@ -137,7 +142,10 @@ class Service:
             body = body.without_tools()
         form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
         prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
-        plan = plan_answer(body, form, codec, prompt, self.settings.limits)
+        if use is not None and (use.mode == "required" or body.response_format is not None):  # a grammar of all tools
+            plan = await self.lanes.answers.run(plan_answer, body, form, codec, prompt, self.settings.limits)
+        else:
+            plan = plan_answer(body, form, codec, prompt, self.settings.limits)
         options = {"messages": plan.messages, **await self._body_options(engine, body)}
         if response is None:
             is_older = use is not None and use.is_older
@@ -250,6 +258,7 @@ class Service:
             prediction,
             aside=self.lanes.answers,
             share=share,
+            only_scores=body.only_scores,
             admission=admission,
         )
         generation.messages, generation.count_reasoning = plan.messages, plan.count_reasoning
@@ -349,6 +358,7 @@ class Service:
             prefix_scope=base if self.settings.share_prefix_cache else None,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
+            learn=body.store is not False,
             keeps_steps=self.settings.spec_decode_metrics != "none",
         )
 

@@ -94,7 +94,9 @@ def _calls(
     """The format that calls are to be written in, and its grammar: the model's own if possible."""
     param = "functions" if use.is_older else "tools"
     for name in (form.tool_call, _JSON_CALLS):
-        grammar = call_grammar(name, functions, parallel=use.parallel, special=codec.added_tokens)
+        markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
+        added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
+        grammar = call_grammar(name, functions, parallel=use.parallel, special=added)
         if name is not None and grammar is not None:
             if len(grammar) > limits.max_grammar_characters:
                 raise RequestError(

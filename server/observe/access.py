@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.base.record import Record, begin_record
 from server.base.trace_context import read_trace_context
 from server.intake.gate import tenant_of
+from server.intake.root_path import path_below_root
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class SpanSink(Protocol):
 
 
 class Access:
-    """ASGI middleware, the outermost: makes the request's record and tells of it when the last byte was sent.
+    """ASGI middleware around all that may refuse: makes a request's record and tells of it when its end was sent.
 
     ``paths`` gives the application's own; what else is asked for may hold anything, and is called "other".
     """
@@ -108,7 +109,7 @@ class Access:
         """The path as the application knows it, without what a client put in a place of its choice."""
         if self._paths is None:
             self._paths = frozenset(self._find_paths())
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_below_root(scope)
         if path in self._paths:
             return path
         template = getattr(scope.get("route"), "path", None)

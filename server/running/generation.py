@@ -90,13 +90,16 @@ class Generation:
         aside: Lane,
         share: Share,
         admission: Admission | None = None,
+        only_scores: bool = False,
     ) -> None:
         """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end.
 
-        ``admission`` : what it takes of its tenant's quotas, ended with it.
+        ``admission`` : what it takes of its tenant's quotas, ended with it. ``only_scores`` : the prompts'
+        log-probabilities are wanted, the one token computed with them is left out.
         """
         self.prompts = prompts
         self.aside = aside
+        self._only_scores = only_scores
         self._share = share
         self._admission = admission
         self.prediction = prediction
@@ -199,6 +202,8 @@ class Generation:
             if isinstance(delivery, Exception):
                 self._running.discard(request_id)
                 raise delivery
+            if self._only_scores:
+                delivery = _without_tokens(delivery)
             self._record(request_id, delivery)
             yield self._index[request_id], delivery
         if self.count_reasoning is not None:
@@ -236,13 +241,19 @@ class Generation:
         if output.finish_reason is None:
             return
         self._running.discard(request_id)
+        if output.refusal is not None:
+            raise output.refusal
         if output.finish_reason == "error":
             raise RequestFailed(f"this request failed: {output.error}; the server's log says why")
         if output.finish_reason == "cancelled":
             raise EngineStopped("the request was cancelled by the server")
-        choice.finish_reason = str(output.finish_reason)
-        choice.stop_reason = output.stop_reason
+        choice.finish_reason = "length" if self._only_scores else str(output.finish_reason)
+        choice.stop_reason = None if self._only_scores else output.stop_reason
         self._latencies.end_to_end.observe(now - self._started)
         if len(choice.token_ids) > 1:
             decoding_s = now - self._first_token[request_id]
             self._latencies.time_per_output_token.observe(decoding_s / (len(choice.token_ids) - 1))
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    return replace(output, token_ids=(), text="", logprobs=None if output.logprobs is None else ())

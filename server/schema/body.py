@@ -48,6 +48,9 @@ class Body(BaseModel):
         """The fields the schema must understand; raises RequestError for one that cannot be honoured."""
         return honoured_fields(content, cls.model_fields)
 
+    def keep_out_of_cache(self) -> None:
+        """As if it said that nothing may be learned from it; nothing is where there is no output."""
+
     def require_within(self, limits: Limits) -> None:
         """Raises RequestError for what can be measured only now."""
 

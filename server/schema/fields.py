@@ -9,8 +9,8 @@ from ssd.errors import RequestError
 
 IGNORED = frozenset(
     {
-        "metadata", "user", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
-        "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "request_id", "session_id",
+        "metadata", "user", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "request_id", "session_id",
         "spaces_between_special_tokens",
     }
 )  # fmt: skip
@@ -19,11 +19,6 @@ IGNORED = frozenset(
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "include_reasoning": (True, False),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),

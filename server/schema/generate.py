@@ -30,6 +30,7 @@ class GenerateBody(OutputFields, Body):
     """What completions and chat completions have in common."""
 
     max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(default=None, description="wins over the older ``max_tokens``")
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -52,6 +53,9 @@ class GenerateBody(OutputFields, Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    store: bool | None = Field(
+        default=None, description="false: drafts still come from the cache, but nothing of this request is added to it"
+    )
     skip_special_tokens: bool = Field(default=True, description="false: special tokens are written as text, too")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     priority: int = 0
@@ -72,9 +76,20 @@ class GenerateBody(OutputFields, Body):
                 param=output.param,
             )
 
+    def keep_out_of_cache(self) -> None:
+        """As ``store: false``."""
+        self.store = False
+
     def output_limit(self) -> tuple[str, int | None]:
         """The field that limits the output and its value; None where the client set no limit."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether no output is wanted, but what the model says of the prompt."""
+        return False
 
     def num_logprobs(self) -> int | None:
         """How many alternatives to report beside each token; None where no log-probabilities are asked for."""
@@ -97,6 +112,8 @@ class GenerateBody(OutputFields, Body):
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
         name, limit = self.output_limit()
+        if self.only_scores:
+            limit = 1  # is computed with the prompt, and left out of the answer
         if limit is not None and limit < 1:
             raise RequestError(f"{name} must be at least 1, got {shown(limit)}", param=name)
         if limit is None:

@@ -148,6 +148,11 @@ class ResponsesBody(Body):
         """Asked for in either of OpenAI's two ways."""
         return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
 
+    def keep_out_of_cache(self) -> None:
+        """As ``store: false``."""
+        self.store = False
+        self._chat.keep_out_of_cache()
+
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
         """As `Body` says; more is refused here, since nothing is stored."""

@@ -57,30 +57,24 @@ class Account:
             self._requests = _changed(self._requests, tenant.quotas.requests_per_minute, now)
             self._tokens = _changed(self._tokens, tenant.quotas.tokens_per_minute, now)
 
-    def require_allowance(self) -> None:
-        """Raises TenantLimit where nothing is left of this minute: before work is done for a request."""
+    def require_allowance(self, num_slots: int) -> None:
+        """Before work is done for a request: raises TenantLimit where one more cannot be admitted now.
+
+        ``num_slots`` : of the server.
+        """
         with self._lock:
-            self._require_allowance(1, self._clock())
+            now = self._clock()
+            self._require_place(1, num_slots, now)
+            self._require_allowance(1, now)
 
     def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int) -> Admission:
         """Let a request in that wants so much; what comes back must be ended.
 
         ``num_slots`` : of the server. Raises TenantLimit, and RequestError for what can never be admitted.
         """
-        quotas = self.tenant.quotas
         with self._lock:
             now = self._clock()
-            if quotas.max_waiting is not None:
-                most = min(quotas.max_running or num_slots, num_slots) + quotas.max_waiting
-                if num_choices > most:
-                    raise RequestError(
-                        f"the request has {num_choices} choices, and this key may have {most} at once: lower n or send "
-                        "fewer prompts",
-                        param="n",
-                    )
-                if self.use.num_in_flight + num_choices > most:
-                    message = f"this key has {self.use.num_in_flight} of its {most} requests in flight: try again later"
-                    raise self._refused("queue", message, _QUEUE_RETRY_S, now)
+            self._require_place(num_choices, num_slots, now)
             if self._tokens is not None and num_prompt_tokens > self._tokens.per_minute:
                 raise RequestError(
                     f"the prompts have {num_prompt_tokens} tokens, and this key may use {self._tokens.per_minute} a "
@@ -116,6 +110,21 @@ class Account:
                 self._tokens.take(num_output_tokens - (taken_back or 0), now)
             if self._requests is not None and taken_back is not None:
                 self._requests.take(-1, now)
+
+    def _require_place(self, num_choices: int, num_slots: int, now: float) -> None:
+        quotas = self.tenant.quotas
+        if quotas.max_waiting is None:
+            return
+        most = min(quotas.max_running or num_slots, num_slots) + quotas.max_waiting
+        if num_choices > most:
+            raise RequestError(
+                f"the request has {num_choices} choices, and this key may have {most} at once: lower n or send fewer "
+                "prompts",
+                param="n",
+            )
+        if self.use.num_in_flight + num_choices > most:
+            message = f"this key has {self.use.num_in_flight} of its {most} requests in flight: try again later"
+            raise self._refused("queue", message, _QUEUE_RETRY_S, now)
 
     def _require_allowance(self, num_tokens: int, now: float) -> None:
         if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import threading
@@ -90,15 +91,25 @@ class Generations:
 
     def _set(self, numbers: Mapping[str, int]) -> None:
         with self._lock:
-            self._numbers = {**self._numbers, **numbers}
+            newer = {**self._numbers, **numbers}
             if self._path is not None:
-                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_file(self._path, [json.dumps(self._numbers, sort_keys=True).encode()], durable=True)
+                _write(self._path, newer)
+            self._numbers = newer
 
     def _complain(self, error: Exception) -> None:
         if self._is_reached:
             log.warning("replicas are not told which caches were deleted, it is tried again: %s", type(error).__name__)
         self._is_reached = False
+
+
+def _write(path: Path, numbers: Mapping[str, int]) -> None:
+    """Add to what the file holds: servers of other namespaces may keep theirs in one directory. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        there = _read(path)
+        greatest = {name: max(number, there.get(name, 0)) for name, number in numbers.items()}
+        write_file(path, [json.dumps({**there, **greatest}, sort_keys=True).encode()], durable=True)
 
 
 def _read(path: Path) -> dict[str, int]:

@@ -25,9 +25,9 @@ class NamespaceNames:
         """The namespace of one ``cache_salt`` inside another namespace."""
         return "s" + self._digest("salt", namespace, salt)
 
-    def counter(self, seed: str) -> str:
-        """What a tenant's number of deletions is kept under."""
-        return self._digest("counter", seed)
+    def counter(self, base: str, seed: str) -> str:
+        """What a tenant's number of deletions is kept under, of what is served under ``base``."""
+        return self._digest("counter", base, seed)
 
     def short(self, digest: str) -> str:
         """A name for a key that has no other: 8 digits that nobody can try keys against."""

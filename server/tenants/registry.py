@@ -133,6 +133,7 @@ class Tenants:
             self._namespace(account.tenant, base): account.name if base == self._bases[0] else f"{account.name}/{base}"
             for account in self._accounts.values()
             for base in self._bases
+            if not account.tenant.is_operator
         }
 
     def describe(self) -> list[dict[str, Any]]:
@@ -205,7 +206,8 @@ class Tenants:
             )
         old = [self._namespace(account.tenant, base) for base in self._bases]
         try:
-            _, is_told = self._generations.advance(self._names.counter(account.tenant.seed))
+            counters = [self._names.counter(base, account.tenant.seed) for base in self._bases]
+            told = [self._generations.advance(counter)[1] for counter in counters]
         except OSError as error:
             raise ApiError(
                 500, f"nothing was deleted: that cannot be written down: {error}", kind="server_error"
@@ -214,15 +216,19 @@ class Tenants:
         log.info("the cache of tenant %s was deleted%s", name, f", but {failures[0]}" if failures else "")
         if failures:
             raise ApiError(500, failures[0], kind="server_error", code="cache_left_over")
-        return {"object": "cache", "tenant": name, "deleted": True, "replicas_told": is_told}
+        return {"object": "cache", "tenant": name, "deleted": True, "replicas_told": all(told)}
 
     def sweep(self) -> None:
         """What is to be done every second or so: deletions at replicas, and what came late of those here. May wait."""
-        seeds = {self._names.counter(account.tenant.seed): account.tenant for account in self.accounts()}
-        for counter, former in self._generations.absorb(seeds).items():
-            tenant = seeds[counter]
+        counted = {
+            self._names.counter(base, account.tenant.seed): (account.tenant, base)
+            for account in self.accounts()
+            for base in self._bases
+        }
+        for counter, former in self._generations.absorb(counted).items():
+            tenant, base = counted[counter]
             log.info("the cache of tenant %s was deleted at a replica", tenant.name)
-            self._retire([self._names.tenant(base, tenant.seed, former) for base in self._bases])
+            self._retire([self._names.tenant(base, tenant.seed, former)])
         with self._lock:
             now = time.monotonic()
             if self.caches() is None:  # they are still being opened: what is theirs is swept later
@@ -256,7 +262,7 @@ class Tenants:
     def _namespace(self, tenant: Tenant, base: str) -> str:
         if tenant.is_operator or self._share_cache:
             return base
-        generation = self._generations.of(self._names.counter(tenant.seed))
+        generation = self._generations.of(self._names.counter(base, tenant.seed))
         return self._names.tenant(base, tenant.seed, generation)
 
     def _keyed(self, digest: str) -> bytes:

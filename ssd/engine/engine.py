@@ -389,7 +389,7 @@ class Engine:
         return output
 
     def _learn(self, sequence: Sequence) -> None:
-        if (namespace := sequence.namespace) is not None:
+        if (namespace := sequence.namespace) is not None and sequence.request.learn:
             self._best_effort(
                 lambda: namespace.append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
             )

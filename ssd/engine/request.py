@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ssd.config import SamplingParams
+from ssd.errors import RequestError
 from ssd.model.sampling.logprobs import TokenLogprobs
 from ssd.retrieval.terms import DEFAULT_TERMS, NamespaceTerms
 
@@ -20,7 +21,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     """The client went away."""
     ERROR = "error"
-    """The engine failed on this step; ``RequestOutput.error`` says why."""
+    """The engine failed on this step, or the request cannot be followed further; ``RequestOutput.error`` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Request:
         namespace and tenant.
     ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
     ``keeps_steps`` : its statistics shall say what every draft came to.
+    ``learn`` : whether its text is added to the cache of its namespace; it is drafted for either way.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class Request:
     prefix_scope: str | None = None
     num_speculative_tokens: int | None = None
     keeps_steps: bool = False
+    learn: bool = True
 
 
 @dataclass(slots=True)
@@ -107,6 +110,7 @@ class RequestOutput:
         Special tokens and (unless asked for) the stop string are left out. The last output flushes the rest.
     ``finish_reason`` : None while the request goes on.
     ``stop_reason`` : the stop string or stop token id that ended it, None for end of text.
+    ``refusal`` : the same where it is the request's own fault.
     ``logprobs`` : one for each of ``token_ids``; None where the request asks for none.
     ``prompt_logprobs`` : with the first output, where asked for: one for each prompt token, None for the first.
     ``draft`` : what was drafted for the pass that gave the tokens; None where no pass did.
@@ -118,6 +122,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    refusal: RequestError | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     draft: VerifiedDraft | None = None

@@ -13,6 +13,7 @@ import torch
 from ssd.config import DraftAcceptance
 from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
+from ssd.errors import RequestError
 from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.grammar import GrammarState
@@ -186,12 +187,14 @@ class Sequence:
                 text += stream.finish()
         return self._output(taken, text)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+    def end(self, reason: FinishReason, error: str | None = None, refusal: RequestError | None = None) -> RequestOutput:
         """Close the output without another token."""
         self.finish_reason = reason
-        return self._output(Taken((), [], "", reason, None, None), "", error)
+        return self._output(Taken((), [], "", reason, None, None), "", error, refusal)
 
-    def _output(self, taken: Taken, text: str, error: str | None = None) -> RequestOutput:
+    def _output(
+        self, taken: Taken, text: str, error: str | None = None, refusal: RequestError | None = None
+    ) -> RequestOutput:
         prompt_logprobs = None if self._prompt_logprobs_sent else tuple(self._prompt_logprobs)
         self._prompt_logprobs_sent = True
         draft, self.draft = self.draft, None
@@ -202,6 +205,7 @@ class Sequence:
             finish_reason=taken.finish_reason,
             stop_reason=taken.stop_reason,
             error=error,
+            refusal=refusal,
             logprobs=taken.logprobs,
             prompt_logprobs=prompt_logprobs,
             draft=draft,

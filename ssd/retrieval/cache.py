@@ -345,7 +345,7 @@ class CacheSet:
             cache.close()
             if self._scratch is not None:
                 shutil.rmtree(self._scratch[0] / cache.name, ignore_errors=True)
-            log.info("closed namespace=%s: more than %d are in use", cache.name, self._max_namespaces)
+            log.debug("closed namespace=%s: it was not used for longest", cache.name)
         finally:
             with self._lock:
                 self._closing.pop(cache.name).set()

@@ -13,7 +13,7 @@ import xxhash
 from ssd.errors import RequestError
 from ssd.text.hub import HubOptions
 from ssd.text.load_tokenizer import eos_token_ids_of, load_tokenizer
-from ssd.text.messages import normalize_messages
+from ssd.text.messages import normalize_messages, with_written_arguments
 from ssd.text.special_tokens import Marks, SpecialTokens, whole_characters
 from ssd.text.tools_in_words import in_words
 
@@ -158,14 +158,25 @@ class TextCodec:
                     normalized = in_words(normalized, tools, has_system=self._takes_system(template))
                 if not allow_special_tokens:
                     normalized, kwargs, marks = self._special_tokens.mark(normalized, kwargs, template)
-                text = self._tokenizer.apply_chat_template(
-                    normalized,
-                    chat_template=template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **kwargs,
-                )
+
+                def render(conversation: list[dict[str, Any]]) -> str:
+                    rendered: str = self._tokenizer.apply_chat_template(
+                        conversation,
+                        chat_template=template,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        tokenize=False,
+                        **kwargs,
+                    )
+                    return rendered
+
+                try:
+                    text = render(normalized)
+                except Exception:
+                    written = with_written_arguments(normalized)
+                    if written is None:
+                        raise
+                    text = render(written)
         except RequestError:
             raise
         except Exception as error:  # whatever a template raises: it is code, and the messages are its input

@@ -98,5 +98,27 @@ def _tool_calls(tool_calls: object, where: str) -> list[Any]:
     return normalized
 
 
+def with_written_arguments(messages: Sequence[Message]) -> list[Message] | None:
+    """The conversation with the arguments of tool calls as JSON again, which a few templates add to other text.
+
+    None where there are none. ``messages`` : normalized.
+    """
+    if not any("tool_calls" in message for message in messages):
+        return None
+
+    def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
 def _wrong(message: str) -> RequestError:
     return RequestError(message, param="messages")

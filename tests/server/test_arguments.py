@@ -69,6 +69,7 @@ def test_the_word_serve_and_the_option_model_are_understood() -> None:
         (("--gpu-memory-utilization", "1.5"), "gpu_memory_utilization"),
         (("--allowed-origins", "*", "--allow-credentials"), "name them"),
         (("--allowed-origins", "[1]"), "texts"),
+        (("--obfuscation", "always", "--per-request-spec-decode-metrics", "summary"), "leave one out"),
         (("--allowed-origins", '["a'), "JSON"),
         (("--root-path", "llm"), "begins with /"),
         (("--ssl-keyfile", "x"), "--ssl-certfile"),

@@ -215,6 +215,19 @@ def test_a_schema_that_cannot_be_compiled_names_the_field(server: RunningServer)
     assert (answer.status, answer.error["param"]) == (400, "tools")
 
 
+def test_special_tokens_are_text_on_request(server: RunningServer) -> None:
+    engine = server.engine_thread.engine
+    assert engine.codec is not None
+    user = engine.codec.encode_completion("<|user|>")[0]
+    fields = {"prompt": "x", "max_tokens": 3, "allowed_token_ids": [user], "temperature": 0}
+    for options in ({}, {"stream": True, "stream_options": {"include_obfuscation": True}}):
+        for skipped in (True, False):
+            answer = post(server.port, "/v1/completions", {**fields, **options, "skip_special_tokens": skipped})
+            events = answer.events if options else [answer.json]
+            said = "".join(choice["text"] for event in events for choice in event["choices"])
+            assert said == ("" if skipped else "<|user|>" * 3)
+
+
 def test_tokens_of_tools_are_counted_by_tokenize(server: RunningServer) -> None:
     counted = post(server.port, "/tokenize", {"messages": ASKED, "tools": [WEATHER, NOW]}).json
     answer = post(server.port, "/v1/chat/completions", {**ONE_CALL, "tool_choice": "auto", "max_tokens": 1}).json

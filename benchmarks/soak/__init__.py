@@ -1,0 +1,1 @@
+"""Hours of traffic of every kind against one server. See ``python -m benchmarks.soak --help``."""

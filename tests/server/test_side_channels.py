@@ -1,0 +1,70 @@
+"""The published attacks on what is drafted, small: they succeed without the guards and fail with them.
+
+``python -m benchmarks.side_channels`` plays them at full size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from benchmarks.side_channels import fingerprints
+from benchmarks.side_channels.membership import Attack, Victim
+from benchmarks.side_channels.wire import watch_all
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, EngineConfig
+from ssd.engine import Engine
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+from tests.server.failing_engine import RunningServer, serving
+
+NUM_PROMPTS = 10
+
+
+def load(resources: ExitStack) -> Engine:
+    codec = TextCodec.load(str(MODEL_PATH))
+    caches = CacheSet(CacheConfig(), codec.fingerprint)
+    resources.callback(caches.close)
+    config = EngineConfig(max_num_seqs=4, max_model_len=512)
+    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(load) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[RunningServer]:
+    with serving(load, obfuscation="always", obfuscation_interval_s=0.4) as running:
+        yield running
+
+
+def guessed(server: RunningServer, *, at_once: int) -> tuple[float, set[tuple[int, ...]]]:
+    """Share of prompts that are told from sizes and times of records, and the sizes that were seen."""
+    prompts = [text[-200:] for text in snippets(seed=1)[:NUM_PROMPTS]]
+    asked = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    _, known, seen = (watch_all(server.port, prompts, asked, times=times, at_once=at_once) for times in (1, 2, 1))
+    return fingerprints.rate(known, seen)[0], {trace.sizes for _, trace in (*known, *seen)}
+
+
+def test_sizes_and_times_tell_which_prompt_was_asked_unless_streams_are_obfuscated(
+    server: RunningServer, guarded: RunningServer
+) -> None:
+    plain, sizes = guessed(server, at_once=1)
+    assert plain >= 0.7 and len(sizes) >= NUM_PROMPTS
+    hidden, sizes = guessed(guarded, at_once=4)
+    assert len(sizes) == 1
+    assert hidden <= 0.6  # chance is 0.1, and what is left is how busy the machine was
+
+
+def test_speed_of_own_requests_tells_what_was_asked_before_unless_namespaces_are_apart(server: RunningServer) -> None:
+    texts = iter([text[-200:] for text in snippets(seed=2)])
+    attack = Attack(server.port, max_tokens=24, by="records")
+    assert attack.rate(texts, Victim(), num_texts=6, num_own=4) >= 11 / 12
+    salted = Victim(fields={"cache_salt": "mine"})
+    assert attack.rate(texts, salted, num_texts=6, num_own=4) <= 10 / 12
