@@ -84,7 +84,7 @@ def create_app(
     add_tokenizer(app, service)
     add_state(app, service)
     if settings.page:
-        add_page(app, files, worker, settings, service.lanes.answers)
+        add_page(app, files, worker, settings, tenants, service.lanes.answers)
     add_admin(app, service)
     describe(app, needs_key=tenants.is_closed)
     return app
