@@ -149,7 +149,11 @@ def test_an_output_that_ends_early_is_whole(server: RunningServer, stop: list[st
 def test_the_operator_obfuscates_streams_that_do_not_ask(obfuscation: str) -> None:
     asked = {"prompt": "ab" * 30, "max_tokens": 60}
     declined = {"include_obfuscation": False}
-    settings = {"obfuscation": obfuscation, "obfuscation_interval_s": 0.1, "obfuscation_tokens": 20}
+    settings: dict[str, Any] = {
+        "obfuscation": obfuscation,
+        "obfuscation_interval_s": 0.1,
+        "obfuscation_tokens": 20,
+    }
     with serving(lambda _: FailingEngine(), **settings) as server:
         sizes, content = on_the_wire(server.port, COMPLETIONS, asked)
         assert len(sizes) == 3 and all(size % PADDED_BYTES == 0 for size in sizes[:-1])
