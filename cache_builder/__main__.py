@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ssd import __version__
 from ssd.errors import SSDError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
 from ssd.retrieval.names import check_namespace
@@ -17,6 +19,7 @@ from ssd.sharing.connection import URL_VARIABLE
 from ssd.text.torchless import hide_torch
 
 from .build import build
+from .fields import FieldNames
 from .inputs import check_inputs
 from .report import fingerprint_of, inspect_directory
 
@@ -26,17 +29,19 @@ examples:
   ssd-cache build answers.jsonl --tokenizer ./my-model --out warm/
   ssd-cache build docs/*.md logs.jsonl.gz --tokenizer ./my-model --out warm/ --force
   zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out warm/ --add
+  ssd-cache build alpaca.json --field prompt=instruction --field completion=output --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
 """
 _BUILD_DESCRIPTION = """\
 Write text into a directory that `ssd-serve --warm DIR` searches from its first request.
 
-Inputs ending in .jsonl, .ndjson or .json (or these with .gz) hold one JSON object a line:
+Inputs ending in .jsonl, .ndjson or .json (or these with .gz) hold one JSON object a line, or an array of them:
   {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
   {"prompt": "...", "completion": "..."}
   {"text": "..."}
-  {"request": {...}, "response": {...}}     bodies of OpenAI-compatible calls
+  {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+  {"request": {...}, "response": {...}}     bodies of OpenAI-compatible calls; a batch's output file has no request
 All other inputs are plain text, one document each. Prompts and messages are encoded exactly as the server does.
 """
 
@@ -48,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         hide_torch()
+        signal.signal(signal.SIGTERM, _terminated)
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -55,15 +61,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SSDError, OSError) as error:
         print(f"ssd-cache: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except _Terminated:
+        print("ssd-cache: terminated, nothing was changed", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print("ssd-cache: interrupted, nothing was changed", file=sys.stderr)
         return 130
+
+
+class _Terminated(BaseException):
+    """SIGTERM: what was begun is taken back on the way out."""
+
+
+def _terminated(_number: int, _frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, and the way out is short
+    raise _Terminated
 
 
 def _build(options: argparse.Namespace) -> int:
     from ssd.text.codec import TextCodec
 
     check_namespace(options.namespace)
+    fields = FieldNames.parse(options.field)
     num_bytes = check_inputs(options.inputs)
     codec = TextCodec.load(options.tokenizer)
     with _progress(num_bytes, "B") as progress:
@@ -76,6 +95,7 @@ def _build(options: argparse.Namespace) -> int:
             add=options.add,
             force=options.force,
             skip_invalid=options.skip_invalid,
+            fields=fields,
             progress=progress,
         )
     print(
@@ -84,6 +104,8 @@ def _build(options: argparse.Namespace) -> int:
     )
     if result.num_skipped_prompt_tokens:
         print(f"  {result.num_skipped_prompt_tokens:,} prompt tokens were stored before and not repeated")
+    if result.num_stored_sequences:
+        print(f"  {result.num_stored_sequences:,} sequences were there already and not stored again")
     if result.num_invalid:
         print(f"  {result.num_invalid:,} invalid lines were left out")
     return 0
@@ -136,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ssd-cache", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw, allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser(
@@ -157,6 +180,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--add", action="store_true", help="add to the cache in DIR")
     command.add_argument("--force", action="store_true", help="replace the cache in DIR")
+    command.add_argument(
+        "--field", action="append", default=[], metavar="OURS=THEIRS",
+        help="what records call text, prompt, completion or messages; repeatable; THEIRS alone is the text",
+    )  # fmt: skip
     command.add_argument("--skip-invalid", action="store_true", help="count lines that cannot be used and go on")
 
     command = commands.add_parser("inspect", help="what a cache directory holds, and whether it is intact")

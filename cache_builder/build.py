@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +18,10 @@ from ssd.retrieval.static import StaticWriter
 from ssd.text.codec import TextCodec
 
 from .examples import examples_of
+from .fields import AS_WE_CALL_THEM, FieldNames
 from .inputs import Format, InputError, read_records
+from .partial_directory import partial_directory
+from .stored import Stored
 
 
 @dataclass(slots=True)
@@ -32,6 +33,8 @@ class BuildResult:
     num_tokens: int = 0
     num_skipped_prompt_tokens: int = 0
     """Prompt tokens not stored, because an earlier sequence begins with the same blocks."""
+    num_stored_sequences: int = 0
+    """Sequences that ``add`` found in the cache already, and did not store again."""
     num_invalid: int = 0
     """Lines left out by ``skip_invalid``."""
 
@@ -46,21 +49,25 @@ def build(
     add: bool = False,
     force: bool = False,
     skip_invalid: bool = False,
+    fields: FieldNames = AS_WE_CALL_THEM,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> BuildResult:
     """Encode all inputs and write them to ``out``.
 
-    ``add`` : to a cache that is there already; ``force`` : in place of it. Raises InputError (unless ``skip_invalid``
+    ``add`` : to a cache that is there already, what it does not hold; ``force`` : in place of it. ``fields`` : how
+    records call theirs. Raises InputError (unless ``skip_invalid``
     and it is only a line), ConfigError, CacheError, OSError; then ``out`` is as it was before.
     """
     result = BuildResult()
     index = IndexConfig()
     known = PrefixFilter(index.dedup_block_tokens, index.lead_in_tokens)
+    is_addition = add and (out / MANIFEST_NAME).exists()
+    stored = Stored.of(out, fingerprint=codec.fingerprint) if is_addition else Stored()
     with _writer(out, codec, namespace, add=add, force=force) as writer:
         for name in inputs:
             for record in read_records(name, format, progress):
                 try:
-                    examples = examples_of(record, codec)
+                    examples = examples_of(record, codec, fields)
                 except InputError:
                     if not (skip_invalid and record.is_json):
                         raise
@@ -70,13 +77,16 @@ def build(
                 for example in examples:
                     tokens = np.array(example.token_ids, np.int32)
                     pieces = known.pieces(tokens, example.prompt_length, writer.num_tokens)
+                    if pieces and stored.take(pieces[0]):
+                        result.num_stored_sequences += 1
+                        continue
                     for piece in pieces:
                         writer.append(piece)
                     result.num_sequences += len(pieces)
                     num_stored = sum(map(len, pieces))
                     result.num_tokens += num_stored
                     result.num_skipped_prompt_tokens += len(tokens) - num_stored
-        if result.num_tokens == 0:
+        if result.num_tokens == 0 and not result.num_stored_sequences:
             skipped = f", and {result.num_invalid} lines were left out as invalid" if result.num_invalid else ""
             raise InputError(f"the inputs hold no text{skipped}: nothing was built")
     return result
@@ -98,13 +108,9 @@ def _writer(out: Path, codec: TextCodec, namespace: str, *, add: bool, force: bo
         with StaticWriter(out, fingerprint=codec.fingerprint, namespace=namespace) as writer:
             yield writer
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    try:
+    with partial_directory(out) as temporary:
         with StaticWriter(temporary / "new", fingerprint=codec.fingerprint, namespace=namespace) as writer:
             yield writer
         if out.exists():
             out.rename(temporary / "old")
         (temporary / "new").rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

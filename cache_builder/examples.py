@@ -9,13 +9,17 @@ from typing import Any
 from ssd.errors import RequestError
 from ssd.text.codec import Example, TextCodec
 
+from .fields import AS_WE_CALL_THEM, FieldNames, messages_of
 from .inputs import InputError, Record
 
-UNDERSTOOD = 'understood are "text", "prompt" with "completion", "messages", and "request" with "response"'
+UNDERSTOOD = (
+    'understood are "text", "prompt" with "completion", "messages", "conversations", and "response" with or without '
+    '"request"; other names with --field'
+)
 
 
-def examples_of(record: Record, codec: TextCodec) -> list[Example]:
-    """The sequences of one record; raises InputError, which names its place."""
+def examples_of(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> list[Example]:
+    """The sequences of one record, which calls them by ``fields``; raises InputError, which names its place."""
     if not record.is_json:
         return [codec.encode_text_example(record.text)]
     try:
@@ -27,7 +31,7 @@ def examples_of(record: Record, codec: TextCodec) -> list[Example]:
     if not isinstance(line, dict):
         raise InputError(f"{record.where}: a JSON object was expected, got {type(line).__name__}; {UNDERSTOOD}")
     try:
-        return _examples_of_line(line, record.where, codec)
+        return _examples_of_line(fields.of(line), record.where, codec)
     except RequestError as error:
         raise InputError(f"{record.where}: {error}") from error
 
@@ -35,6 +39,10 @@ def examples_of(record: Record, codec: TextCodec) -> list[Example]:
 def _examples_of_line(line: Mapping[str, Any], where: str, codec: TextCodec) -> list[Example]:
     if isinstance(line.get("request"), dict) and isinstance(line.get("response"), dict):
         return _examples_of_exchange(_body(line["request"]), _body(line["response"]), where, codec)
+    if isinstance(line.get("response"), dict) and "request" not in line:
+        return _examples_of_response(_body(line["response"]), where, codec)
+    if "conversations" in line and "messages" not in line:
+        return _chat(messages_of(line["conversations"]), line, where, codec)
     if "messages" in line:
         return _chat(line["messages"], line, where, codec)
     if "prompt" in line and "completion" in line:
@@ -60,6 +68,24 @@ def _examples_of_exchange(
     if not examples:
         raise InputError(f'{where}: its "response" has no choices that belong to its "request"; {UNDERSTOOD}')
     return examples
+
+
+def _examples_of_response(response: Mapping[str, Any], where: str, codec: TextCodec) -> list[Example]:
+    """A response whose request is elsewhere, as in the files that OpenAI's batches give: the text of every choice."""
+    choices = response.get("choices")
+    texts = []
+    for choice in choices if isinstance(choices, list) else []:
+        message = choice.get("message") if isinstance(choice, dict) else None
+        text = message.get("content") if isinstance(message, dict) else _mapping(choice).get("text")
+        if isinstance(text, str) and text:
+            texts.append(text)
+    if not texts:
+        raise InputError(f'{where}: its "response" has no choices with text; {UNDERSTOOD}')
+    return [codec.encode_text_example(text) for text in texts]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _chat(messages: Any, fields: Mapping[str, Any], where: str, codec: TextCodec) -> list[Example]:

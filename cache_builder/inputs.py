@@ -15,6 +15,8 @@ from typing import IO, Literal
 
 from ssd.errors import SSDError
 
+from .json_values import array_elements
+
 Format = Literal["auto", "text", "jsonl"]
 
 STANDARD_INPUT = "-"
@@ -66,8 +68,11 @@ def read_records(name: str, format: Format, progress: Callable[[int], None]) -> 
             if format == "text":
                 yield from _documents(shown, file, first)
             else:
-                lines = chain([first] if first else [], file)
-                for number, line in enumerate(lines, start=1):
+                first = first or file.readline()
+                if first.lstrip().startswith("["):
+                    yield from _elements(shown, file, first)
+                    return
+                for number, line in enumerate(chain([first], file), start=1):
                     if line.strip():
                         yield Record(f"{shown}:{number}", line, is_json=True)
     except UnicodeDecodeError as error:
@@ -78,6 +83,16 @@ def read_records(name: str, format: Format, progress: Callable[[int], None]) -> 
         raise InputError(f"{shown}: damaged gzip data ({error}). Compress it again, or copy it again") from None
     except OSError as error:
         raise InputError(f"{shown}: cannot be read: {error.strerror or error}") from None
+
+
+def _elements(shown: str, file: IO[str], begun: str) -> Iterator[Record]:
+    try:
+        for number, element in enumerate(array_elements(file, begun), start=1):
+            yield Record(f"{shown}: element {number}", element, is_json=True)
+    except ValueError as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise
+        raise InputError(f"{shown}: not a JSON array ({error}). Correct it, or give one object a line") from None
 
 
 def _documents(shown: str, file: IO[str], text: str) -> Iterator[Record]:
@@ -96,7 +111,7 @@ def _format_of(name: str, file: IO[str]) -> tuple[Format, str]:
     if name != STANDARD_INPUT:
         return ("jsonl" if name.removesuffix(".gz").endswith(_JSON_SUFFIXES) else "text"), ""
     first = file.readline()
-    return ("jsonl" if first.lstrip().startswith("{") else "text"), first
+    return ("jsonl" if first.lstrip().startswith(("{", "[{")) or first.strip() == "[" else "text"), first
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -18,7 +20,7 @@ EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 SchedulingPolicy = Literal["fcfs", "priority"]
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "parts"]
 
 MAX_LOGPROBS = 20
 """Most alternatives that are reported beside a token."""
@@ -142,6 +144,10 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """Most memory of the KV cache; None takes half of what is free. Where not all slots fit there are fewer."""
 
+    gpu_memory_utilization: float | None = None
+    """Instead: share of the device's memory, on a CPU of main memory, that may be in use once the KV cache has its own,
+    whatever uses the rest. ``kv_cache_memory_bytes`` goes before it."""
+
     enforce_eager: bool = False
     """Launch every kernel of the target from Python, on CUDA too: slower, but without the memory of recorded graphs."""
 
@@ -168,6 +174,8 @@ class EngineConfig:
             self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes >= 1,
             f"kv_cache_memory_bytes must be >= 1, got {self.kv_cache_memory_bytes}",
         )
+        share = self.gpu_memory_utilization
+        _require(share is None or 0 < share <= 1, f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
         _require_one_of(SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy)
 
 
@@ -197,9 +205,15 @@ class StructuredOutput:
     kind: GrammarKind
     source: str = ""
     """"json_schema": a JSON schema. "regex": a regular expression, of Rust's dialect. "choice": a JSON list of texts.
-    "grammar": a Lark grammar. "json_object": nothing."""
+    "grammar": a Lark grammar. "json_object": nothing. "parts": see `parts`."""
     param: str = field(default="structured_outputs", compare=False)
     """What the client called it, for errors."""
+
+    @classmethod
+    def parts(cls, lark: str, parts: Mapping[str, StructuredOutput], param: str) -> StructuredOutput:
+        """A Lark grammar, whose rules name each of ``parts`` as ``@name``: names that are not the grammar's own."""
+        written = {name: (part.kind, part.source) for name, part in parts.items()}
+        return cls("parts", json.dumps({"lark": lark, "parts": written}), param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +248,10 @@ class SamplingParams:
     structured_output: StructuredOutput | None = None
     """Only tokens that keep the text within this grammar are sampled. It goes before ``allowed_token_ids``, and both go
     before ``bad_words`` and ``min_tokens``: a weaker rule that would leave no token is not applied there."""
+    skip_special_tokens: bool = True
+    """Special tokens of the output give no text; an end of text that ends it never does."""
+    shown_special_ids: tuple[int, ...] = ()
+    """Special tokens that give text all the same: what a reader of the text looks for."""
     logprobs: int | None = None
     """Report each output token's log-probability and those of this many most probable tokens. They are the model's own:
     of float32 logits before bias, penalties, temperature and everything else here, as vLLM's are by default."""
@@ -270,6 +288,7 @@ class SamplingParams:
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words", [token for word in self.bad_words for token in word]),
+            ("shown_special_ids", self.shown_special_ids),
         ):
             check(not ids or (min(ids) >= 0 and max(ids) <= _MOST), name, f"of token ids within 0..{_MOST}")
         for name, limit in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):

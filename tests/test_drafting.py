@@ -18,7 +18,8 @@ from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.gather import MAX_SAMPLES, MAX_SEGMENT_SAMPLES
 from ssd.errors import ConfigError
 from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.snapshot import Snapshot
+from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
+from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference
 from tests.test_search import contexts, sequences, snapshots
 
@@ -83,7 +84,22 @@ def test_suffix_copies_the_index_and_says_so() -> None:
     snapshot = reference.make_snapshot([[*range(50), SEPARATOR]])
     draft = SuffixDrafter(price=1e-4).propose([ask([*range(20)], snapshot, 16)])[0]
     assert draft.token_ids.tolist() == [*range(20, 36)]
-    assert (draft.source, draft.match_length) == ("index", 20)
+    assert (draft.source, draft.match_length) == ("segment", 20)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_suffix_says_in_which_part_of_the_index_it_found_a_draft(tree: bool) -> None:
+    static = build_segment(np.array([*range(50), SEPARATOR], np.int32), start=None, segment_id="static")
+    born = build_segment(np.array([*range(100, 150), SEPARATOR], np.int32), start=0, segment_id="born")
+    ring = np.full(64, 7, np.int32)
+    ring[51:61] = range(200, 210)
+    segments = (static, born)
+    snapshot = make_snapshot(1, segments, segment_table(segments), ring, 51, 61)
+    for first, source in ((0, "warm"), (100, "segment"), (200, "tail")):
+        request = ask([*range(first, first + 5)], snapshot, 4)
+        request.tree = tree
+        draft = SuffixDrafter(price=1e-4).propose([request])[0]
+        assert (draft.token_ids[0], draft.source) == (first + 5, source)
 
 
 def test_suffix_takes_own_text_when_the_index_is_empty_and_continues_repetition() -> None:

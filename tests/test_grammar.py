@@ -46,6 +46,15 @@ OUTPUTS = {
     "choice": StructuredOutput("choice", json.dumps(["yes", 'it is "no"\n', "n\u00e9"])),
     "too complex": StructuredOutput("regex", "(a{1,5000}){1,5000}"),
     "grammar": StructuredOutput("grammar", 'start: "<" body ">"\nbody: /[a-z]{1,8}/ | start'),
+    "parts": StructuredOutput.parts(
+        'start: "(" (@word | @size | @inner) ")"',
+        {
+            "word": StructuredOutput("choice", '["yes", "no"]'),
+            "size": StructuredOutput("json_schema", '{"type": "integer", "minimum": 0, "maximum": 99}'),
+            "inner": StructuredOutput("grammar", 'start: "<" WORD ">"\nWORD: /[a-z]{1,8}/'),
+        },
+        "tools",
+    ),
 }
 
 
@@ -53,6 +62,8 @@ def fits(kind: str, text: str) -> bool:
     """By other means than the grammar's own."""
     if kind == "too complex":  # ends wherever the library gives up
         return set(text) <= {"a"}
+    if kind == "parts":
+        return re.fullmatch(r"\((yes|no|[1-9]?[0-9]|<[a-z]{1,8}>)\)", text) is not None
     if kind == "json_object":
         return isinstance(json.loads(text), dict)
     if kind == "json_schema":
@@ -163,6 +174,41 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
     assert caught.value.param == "response_format"
 
 
+def too_complex(num_ways: int = 2100) -> StructuredOutput:
+    """After its first five letters there are more ways to go on than llguidance follows."""
+    ways = [f'w{way}: "x" "y{way}"' for way in range(num_ways)]
+    rules = f'start: "a" "bcde" ({"|".join(f"w{way}" for way in range(num_ways))})'
+    return StructuredOutput("grammar", "\n".join([rules, *ways]), "guided_grammar")
+
+
+def test_a_grammar_that_becomes_too_complex_is_an_error_once_the_output_is_there() -> None:
+    state = compiler().compile(too_complex())
+    output: list[int] = []
+    while True:  # its letters, then nothing but an end
+        allowed = np.flatnonzero(state.masks([])[0])
+        if set(allowed) <= set(CODEC.eos_token_ids):
+            break
+        longest = max(map(int, allowed), key=lambda token: len(CODEC.decode([token])))
+        state.advance([longest])
+        output.append(longest)
+    assert CODEC.decode(output).startswith("ab")
+    with pytest.raises(RequestError, match="guided_grammar became too complex to follow after") as caught:
+        state.advance([CODEC.eos_token_ids[0]])
+    assert caught.value.param == "guided_grammar"
+    tried = compiler().compile(too_complex())
+    assert len(tried.masks(output)) == len(output) + 1  # a draft may go there, and is no error
+    tried.advance(output[:1])
+    assert tried.masks([])[0].any()
+    with pytest.raises(RequestError):
+        tried.advance([*output[1:], CODEC.eos_token_ids[0]]) if tried.masks(output[1:]) else None
+
+
+def test_a_refusal_of_a_grammar_is_one_short_line() -> None:
+    with pytest.raises(RequestError) as caught:
+        compiler().compile(StructuredOutput("grammar", "start: x " + '"' + "y" * 5000 + '"', "guided_grammar"))
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +255,20 @@ def test_structured_output_fits_and_speculation_changes_no_token(target: Any, ki
             assert found[:3] == (plain, text, reason)
             if drafter is drafters[0] and len(plain) > 2:
                 assert found[3] < steps
+
+
+@pytest.mark.parametrize("k", [0, 6])
+def test_a_request_whose_grammar_becomes_too_complex_ends_with_an_error(
+    target: Any, k: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = DraftConfig(num_speculative_tokens=k)
+    engine = Engine(target, drafter=RandomDrafter(CODEC.vocab_size), codec=CODEC, draft=draft)
+    sampling = SamplingParams(max_tokens=30, temperature=0.0, structured_output=too_complex())
+    outputs = [output for output in engine.generate([[5, 6, 7]], sampling) if output.finish_reason is not None]
+    assert [output.finish_reason for output in outputs] == ["error"]
+    assert outputs[0].refusal is not None and outputs[0].refusal.param == "guided_grammar"
+    assert outputs[0].error == str(outputs[0].refusal)
+    assert not caplog.records, "who asks for it is told, and no log"
 
 
 def test_a_finished_grammar_only_ends_even_if_the_end_is_ignored(target: Any) -> None:

@@ -40,7 +40,7 @@ def hold_too_much(engine: Engine) -> None:
 
 
 def wait_and_run(engine: Engine) -> None:
-    engine._scheduler.waiting.append(engine._scheduler.running[0])
+    engine._scheduler._lines[None] = [engine._scheduler.running[0]]
 
 
 @pytest.mark.parametrize(

@@ -183,11 +183,11 @@ def in_choosing(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseExce
 def in_a_grammar(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:
     mask, calls = GrammarState._mask, [0]
 
-    def failing(state: GrammarState) -> Any:
+    def failing(state: GrammarState, tried: Sequence[int]) -> Any:
         calls[0] += 1
         if calls[0] > 6:
             raise error
-        return mask(state)
+        return mask(state, tried)
 
     monkeypatch.setattr(GrammarState, "_mask", failing)
 

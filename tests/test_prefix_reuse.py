@@ -187,6 +187,8 @@ def test_engines_may_take_turns_on_one_target() -> None:
         ({"tenant": "a"}, {}, False),
         ({"tenant": "a"}, {"tenant": "a"}, True),
         ({"tenant": "a", "cache_salt": "s"}, {"tenant": "b", "cache_salt": "s"}, False),
+        ({"tenant": "a", "prefix_scope": "x"}, {"tenant": "b", "namespace": "other", "prefix_scope": "x"}, True),
+        ({"cache_salt": "a", "prefix_scope": "x"}, {"cache_salt": "b", "prefix_scope": "x"}, False),
         ({"tenant": "a", "namespace": None}, {"tenant": "a", "namespace": None}, False),
     ],
 )

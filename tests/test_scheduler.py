@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -81,13 +82,60 @@ def test_who_runs_is_what_ageing_step_by_step_says(
                 twin.running = {r for r in twin.running if r[2] != int(ended.request.request_id)}
 
 
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.text("abc", max_size=4), st.lists(st.integers(0, 3), max_size=3)), max_size=25),
+    st.integers(1, 3),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
+)
+def test_tenants_take_turns_and_none_runs_more_than_it_may(
+    steps: list[tuple[str, list[int]]], num_slots: int, most: tuple[int, int, int]
+) -> None:
+    """At every step requests of some tenants arrive, and some of the running end, by place."""
+    limits = dict(zip("abc", most, strict=True))
+    scheduler = Scheduler(num_slots, PrefixReuse(shared_target()))
+    twin = slow.TakingTurns(num_slots, limits)
+    number = 0
+    for arriving, ending in steps:
+        for tenant in arriving:
+            scheduler.enqueue([sequence_of(number, 0, tenant=tenant, max_running=limits[tenant])])
+            twin.arrive(tenant, number)
+            number += 1
+        scheduler.admit()
+        twin.step()
+        assert {int(s.request.request_id) for s in scheduler.running} == {n for _, n in twin.running}
+        assert {int(s.request.request_id) for s in scheduler.waiting} == {n for _, n in twin.waiting}
+        for place in ending:
+            if place < len(scheduler.running):
+                ended = scheduler.running[place]
+                scheduler.release(ended)
+                twin.running = [each for each in twin.running if each[1] != int(ended.request.request_id)]
+
+
+def test_a_tenant_that_asks_for_much_delays_another_by_one_turn() -> None:
+    engine = make_engine(slots=1)
+    for number in range(5):
+        engine.submit(request(f"much-{number}", text(1, 5), greedy(1), tenant="a"))
+    engine.submit(request("little", text(2, 5), greedy(1), tenant="b", priority=5))
+    assert ends_in_order(engine) == ["much-0", "little", "much-1", "much-2", "much-3", "much-4"]
+
+
+def test_an_urgent_request_takes_no_slot_from_another_tenant() -> None:
+    engine = make_engine(slots=1)
+    engine.submit(request("running", text(1, 5), greedy(3), tenant="a", priority=9))
+    begun = engine.step()
+    engine.submit(request("urgent", text(2, 5), greedy(1), tenant="b", priority=-9))
+    assert ends_in_order(engine, begun) == ["running", "urgent"]
+    assert engine.metrics.num_preemptions == 0
+
+
 @cache
 def shared_target() -> Target:
     return open_target(model_of("llama"), num_slots=3, max_length=8)
 
 
-def sequence_of(number: int, priority: int) -> Sequence:
-    asked = request(str(number), (5, 6), priority=priority)
+def sequence_of(number: int, priority: int, **fields: Any) -> Sequence:
+    asked = request(str(number), (5, 6), priority=priority, **fields)
     return Sequence(asked, max_length=8, eos_token_ids=(), stream=None, seed=0)
 
 

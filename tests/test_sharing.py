@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 import zlib
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ssd.config import CacheConfig
 from ssd.errors import ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.terms import NamespaceTerms
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import address_of, connect, hide_password
 from ssd.sharing.entry import (
@@ -28,6 +30,7 @@ from ssd.sharing.entry import (
     InvalidEntryError,
     num_tokens_of,
     pack_entry,
+    stream_key,
     unpack_entry,
 )
 from ssd.sharing.push import push_segments
@@ -342,3 +345,37 @@ def test_a_push_that_cannot_work_says_why(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="did not take") as caught:
         push_segments(tmp_path / "warm", "redis://:hidden@127.0.0.1:1/0", "default", fingerprint=FINGERPRINT)
     assert "hidden" not in str(caught.value)
+
+
+def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(redis_server: RedisServer) -> None:
+    with ExitStack() as stack:
+        logs, sets = [], []
+        for _ in range(2):
+            log = stack.enter_context(RedisLog(redis_server.url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE))
+            caches = CacheSet(
+                CacheConfig(), FINGERPRINT, inline=True, max_namespaces=3, on_open=log.attach, on_close=log.detach
+            )
+            logs.append(log)
+            sets.append(stack.enter_context(caches))
+        held = [[caches.hold(name) for name in ("a", "b")] for caches in sets]
+        sets[0].get("a").append([1, 2, 3])
+        sets[1].get("b").append([4, 5, 6])
+        eventually(lambda: stored(sets[1], "a") == [[1, 2, 3]] and stored(sets[0], "b") == [[4, 5, 6]])
+        assert stored(sets[0]) == stored(sets[1]) == []
+        with closing(connect(redis_server.url)) as client:
+            for caches, log in zip(sets, logs, strict=True):
+                caches.discard("a")
+                log.forget("a")
+            assert client.exists(stream_key(FINGERPRINT, "a")) == 0
+            assert client.exists(stream_key(FINGERPRINT, "b")) == 1
+        assert held and all(len(log._reader._streams) == 2 for log in logs)
+        brief = NamespaceTerms(is_kept=False)  # neither published nor read
+        caches = sets[0]
+        assert caches.hold("c", brief) is not None
+        caches.get("c").append([7, 8, 9])
+        caches.hold("d")
+        caches.hold("e")
+        assert set(logs[0]._reader._streams) == {
+            stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"
+        }
+        assert stored(sets[1], "c") == []

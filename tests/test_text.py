@@ -176,6 +176,78 @@ def test_tool_call_arguments_reach_the_template_as_objects(codec: TextCodec) -> 
     assert call["function"]["arguments"] == '{"x": 1}'  # the caller's is untouched
 
 
+def test_templates_that_want_arguments_as_text_get_them(codec: TextCodec) -> None:
+    call: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": '{"x": "é <|end|>"}'}}
+    messages: list[dict[str, Any]] = [USER, {"role": "assistant", "tool_calls": [call]}]
+    template = "{{ 'f' + messages[1].tool_calls[0].function.arguments }}"
+    assert codec.decode(codec.encode_chat(messages, chat_template=template)) == 'f{"x": "é <|end|>"}'
+    with pytest.raises(RequestError, match="refuses"):
+        codec.encode_chat(messages, chat_template="{{ 1 / 0 }}")
+
+
+def test_messages_of_older_clients_and_those_that_were_answers_are_understood(codec: TextCodec) -> None:
+    from ssd.text.messages import normalize_messages
+
+    answered = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": None}
+    older = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
+    found = normalize_messages(
+        [
+            answered,
+            older,
+            {"role": "function", "name": "f", "content": "1"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "tool_calls": []},
+            {"role": "assistant", "content": "", "reasoning": "why"},
+        ]
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert found == [
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "f", "content": "1"},
+        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": "", "reasoning": "why", "reasoning_content": "why", "thinking": "why"},
+    ]
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "does <|end|> it"}}]
+
+
+def test_tools_are_told_in_words_where_a_template_knows_of_none(codec: TextCodec) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "ü"}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "be brief"},
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "one"},
+        {"role": "tool", "tool_call_id": "2", "content": "two <|end|>"},
+    ]
+    ids = codec.encode_chat(messages, template_kwargs={"tools": TOOLS}, tools_in_words=True)
+    text = codec.decode(ids)
+    written = '<tool_call>\n{"name": "f", "arguments": {"x": "ü"}}\n</tool_call>'
+    assert text.startswith("<|system|>be brief\n\nYou may call functions.")
+    assert '<tools>\n{"name": "f", "description": "does <|end|> it"}\n</tools>' in text
+    assert f"<|assistant|>{written}\n{written}<|end|>" in text
+    assert text.endswith(
+        "<|user|><tool_response>\none\n</tool_response>\n<tool_response>\ntwo <|end|>\n</tool_response><|assistant|>"
+    )
+    end = codec.encode_completion("<|end|>")
+    assert ids.count(end[0]) == 1  # the template's alone
+
+
+def test_a_template_without_a_place_for_the_system_is_told_of_tools_by_the_user(codec: TextCodec) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{{ m.role ~ ': ' ~ m.content }}{% endfor %}"
+    )
+    ids = codec.encode_chat(
+        [USER], template_kwargs={"tools": TOOLS}, tools_in_words=True, chat_template=template, allow_special_tokens=True
+    )
+    assert codec.decode(ids).startswith("user: You may call functions.")
+    assert codec.decode(ids).endswith("\n\nhello")
+    plain = codec.encode_chat([USER], tools_in_words=True, chat_template=template)
+    assert codec.decode(plain) == "user: hello"
+
+
 def test_half_a_surrogate_pair_is_no_character(codec: TextCodec) -> None:
     assert codec.decode(codec.encode_completion("a\ud800b")) == "a\ufffdb"
 

@@ -238,7 +238,7 @@ def test_trees_are_asked_for_where_they_can_be_verified(caplog: pytest.LogCaptur
             sampling,
         )
     assert drafter.trees == {False} and "chains only" in caplog.text
-    assert parse_arguments(["--draft-shape", "tree"], {}).draft.draft_shape == "tree"
+    assert parse_arguments(["--draft-shape", "tree"], {}).speculation.draft.draft_shape == "tree"
     with pytest.raises(ConfigError, match="draft_shape must be one of auto, chain, tree"):
         DraftConfig(draft_shape="bush")  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Response bodies of completions and chat completions, whole and in chunks."""
+"""Response bodies, whole and in chunks: what all have in common, and those of completions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from server.answers.draft_metrics import draft_counts
 from server.answers.logprobs import LogprobsWriter
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ssd.engine import RequestOutput
 
 _FEW_CHOICES = 16
+_GOING_ON = Choice()
 
 
 class Bodies(ABC):
@@ -34,10 +36,11 @@ class Bodies(ABC):
         prompt_logprobs: LogprobsWriter | None = None,
     ) -> None:
         """``logprobs``, ``prompt_logprobs`` : write them; None where they were not asked for."""
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.return_token_ids = return_token_ids
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
+        self._spec_decode_metrics = settings.spec_decode_metrics
         self._common: dict[str, Any] = {
             "created": int(time.time()),
             "model": settings.model_name,
@@ -56,6 +59,14 @@ class Bodies(ABC):
     def text_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """The content fields of a chunk with what a step produced for a choice; its text may be empty."""
 
+    def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """`text_chunk` as several chunks, where clients expect that; none where there is nothing to show yet."""
+        return [self.text_chunk(index, output)]
+
+    def ending(self, _index: int, choice: Choice) -> dict[str, Any]:
+        """How a choice ended; nulls before."""
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
     def is_shown(self, output: RequestOutput) -> bool:
         """Whether an output has anything that this request's client asked to see."""
         asked_for_tokens = self.return_token_ids or self.logprobs is not None
@@ -70,14 +81,21 @@ class Bodies(ABC):
         """The body of a response that is not streamed."""
         choices = []
         for index, choice in enumerate(generation.choices):
-            body = {"index": index, **self.whole_choice(generation, index), **_ending(choice)}
+            body = {"index": index, **self.whole_choice(generation, index), **self.ending(index, choice)}
             if self.return_token_ids:
                 body |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt_of(generation, index)}
             choices.append(body)
         return {
             "id": self.id, "object": self.object_name, **self._common, "choices": choices,
-            "usage": generation.usage.body(), **self.whole_extras(generation),
+            "usage": generation.usage.body(), **self.whole_extras(generation), **self.draft_metrics(generation),
         }  # fmt: skip
+
+    def draft_metrics(self, generation: Generation) -> dict[str, Any]:
+        """The field ``metrics`` of an answer that has ended, where the operator lets answers have it."""
+        if self._spec_decode_metrics == "none" or len(generation.choices) != 1:
+            return {}
+        found = draft_counts(generation.choices[0].stats, is_detailed=self._spec_decode_metrics == "detailed")
+        return {} if found is None else {"metrics": {"speculative_decoding": found}}
 
     def whole_extras(self, _generation: Generation) -> dict[str, Any]:
         """Fields beside the choices."""
@@ -91,7 +109,7 @@ class Bodies(ABC):
         self, index: int, content: dict[str, Any], token_ids: tuple[int, ...] = (), ended: Choice | None = None
     ) -> dict[str, Any]:
         """One choice of a chunk; ``ended`` is the choice when this is its last chunk."""
-        body = {"index": index, **content, **_ending(ended or Choice())}
+        body = {"index": index, **content, **self.ending(index, ended or _GOING_ON)}
         if self.return_token_ids:
             body["token_ids"] = list(token_ids)
         return body
@@ -100,7 +118,7 @@ class Bodies(ABC):
 class CompletionBodies(Bodies):
     """/v1/completions. ``echo`` : the texts of the prompts where they are to be repeated."""
 
-    id_prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, settings: ServerSettings, *, echo: Sequence[str] | None = None, **options: Any) -> None:
         super().__init__(settings, **options)
@@ -147,36 +165,6 @@ class CompletionBodies(Bodies):
         return "" if self._echo is None else self._echo[_prompt_index(generation, index)]
 
 
-class ChatBodies(Bodies):
-    """/v1/chat/completions."""
-
-    id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def whole_choice(self, generation: Generation, index: int) -> dict[str, Any]:
-        """``message`` and ``logprobs``."""
-        choice = generation.choices[index]
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
-        return {"message": message, "logprobs": None if self.logprobs is None else self.logprobs.chat(choice.logprobs)}
-
-    def whole_extras(self, generation: Generation) -> dict[str, Any]:
-        """All choices have one prompt."""
-        if self.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": self.prompt_logprobs.prompt(generation.choices[0].prompt_logprobs)}
-
-    def first_chunks(self, generation: Generation, index: int) -> list[dict[str, Any]]:
-        """The role goes first, with no text."""
-        first: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        if self.return_token_ids:
-            first["prompt_token_ids"] = prompt_of(generation, index)
-        return [first]
-
-    def text_chunk(self, _index: int, output: RequestOutput) -> dict[str, Any]:
-        """``delta`` and ``logprobs``."""
-        logprobs = self.logprobs.chat(output.logprobs or ()) if self.logprobs is not None else None
-        return {"delta": {"content": output.text} if output.text else {}, "logprobs": logprobs}
-
-
 def prompt_of(generation: Generation, index: int) -> tuple[int, ...]:
     """The prompt of a choice."""
     return generation.prompts[_prompt_index(generation, index)]
@@ -185,7 +173,3 @@ def prompt_of(generation: Generation, index: int) -> tuple[int, ...]:
 def _prompt_index(generation: Generation, index: int) -> int:
     """Each prompt has equally many choices, in order."""
     return index // (len(generation.choices) // len(generation.prompts))
-
-
-def _ending(choice: Choice) -> dict[str, Any]:
-    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}

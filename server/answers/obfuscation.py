@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from server.answers.stream import DONE, KEEP_ALIVE, PADDED_BYTES, EventWriter
+from server.answers.stream import KEEP_ALIVE, PADDED_BYTES, EventWriter
 from server.running.generation import Generation, Usage
 
 if TYPE_CHECKING:
@@ -136,6 +136,8 @@ async def obfuscated_events(
     clock = asyncio.get_running_loop().time
     sent_at, ready = clock(), b""
     try:
+        if beginning := await writer.beginning():
+            yield beginning
         async for arrived in generation.outputs(wait_s=keep_alive_s):
             if arrived is not None:
                 pieces.add(*arrived)
@@ -154,10 +156,10 @@ async def obfuscated_events(
             if not ready and clock() - sent_at >= keep_alive_s:
                 yield KEEP_ALIVE
                 sent_at = clock()
-        ready += writer.usage()
+        ready += await writer.closing()
     except Exception as error:
         ready += writer.failure(error)
-    yield ready + DONE
+    yield ready + writer.end
 
 
 def _usage_so_far(generation: Generation, num_sent: int, *, last: bool) -> Usage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic_core
@@ -13,7 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.answers.bodies import Bodies
+from server.answers.drafts import DraftWriter
 from server.base.errors import error_body
+from server.base.record import current_record
 from server.running.generation import Generation, Usage
 from server.schema.generate import StreamOptions
 from ssd.errors import SSDError
@@ -48,6 +50,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
+        current_record().is_gone = True
         raise ClientGone
     finally:
         for running in (task, watch):
@@ -97,14 +100,24 @@ class EventStream(Response):
 
 
 class EventWriter:
-    """Writes the events of one stream. ``pad`` : the client wants them obfuscated."""
+    """Writes the events of one stream. ``pad`` : the client wants them obfuscated. ``end`` : what goes last of all."""
 
-    def __init__(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> None:
+    end = DONE
+
+    def __init__(
+        self, generation: Generation, bodies: Bodies, options: StreamOptions, drafts: DraftWriter | None = None
+    ) -> None:
+        """``drafts`` : says of each pass what was drafted, where the client wants to know it."""
         self.pad = bool(options.include_obfuscation)
         self._generation = generation
         self._bodies = bodies
         self._with_usage = bool(options.include_usage)
         self._continuous = bool(options.continuous_usage_stats and options.include_usage)
+        self._drafts = drafts
+
+    async def beginning(self) -> bytes:
+        """What goes before everything, at once."""
+        return b""
 
     async def opening(self, index: int, usage: Usage | None = None) -> bytes:
         """What goes before the first text of a choice; ``usage`` : so far, where it is not the generation's.
@@ -117,19 +130,40 @@ class EventWriter:
             contents = bodies.first_chunks(generation, index)
             return b"".join(self._event(bodies.chunk_choice(index, content), usage) for content in contents)
 
-        return write() if bodies.is_short(generation) else await generation.aside.run(write)
+        return await self._written(write)
+
+    async def _written(self, write: Callable[[], bytes]) -> bytes:
+        """What ``write`` returns; run aside where it may take long."""
+        is_short = self._bodies.is_short(self._generation)
+        return write() if is_short else await self._generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """What a choice has said; ``usage`` as for `opening`."""
+        """What a choice has said; ``usage`` as for `opening`. One event where they are padded."""
+        bodies = self._bodies
         ended = self._generation.choices[index] if output.finish_reason is not None else None
-        content = self._bodies.text_chunk(index, output)
-        return self._event(self._bodies.chunk_choice(index, content, output.token_ids, ended), usage)
+        if self.pad or self._generation.messages is None:
+            contents = [bodies.text_chunk(index, output)]
+        else:
+            contents = bodies.text_chunks(index, output)
+        if not contents:
+            return b""
+        *first, last = contents
+        choices = [bodies.chunk_choice(index, content) for content in first]
+        choices.append(bodies.chunk_choice(index, last, output.token_ids, ended))
+        if self._drafts is not None:
+            choices[-1]["draft"] = self._drafts.describe(index, output)
+        return b"".join([self._event(choice, usage) for choice in choices])
 
-    def usage(self) -> bytes:
-        """The last event but the end mark, where it was asked for."""
+    def is_shown(self, output: RequestOutput) -> bool:
+        """Whether an output has anything that the client asked to see."""
+        return self._bodies.is_shown(output) or (self._drafts is not None and output.draft is not None)
+
+    async def closing(self) -> bytes:
+        """The last event but the end mark: usage, where it was asked for."""
         if not self._with_usage:
             return b""
-        return encode_event({**self._bodies.chunk([]), "usage": self._generation.usage.body()}, pad=self.pad)
+        last = {**self._bodies.chunk([]), "usage": self._generation.usage.body()}
+        return encode_event({**last, **self._bodies.draft_metrics(self._generation)}, pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
         """An error is an event, too."""
@@ -151,6 +185,8 @@ async def events(
     begun: set[int] = set()
     ready = bytearray()
     try:
+        if beginning := await writer.beginning():
+            yield beginning
         async for arrived in generation.outputs(wait_s=keep_alive_s):
             if arrived is None:
                 yield KEEP_ALIVE
@@ -159,32 +195,48 @@ async def events(
             if index not in begun:
                 begun.add(index)
                 ready += await writer.opening(index)
-            if bodies.is_shown(output):
+            if writer.is_shown(output):
                 ready += writer.piece(index, output)
             # What arrived together goes out together: a write costs more than all the rest of an event.
             if ready and not generation.has_more_now:
                 yield bytes(ready)
                 ready.clear()
-        ready += writer.usage()
+        ready += await writer.closing()
     except Exception as error:
         ready += writer.failure(error)
-    yield bytes(ready + DONE)
+    yield bytes(ready + writer.end)
 
 
 def encode_event(body: dict[str, Any], *, pad: bool) -> bytes:
-    """One server-sent event; padded, it has a random ``obfuscation`` field that fills it to whole kilobytes.
+    """One server-sent event without a name, see `encode_events`."""
+    return encode_events([("", body)], pad=pad)
 
-    How many depends on the body without the digits of its numbers that are no integers: log-probabilities are rounded
-    differently in passes of another width.
+
+def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) -> bytes:
+    """Server-sent events that go out together, names and bodies; at least one.
+
+    Padded, the last has a random ``obfuscation`` field that fills all of them to whole kilobytes. How many depends on
+    the bodies without the digits of their numbers that are no integers: log-probabilities are rounded differently in
+    passes of another width.
     """
-    event = b"data: " + pydantic_core.to_json(body) + b"\n\n"
+    written = [_event(name, body) for name, body in events]
     if pad:
-        length = len(event) + len(b',"obfuscation":""')
-        spare = _spare_digits(body)
+        length = sum(map(len, written)) + len(b',"obfuscation":""')
+        spare = sum(_spare_digits(body) for _, body in events)
         missing = spare + -(length + spare) % PADDED_BYTES
-        filled = {**body, "obfuscation": secrets.token_hex((missing + 1) // 2)[:missing]}
-        event = b"data: " + pydantic_core.to_json(filled) + b"\n\n"
-    return event
+        name, last = events[-1]
+        written[-1] = _event(name, {**last, "obfuscation": secrets.token_hex((missing + 1) // 2)[:missing]})
+    return b"".join(written)
+
+
+def _event(name: str, body: dict[str, Any]) -> bytes:
+    head = b"event: " + name.encode() + b"\ndata: " if name else b"data: "
+    return head + pydantic_core.to_json(body) + b"\n\n"
+
+
+def filler() -> bytes:
+    """A comment as long as the shortest padded event."""
+    return b": " + secrets.token_hex(PADDED_BYTES)[: PADDED_BYTES - 4].encode() + b"\n\n"
 
 
 def _spare_digits(value: Any) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from server.base.record import current_record, refusal_of
 from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
 
 RETRY_AFTER_S = 1
@@ -39,6 +41,14 @@ class ApiError(Exception):
         self.code = code
 
 
+class TenantLimit(ApiError):
+    """What its own tenant may use is used up: nobody else's request is refused for it."""
+
+    def __init__(self, message: str, *, kind: str, retry_after_s: int, headers: Mapping[str, str]) -> None:
+        super().__init__(429, message, kind=kind, code="rate_limit_exceeded")
+        self.headers = {"retry-after": str(retry_after_s), **headers}
+
+
 def model_not_found(name: str, served: str) -> ApiError:
     """The answer to a request for a model that is not served here."""
     message = f"The model {shown(name)} does not exist here; this server has {served!r}."
@@ -64,8 +74,9 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """The JSON body of an error."""
+    """The JSON body of an error, which is what the request came to."""
     found = as_api_error(error)
+    current_record().refusal = refusal_of(found.status, found.code) or "failed"
     return {"error": {"message": str(found), "type": found.kind, "param": found.param, "code": found.code}}
 
 
@@ -77,6 +88,8 @@ def error_response(error: Exception) -> JSONResponse:
         headers["www-authenticate"] = "Bearer"
     if status == 408:
         headers["connection"] = "close"  # what else comes of the body is not wanted
+    if isinstance(error, TenantLimit):
+        headers |= error.headers
     return JSONResponse(error_body(error), status, headers)
 
 

@@ -65,6 +65,12 @@ class Limits:
     max_messages: int = 4096
     """Messages of a conversation; some templates look at all of them for each."""
 
+    max_tools: int = 512
+    """Functions that a model is told of; OpenAI takes 128."""
+
+    max_tools_characters: int = 1 << 18
+    """Characters of their names, descriptions and schemas together. Of those that are forced by a grammar
+    ``max_grammar_characters`` counts as well."""
     max_connections: int = 1 << 14
     """Connections at once, fewer where the system allows fewer files; 10 to 20 kB each while idle."""
 

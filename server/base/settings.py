@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import ssd
 from server.base.limits import Limits
@@ -21,8 +21,22 @@ OBFUSCATION_TOKENS = 16
 OBFUSCATIONS = ("asked", "default", "always")
 """Which streams are obfuscated: those that ask for it; those that do not decline it; all, and whole answers too."""
 
+SpecDecodeMetrics = Literal["none", "summary", "detailed"]
+SPEC_DECODE_METRICS: Final[tuple[SpecDecodeMetrics, ...]] = ("none", "summary", "detailed")
+
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """Fields of a model's generation_config.json that stand in for what a request leaves out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cors:
+    """What browsers let pages of other sites do here."""
+
+    origins: tuple[str, ...] = ()
+    """Sites, as SCHEME://HOST[:PORT], or "*" for all; none: nothing."""
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +58,9 @@ class ServerSettings:
     share_prefix_cache: bool = False
     """Requests of different keys go on with each other's keys and values; what is cached can then be told by time."""
 
+    share_cache_across_keys: bool = False
+    """All keys draft from one cache and teach it; what others have said can then be told by time."""
+
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values for sampling fields that a request leaves out, by the names of ``SAMPLING_DEFAULTS``."""
 
@@ -53,6 +70,14 @@ class ServerSettings:
     allow_special_tokens: bool = False
     """Special tokens that messages spell out are control tokens; else they are text."""
 
+    tool_call_parser: str = "auto"
+    """The format of the model's tool calls: a name of ``server.tools.registry``, "none", or "auto" by its template."""
+
+    reasoning_parser: str = "auto"
+    """The same for what it thinks."""
+
+    exclude_tools_when_tool_choice_none: bool = False
+    """A model that may not call tools is not told of them either."""
     obfuscation: str = "asked"
     """One of ``OBFUSCATIONS``."""
 
@@ -62,11 +87,29 @@ class ServerSettings:
     obfuscation_interval_s: float = OBFUSCATION_INTERVAL_S
     """Seconds between two events of an obfuscated stream; 0 sends each when it is complete."""
 
+    page: bool = True
+    """A page at / shows the drafts at work."""
+
+    allow_draft_details: bool = False
+    """Streams may say of each token whether it was drafted, and from what, also where there is no page."""
+
     keep_alive_s: float = 15.0
     """A stream that had nothing to send for this long gets a comment line, so that proxies keep it open."""
 
+    spec_decode_metrics: SpecDecodeMetrics = "none"
+    """What answers say of their own drafts: who may read that can tell what the cache holds."""
+
+    logs_requests: bool = True
+    """A line of log for each request."""
+
     limits: Limits = field(default_factory=Limits)
     """What is too much for one request, or for all."""
+
+    root_path: str = ""
+    """Path that a proxy serves all this under; requests come with it or without."""
+
+    cors: Cors = field(default_factory=Cors)
+    """Which pages of other sites may call from a browser."""
 
     created: int = field(default_factory=lambda: int(time.time()))
     """Start of the service, seconds since the epoch."""

@@ -4,349 +4,115 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from server.base.limits import Limits
-from server.base.settings import OBFUSCATION_INTERVAL_S, OBFUSCATION_TOKENS, OBFUSCATIONS, VERSION
-from server.command.keys import FILE_OPTION, KEY_OPTION, PIPE_OPTION, checked_keys, read_pipe
+from server.base.settings import VERSION
+from server.command.cache_options import CacheOptions, add_cache_options, cache_options_of
+from server.command.config_file import CONFIG_OPTION, words_of
+from server.command.engine_options import EngineOptions, add_engine_options, engine_options_of
 from server.command.limit_options import add_limit_options, limits_of
-from ssd.config import (
-    DRAFT_ACCEPTANCES,
-    DRAFT_SHAPES,
-    EVICTION_POLICIES,
-    SCHEDULING_POLICIES,
-    CacheConfig,
-    DraftConfig,
-    EngineConfig,
-    IndexConfig,
-)
+from server.command.model_options import ModelOptions, add_model_options, model_options_of
+from server.command.network_options import NetworkOptions, add_network_options, network_options_of
+from server.command.observe_options import ObserveOptions, add_observe_options, observe_options_of
+from server.command.page_options import PageOptions, add_page_options, page_options_of
+from server.command.parser import Parser
+from server.command.service_options import ServiceOptions, add_service_options, service_options_of
+from server.command.speculation_options import SpeculationOptions, add_speculation_options, speculation_options_of
+from server.command.stream_options import StreamOptions, add_stream_options, stream_options_of
+from server.command.tool_options import ToolOptions, add_tool_options, tool_options_of
+from server.command.vllm_options import add_vllm_options, check_vllm_options
 from ssd.errors import ConfigError
-from ssd.sharing.connection import URL_VARIABLE
-
-API_KEY_VARIABLE = "SSD_API_KEY"
-BUNDLED_NAME = "ssd-bundled"
-"""Name of the model that comes with the package."""
-
-_MOST_OBFUSCATION_INTERVAL_S = 60
-_MOST_OBFUSCATION_TOKENS = 4096
-_MOST_SHUTDOWN_TIMEOUT_S = 86_400
-
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-"""Options of ``vllm serve`` that are understood and must be 1."""
 
 _EXAMPLES = """\
 examples:
   ssd-serve                                   the bundled model on http://127.0.0.1:8000
   ssd-serve Qwen/Qwen3-0.6B --cache-dir cache/
   ssd-serve Qwen/Qwen3-0.6B --warm warm/ --redis redis://localhost:6379/0 --namespace support
+  ssd-serve --config ssd.yaml --port 8001
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """A checked command line."""
+    """A checked command line, a part for each group of options."""
 
-    host: str
-    port: int
-    model: str
-    draft_model: str | None
-    model_names: tuple[str, ...]
-    dtype: str
-    device: str
-    generation_config: str
-    namespace: str
-    warm_directories: tuple[Path, ...]
-    api_keys: tuple[str, ...]
-    api_key_file: Path | None
-    share_prefix_cache: bool
-    trust_request_chat_template: bool
-    allow_special_tokens: bool
-    obfuscation: str
-    obfuscation_tokens: int
-    obfuscation_interval_s: float
-    shutdown_timeout_s: float
-    log_level: str
-    engine: EngineConfig
-    draft: DraftConfig
-    cache: CacheConfig
+    network: NetworkOptions
+    service: ServiceOptions
+    streams: StreamOptions
+    tools: ToolOptions
+    observe: ObserveOptions
+    model: ModelOptions
+    engine: EngineOptions
+    speculation: SpeculationOptions
+    cache: CacheOptions
+    page: PageOptions
     limits: Limits
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str] = os.environ) -> Options:
     """Read the command line; ends the process with status 2 and one line when it cannot be used."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["serve"]:  # as in `vllm serve`; a directory of that name is ./serve
+        del words[0]
     parser = build_parser()
-    found = parser.parse_args(arguments)
     try:
-        draft = DraftConfig()
-        limit = draft.num_speculative_tokens if found.num_speculative_tokens is None else found.num_speculative_tokens
-        _require_one_device(found)
-        keys = checked_keys([*(found.api_key or []), *_piped_keys(found)], KEY_OPTION)
-        if environment.get(API_KEY_VARIABLE):
-            keys += checked_keys([environment[API_KEY_VARIABLE]], f"${API_KEY_VARIABLE}")
-        if not 1 <= found.obfuscation_tokens <= _MOST_OBFUSCATION_TOKENS:
-            raise ConfigError(
-                f"--obfuscation-tokens must be within 1..{_MOST_OBFUSCATION_TOKENS}, got {found.obfuscation_tokens}"
-            )
-        _require_seconds("--obfuscation-interval", found.obfuscation_interval, _MOST_OBFUSCATION_INTERVAL_S)
-        _require_seconds("--shutdown-timeout", found.shutdown_timeout, _MOST_SHUTDOWN_TIMEOUT_S)
-        if found.draft_acceptance == "rejection" and found.draft_model is None:
-            raise ConfigError("--draft-acceptance rejection needs --draft-model: no other drafts are drawn at random")
-        model, name = (found.model, found.model) if found.model is not None else _bundled()
+        found = parser.parse_whole(words)
+        if found.config is not None:
+            filed = words_of(found.config, parser, _given(words))
+            found = parser.parse_whole([*filed.positional, *words, *filed.options])
+        check_vllm_options(found)
         return Options(
-            host=found.host,
-            port=found.port,
-            model=model,
-            draft_model=None if found.no_speculation else found.draft_model,
-            model_names=tuple(found.served_model_name or [name]),
-            dtype=found.dtype,
-            device=found.device,
-            generation_config=found.generation_config,
-            namespace=found.namespace,
-            warm_directories=tuple(found.warm or ()),
-            api_keys=keys,
-            api_key_file=found.api_key_file,
-            share_prefix_cache=found.share_prefix_cache,
-            trust_request_chat_template=found.trust_request_chat_template,
-            allow_special_tokens=found.allow_special_tokens,
-            obfuscation=found.obfuscation,
-            obfuscation_tokens=found.obfuscation_tokens,
-            obfuscation_interval_s=found.obfuscation_interval,
-            shutdown_timeout_s=found.shutdown_timeout,
-            log_level=found.log_level,
-            engine=EngineConfig(
-                max_num_seqs=found.max_num_seqs,
-                max_model_len=found.max_model_len,
-                max_waiting=found.max_waiting,
-                prefill_chunk_tokens=found.max_num_batched_tokens,
-                kv_cache_memory_bytes=found.kv_cache_memory_bytes,
-                scheduling_policy=found.scheduling_policy,
-                enable_prefix_caching=found.enable_prefix_caching,
-                enforce_eager=found.enforce_eager,
-                fuse_linears=found.fuse_linears,
-            ),
-            draft=DraftConfig(
-                num_speculative_tokens=0 if found.no_speculation else limit,
-                max_match_length=found.max_match_length,
-                lookup_threads=found.lookup_threads,
-                draft_acceptance=found.draft_acceptance,
-                draft_shape=found.draft_shape,
-            ),
-            cache=CacheConfig(
-                index=IndexConfig(
-                    capacity_tokens=found.cache_tokens,
-                    rebuild_interval_s=found.rebuild_interval,
-                    eviction=found.cache_eviction,
-                ),
-                directory=found.cache_dir,
-                memory_bytes=found.cache_memory_bytes,
-                redis_url=found.redis or environment.get(URL_VARIABLE) or None,
-            ),
+            network=network_options_of(found),
+            service=service_options_of(found, environment),
+            streams=stream_options_of(found),
+            tools=tool_options_of(found),
+            observe=observe_options_of(found),
+            model=model_options_of(found),
+            engine=engine_options_of(found),
+            speculation=speculation_options_of(found),
+            cache=cache_options_of(found, environment),
+            page=page_options_of(found),
             limits=limits_of(found),
         )
     except ConfigError as error:
         parser.error(str(error))
 
 
-def _require_one_device(found: argparse.Namespace) -> None:
-    for name in _PARALLEL:
-        size = getattr(found, name)
-        if size != 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {size}: this server drives one device. For one model over several, run "
-                "vLLM with ssd.integrations.vllm, which drafts from the same cache; for more throughput, run several "
-                "servers with one --redis"
-            )
+def _given(words: Sequence[str]) -> set[str]:
+    given = build_parser().given(words)
+    return given | {"model"} if "model_option" in given else given
 
 
-def _piped_keys(found: argparse.Namespace) -> list[str]:
-    return [] if found.api_key_fd is None else read_pipe(found.api_key_fd)
-
-
-def _bundled() -> tuple[str, str]:
-    from ssd.bundled import MODEL_PATH
-
-    return str(MODEL_PATH), BUNDLED_NAME
-
-
-def _require_seconds(option: str, seconds: float, most: int) -> None:
-    if not 0 <= seconds <= most:  # which a NaN is not either
-        raise ConfigError(f"{option} must be within 0..{most} seconds, got {seconds}")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line, with defaults and help."""
-    parser = _Parser(
+    parser = Parser(
         prog="ssd-serve",
-        description="OpenAI-compatible server that gets faster the more it is used and never changes the output.",
+        usage="ssd-serve [MODEL] [--option VALUE ...]",
+        description="OpenAI-compatible server that gets faster the more it is used and never changes the output.\n"
+        "Names and meanings of options are those of `vllm serve` where it has them.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    index, draft, engine, cache = IndexConfig(), DraftConfig(), EngineConfig(), CacheConfig()
-    add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="Hugging Face model directory or id (default: the bundled model)")
-    add("--version", action="version", version=f"ssd-serve {VERSION}")
-
-    add = parser.add_argument_group("service").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)")
-    add("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one (default: %(default)s)")
-    add("--served-model-name", nargs="+", metavar="NAME", help="names requests call the model by (default: MODEL)")
-    add(
-        FILE_OPTION, type=Path, metavar="FILE",
-        help="API keys, one a line, # begins a comment; requests without one of them get /live, /health, /version, "
-        "/metrics and /docs alone",
+    parser.add_argument("--version", action="version", version=f"ssd-serve {VERSION}")
+    parser.add_argument(
+        CONFIG_OPTION, type=Path, metavar="FILE",
+        help="take options from a YAML or TOML file, by their names; the command line wins",
     )  # fmt: skip
-    add(
-        KEY_OPTION, action="append", metavar="KEY",
-        help=f"one more key; repeatable; it shows in the process list for the first moment (also: ${API_KEY_VARIABLE})",
-    )  # fmt: skip
-    add(PIPE_OPTION, type=int, help=argparse.SUPPRESS)
-    add("--trust-request-chat-template", action="store_true", help="run chat templates that requests bring")
-    add(
-        "--allow-special-tokens", action="store_true",
-        help="special tokens that messages spell out are control tokens, as those of the chat template (default: text)",
-    )  # fmt: skip
-    add(
-        "--obfuscation", default="asked", choices=OBFUSCATIONS,
-        help="which streams come in even, padded pieces at a steady pace, so that sizes and times do not tell what was "
-        "drafted: those that ask for it (include_obfuscation), those that do not decline it, or all, and whole "
-        "answers at that pace too (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--obfuscation-tokens", type=int, default=OBFUSCATION_TOKENS, metavar="N",
-        help="tokens of each piece of an obfuscated stream (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--obfuscation-interval", type=float, default=OBFUSCATION_INTERVAL_S, metavar="SECONDS",
-        help="obfuscated streams get one piece this often: not less than the model takes for it without drafts, when "
-        "busy; 0 sends each when it is complete (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
-        help="after SIGTERM requests in flight have this long to end, while new ones are answered 503; a second signal "
-        "ends them at once (default: %(default)s)",
-    )  # fmt: skip
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="(default: %(default)s)")
-
-    add = parser.add_argument_group("model").add_argument
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: %(default)s)")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: %(default)s)")
-    for name in _PARALLEL:
-        add(f"--{name.replace('_', '-')}", type=int, default=1, help=argparse.SUPPRESS)
-    add("--max-num-seqs", type=int, default=engine.max_num_seqs, metavar="S", help="slots (default: %(default)s)")
-    add("--max-model-len", type=int, metavar="L", help="prompt and output tokens together (default: the model's limit)")
-    add(
-        "--max-waiting", type=int, default=engine.max_waiting, metavar="N",
-        help="requests that may wait for a slot; more are answered 503 (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--max-num-batched-tokens", type=int, default=engine.prefill_chunk_tokens, metavar="N",
-        help="prompt tokens computed in one step beside running requests (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--kv-cache-memory-bytes", type=int, metavar="B",
-        help="memory for keys and values; fewer slots where not all fit (default: half of what is free)",
-    )  # fmt: skip
-    add(
-        "--scheduling-policy", default=engine.scheduling_policy, choices=SCHEDULING_POLICIES,
-        help="fcfs: first come, first served; priority: honour the field `priority` of requests, lower is earlier, "
-        "whoever sends it (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=engine.enable_prefix_caching,
-        help="keep the keys and values of ended requests for those that begin alike (default: on)",
-    )  # fmt: skip
-    add(
-        "--share-prefix-cache", action="store_true",
-        help="also among requests of different API keys, which can then find out what others have asked",
-    )  # fmt: skip
-    add(
-        "--enforce-eager", action="store_true",
-        help="record no CUDA graphs: slower steps, less memory (default: graphs where there is a GPU)",
-    )  # fmt: skip
-    add(
-        "--fuse-linears", action="store_true",
-        help="on a GPU compute query, key and value, and gate and up, as one product each (a CPU always does)",
-    )  # fmt: skip
-    add(
-        "--generation-config", default="auto", metavar="auto|vllm|DIR",
-        help="sampling defaults: the model's generation_config.json, OpenAI's, or another directory's",
-    )  # fmt: skip
-
+    add_model_options(parser)
+    add_network_options(parser)
+    add_service_options(parser)
+    add_engine_options(parser)
+    add_stream_options(parser)
+    add_page_options(parser)
+    add_tool_options(parser)
+    add_speculation_options(parser)
+    add_cache_options(parser)
     add_limit_options(parser)
-
-    add = parser.add_argument_group("speculation").add_argument
-    add(
-        "--num-speculative-tokens", type=int, metavar="K",
-        help=f"most draft tokens per step (default: {draft.num_speculative_tokens})",
-    )  # fmt: skip
-    add(
-        "--max-match-length", type=int, default=draft.max_match_length, metavar="N",
-        help="longest context tail looked up, in tokens (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--lookup-threads", type=int, default=draft.lookup_threads, metavar="N",
-        help="threads that look up the sequences of a batch of 64 or more, the engine's own among them (default: "
-        "%(default)s)",
-    )  # fmt: skip
-    add(
-        "--draft-model",
-        metavar="MODEL",
-        help="smaller model with the same tokenizer that drafts where the cache does not",
-    )
-    add(
-        "--draft-acceptance", default=draft.draft_acceptance, choices=DRAFT_ACCEPTANCES,
-        help="how a sampled draft of the draft model is verified; rejection accepts more, but the tokens of a request "
-        "without a seed then depend on the drafts (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--draft-shape", default=draft.draft_shape, choices=DRAFT_SHAPES,
-        help="whether drafts may branch where the next token is uncertain (default: %(default)s)",
-    )  # fmt: skip
-    add("--no-speculation", action="store_true", help="plain decoding: no drafts")
-
-    add = parser.add_argument_group("cache").add_argument
-    add("--cache-tokens", type=int, default=index.capacity_tokens, metavar="N", help="capacity (default: %(default)s)")
-    add(
-        "--rebuild-interval", type=float, default=index.rebuild_interval_s, metavar="SECONDS",
-        help="new text is indexed at the latest after this time (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--cache-eviction", default=index.eviction, choices=EVICTION_POLICIES,
-        help="what stays when the cache is full: used: half of it may be what outputs said again; fifo: the newest "
-        "text (default: %(default)s)",
-    )  # fmt: skip
-    add("--cache-dir", type=Path, metavar="DIR", help="keep the cache here (default: nothing outlives the process)")
-    add(
-        "--cache-memory-bytes", type=int, default=cache.memory_bytes, metavar="N",
-        help="keep private copies of the cache's files up to this much; what is beyond, large --warm directories for "
-        "instance, is mapped and shared with other servers (default: %(default)s)",
-    )  # fmt: skip
-    add("--warm", type=Path, action="append", metavar="DIR", help="draft from what `ssd-cache build` wrote; repeatable")
-    add(
-        "--redis", metavar="URL",
-        help=f"learn from other servers, and they from this one (default: ${URL_VARIABLE}, not in the process list)",
-    )  # fmt: skip
-    add(
-        "--namespace",
-        default="default",
-        metavar="NAME",
-        help="what this server's cache is called (default: %(default)s)",
-    )
+    add_observe_options(parser)
+    add_vllm_options(parser)
     return parser
-
-
-def _port(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"a port is a number within 0..65535, got {text!r}")
-    return int(text)

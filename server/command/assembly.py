@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
+from server.command.hub import find_generation_config
 from server.command.keys import read_key_file
-from ssd.errors import ModelError
+from server.command.model_options import ModelOptions
+from server.command.progress import Progress
+from server.tenants.opening import TenantSources, open_tenants
+from server.tenants.registry import Tenants
+from server.tenants.secret import OPTION as SECRET_OPTION
+from server.tenants.secret import VARIABLE as SECRET_VARIABLE
+from server.tenants.secret import find_secret
+from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -20,22 +30,64 @@ if TYPE_CHECKING:
 
 
 def make_settings(options: Options) -> ServerSettings:
-    """What the endpoints need; raises ConfigError or ModelError when the model or a file of keys is not there."""
-    filed = () if options.api_key_file is None else read_key_file(options.api_key_file)
+    """What the endpoints need; raises ConfigError or ModelError when the model is not there."""
+    service = options.service
     return ServerSettings(
-        model_names=options.model_names,
-        model=options.model,
-        namespace=options.namespace,
-        api_keys=(*options.api_keys, *filed),
-        share_prefix_cache=options.share_prefix_cache,
-        allow_special_tokens=options.allow_special_tokens,
-        obfuscation=options.obfuscation,
-        obfuscation_tokens=options.obfuscation_tokens,
-        obfuscation_interval_s=options.obfuscation_interval_s,
-        trust_request_chat_template=options.trust_request_chat_template,
+        model_names=service.model_names or (options.model.name,),
+        model=options.model.path,
+        namespace=options.cache.namespace,
+        api_keys=service.api_keys,
+        share_cache_across_keys=service.share_cache_across_keys,
+        share_prefix_cache=service.share_prefix_cache,
+        allow_special_tokens=service.allow_special_tokens,
+        tool_call_parser=options.tools.tool_call_parser,
+        reasoning_parser=options.tools.reasoning_parser,
+        exclude_tools_when_tool_choice_none=options.tools.exclude_tools_when_tool_choice_none,
+        page=options.page.page,
+        allow_draft_details=options.page.allow_draft_details,
+        obfuscation=options.streams.obfuscation,
+        obfuscation_tokens=options.streams.obfuscation_tokens,
+        obfuscation_interval_s=options.streams.obfuscation_interval_s,
+        trust_request_chat_template=service.trust_request_chat_template,
+        spec_decode_metrics=options.observe.spec_decode_metrics,
+        logs_requests=options.observe.logs_requests,
         limits=options.limits,
-        sampling_defaults=_sampling_defaults(options),
+        root_path=options.network.root_path,
+        cors=options.network.cors,
+        sampling_defaults=_sampling_defaults(options.model),
     )
+
+
+def make_tenants(options: Options, settings: ServerSettings) -> Tenants:
+    """Who may come in; raises ConfigError when a file of keys, tenants or the secret is of no use."""
+    service, cache = options.service, options.cache.config
+    key_file, redis_url, directory = service.api_key_file, cache.redis_url, cache.directory
+    sources = TenantSources(
+        keys=service.api_keys,
+        read_keys=tuple if key_file is None else lambda: read_key_file(key_file),
+        path=service.tenants_file,
+    )
+    has_keys = bool(service.api_keys) or key_file is not None or service.tenants_file is not None
+    has_own_caches = has_keys and not service.share_cache_across_keys
+    if redis_url is not None and has_own_caches and service.secret_file is None and service.secret is None:
+        raise ConfigError(
+            f"--redis with API keys needs one secret for all servers, or none would find another's caches: give "
+            f"{SECRET_OPTION} or ${SECRET_VARIABLE}, or --share-cache-across-keys"
+        )
+    environment = {} if service.secret is None else {SECRET_VARIABLE: service.secret}
+    secret = find_secret(service.secret_file, environment, directory if has_own_caches else None)
+    counters = None
+    if redis_url is not None and has_own_caches:
+        from ssd.sharing.counters import RedisCounters
+
+        counters = RedisCounters(redis_url)
+    return open_tenants(sources, settings, secret, cache_directory=directory, counters=counters)
+
+
+def watched_files(options: Options) -> list[Path]:
+    """The files whose change replaces keys and quotas."""
+    service = options.service
+    return [path for path in (service.api_key_file, service.tenants_file) if path is not None]
 
 
 class EngineLoader:
@@ -44,6 +96,12 @@ class EngineLoader:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._log: RedisLog | None = None
+        self.progress = Progress()
+
+    @property
+    def log(self) -> RedisLog | None:
+        """What replicas share through, once it is open."""
+        return self._log
 
     def __call__(self, resources: ExitStack) -> Engine:
         """Tokenizer, sharing, the cache and its worker process, the warm-up directories, and the model last.
@@ -55,50 +113,79 @@ class EngineLoader:
         from ssd.text.codec import TextCodec
 
         transformers_logging.disable_progress_bar()
-        options = self._options
-        codec = TextCodec.load(options.model)
-        caches = self._open_caches(codec, resources) if options.draft.num_speculative_tokens > 0 else None
+        options, reach = self._options, self.progress.reach
+        reach("reading the tokenizer")
+        codec = TextCodec.load(
+            options.model.tokenizer,
+            options.model.tokenizer_hub,
+            model=options.model.path,
+            model_hub=options.model.hub,
+            chat_template=options.model.chat_template,
+        )
+        reach("opening the cache")
+        caches = self._open_caches(codec, resources) if options.speculation.draft.num_speculative_tokens > 0 else None
 
+        reach("importing torch")
         from ssd.engine import Engine
         from ssd.model.loading.threads import settle_threads
 
         engine = Engine.from_pretrained(
-            options.model,
-            dtype=options.dtype,
-            device=options.device,
+            options.model.path,
+            dtype=options.model.dtype,
+            device=options.model.device,
             caches=caches,
             codec=codec,
-            config=options.engine,
-            draft=options.draft,
-            draft_model=options.draft_model,
+            config=options.engine.config,
+            draft=options.speculation.draft,
+            draft_model=options.speculation.draft_model,
+            hub=options.model.hub,
+            draft_hub=options.speculation.draft_hub,
+            report=reach,
+            draw_seed=_seeds(options.engine.seed),
         )
+        reach("compiling kernels, once on each machine, and trying numbers of threads")
         _compile_kernels()
         settle_threads(engine.target)  # before the warm-up times passes, and on the thread that will make them
+        reach("warming up, and compiling kernels once on each machine")
         return engine
 
     def sharing_stats(self) -> Mapping[str, SharingStats]:
         """Counts by namespace; empty where nothing is shared."""
-        return {} if self._log is None else {self._options.namespace: self._log.stats()}
+        return {} if self._log is None else {self._options.cache.namespace: self._log.stats()}
 
     def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheSet:
         from ssd.retrieval.cache import CacheSet
 
-        options = self._options
-        if options.cache.redis_url is not None:
+        options = self._options.cache
+        if options.config.redis_url is not None:
             from ssd.sharing.redis_log import RedisLog
 
-            self._log = RedisLog(options.cache.redis_url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size)
+            self._log = RedisLog(options.config.redis_url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size)
             resources.callback(self._log.close)
-        caches = CacheSet(options.cache, codec.fingerprint, namespace=options.namespace, on_open=self._share)
+        caches = CacheSet(
+            options.config,
+            codec.fingerprint,
+            namespace=options.namespace,
+            on_open=self._share,
+            on_close=self._share_no_more,
+        )
         resources.callback(caches.close)
-        cache = caches.get()
         for directory in options.warm_directories:
-            cache.add_static_directory(directory)
+            caches.add_static_directory(directory)
         return caches
 
     def _share(self, cache: SuffixCache) -> None:
-        if self._log is not None and cache.name == self._options.namespace:
+        if self._log is not None:
             self._log.attach(cache)
+
+    def _share_no_more(self, cache: SuffixCache) -> None:
+        if self._log is not None:
+            self._log.detach(cache)
+
+
+def _seeds(first: int | None) -> Callable[[], int] | None:
+    """A repeatable way to draw the seeds of requests; None leaves it to the engine."""
+    return None if first is None else partial(random.Random(first).getrandbits, 63)
 
 
 def _compile_kernels() -> None:
@@ -110,26 +197,10 @@ def _compile_kernels() -> None:
     common_tokens([0], [0])
 
 
-def _sampling_defaults(options: Options) -> dict[str, float]:
+def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
     if options.generation_config == "vllm":
         return {}
     if options.generation_config == "auto":
-        directory = _model_directory(options.model)
-        path = None if directory is None else directory / "generation_config.json"
-        return read_sampling_defaults(path) if path is not None and path.exists() else {}
+        path = find_generation_config(options.path, options.hub)
+        return {} if path is None else read_sampling_defaults(path)
     return read_sampling_defaults(Path(options.generation_config) / "generation_config.json")
-
-
-def _model_directory(model: str) -> Path | None:
-    """The model's files on this machine; None when they are not here yet. Raises ModelError for a path without any."""
-    directory = Path(model)
-    if directory.is_dir():
-        if not (directory / "config.json").exists():
-            raise ModelError(f"{model} has no config.json: give a Hugging Face model directory or a model's id")
-        return directory
-    if directory.is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
-        raise ModelError(f"there is no directory {model}: give a Hugging Face model directory or a model's id")
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, "config.json")
-    return Path(found).parent if isinstance(found, str) else None

@@ -11,20 +11,35 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from server.base.settings import ServerSettings
-from server.command.arguments import API_KEY_VARIABLE, Options, parse_arguments
-from server.command.assembly import EngineLoader, make_settings
+from server.command.arguments import Options, parse_arguments
+from server.command.assembly import EngineLoader, make_settings, make_tenants, watched_files
+from server.command.checks import check_before_loading
+from server.command.listening import BACKLOG, give_up, listen, url_of
+from server.command.network_options import tls_arguments
+from server.command.progress import Progress
+from server.command.service_options import API_KEY_VARIABLE
+from server.command.summary import summary_of
 from server.endpoints.app import create_app
 from server.intake.connections import protocol_within
+from server.observe.logs import set_up_logging
+from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Drained, Worker, WorkerState
-from ssd.errors import ConfigError, SSDError
+from server.tenants.registry import Tenants
+from server.tenants.secret import VARIABLE as SECRET_VARIABLE
+from server.tenants.watch import Watch
+from ssd.errors import SSDError
 from ssd.sharing.connection import URL_VARIABLE
+
+if TYPE_CHECKING:
+    from ssd.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +47,6 @@ _CONNECTIONS_S = 3
 """Once all requests have ended or were cut, connections have this long to take what was sent."""
 _OWN_FILES = 1024
 """Open files that are not for connections."""
-_BACKLOG = 2048
-"""Connections that the system holds until they are accepted."""
 _ACCEPTED_AT_ONCE = 64
 """Connections that are accepted before others have their turn on the event loop."""
 _CLOSE_S = 1.5
@@ -57,21 +70,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
     options = parse_arguments(arguments)
-    for secret in (API_KEY_VARIABLE, URL_VARIABLE):
+    for secret in (API_KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
         os.environ.pop(secret, None)  # no child needs it
-    logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    for noisy in ("uvicorn", "httpx", "asyncio"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    set_up_logging(options.observe.log_level, options.observe.log_format)
     num_files = _allow_open_files()
     sys.setswitchinterval(_SWITCH_S)
     try:
-        listener = listen(options.host, options.port)
+        listener = listen(options.network)
+        check_before_loading(options)
         settings = _within_files(make_settings(options), num_files)
+        tenants = make_tenants(options, settings)
+        endpoint = options.observe.otlp_traces_endpoint
+        spans = None if endpoint is None else make_spans(endpoint)
     except SSDError as error:
         return _refuse(error)
-    return serve(options, settings, listener)
+    try:
+        return serve(options, settings, listener, tenants, spans)
+    finally:
+        if spans is not None:
+            spans.close()
 
 
 def _allow_open_files() -> int:
@@ -92,12 +109,16 @@ def _within_files(settings: ServerSettings, num_files: int) -> ServerSettings:
     return replace(settings, limits=replace(settings.limits, max_connections=most))
 
 
-def serve(options: Options, settings: ServerSettings, listener: socket.socket) -> int:
+def serve(
+    options: Options, settings: ServerSettings, listener: socket.socket, tenants: Tenants, spans: Spans | None = None
+) -> int:
     """Serve on a listening socket until a signal comes; returns the exit status."""
     loader = EngineLoader(options)
+    tenants.sharing = lambda: loader.log
+    watch = Watch(tenants, watched_files(options))
     worker = Worker(loader)
     config = uvicorn.Config(
-        create_app(worker, settings, loader.sharing_stats),
+        create_app(worker, settings, loader.sharing_stats, tenants, spans),
         log_config=None,
         access_log=False,
         http=protocol_within(settings.limits),
@@ -105,15 +126,23 @@ def serve(options: Options, settings: ServerSettings, listener: socket.socket) -
         backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=math.ceil(settings.limits.max_idle_seconds),
         timeout_graceful_shutdown=_CONNECTIONS_S,
+        **tls_arguments(options.network.tls),
     )
-    address = "http://{}:{}".format(*listener.getsockname())
-    server = _Server(config, worker, f"{settings.model_name} on {address}", options.shutdown_timeout_s)
-    log.info("loading %s; %s answers /live now and /health once it is ready", options.model, address)
+    address = url_of(listener, options.network)
+    timeout_s = options.network.shutdown_timeout_s
+    server = _Server(
+        config, worker, loader.progress, lambda engine: summary_of(engine, options, settings), address, timeout_s
+    )
+    log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)
     worker.start()
+    if tenants.is_closed:
+        watch.start()
     try:
         server.run(sockets=[listener])
     finally:
+        watch.stop()
         stopped = worker.stop(_CLOSE_S)
+        give_up(options.network)
     if worker.load_error is not None:
         return _refuse(worker.load_error)
     status = FAILED if worker.state is WorkerState.FAILED else OK
@@ -136,32 +165,23 @@ def _signals() -> list[signal.Signals]:
     return [number for number in _STOP_SIGNALS if number is not signal.SIGHUP or not is_ignored]
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket, so that two servers started at once cannot both believe the port is theirs."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
-        ) from error
-    return listener
-
-
 class _Server(uvicorn.Server):
     """Ends running requests when it is told to stop, and ends itself when there is no engine, or none any more."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, name: str, shutdown_timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        worker: Worker,
+        progress: Progress,
+        summary: Callable[[Engine], str],
+        address: str,
+        shutdown_timeout_s: float,
+    ) -> None:
         super().__init__(config)
         self._worker = worker
-        self._name = name
+        self._progress = progress
+        self._summary = summary
+        self._address = address
         self._shutdown_timeout_s = shutdown_timeout_s
         self._announced = False
         self.drained: Drained | None = None
@@ -171,7 +191,7 @@ class _Server(uvicorn.Server):
         """Listen; the event loop sets how many connections wait to how many it accepts at once, which is too few."""
         await super().startup(sockets)
         for listener in sockets or []:
-            listener.listen(_BACKLOG)
+            listener.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A first signal lets requests in flight end; a second one ends them."""
@@ -188,10 +208,13 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Several times a second: say once that the server is ready, or stop when there is no engine."""
-        if not self._announced and self._worker.state is WorkerState.READY:
+        if self._worker.state is WorkerState.LOADING:
+            self._progress.log_now_and_then()
+        elif not self._announced and self._worker.state is WorkerState.READY:
             self._announced = True
             gc.freeze()  # libraries and model stay: collections need not look at them again
-            log.info("ready: %s", self._name)
+            facts = self._summary(self._worker.engine)
+            log.info("ready after %.1f s: %s %s", self._progress.seconds, self._address, facts)
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -212,5 +235,7 @@ def _refuse(error: BaseException) -> int:
         message = f"not enough memory: {message}; lower --max-num-seqs, --max-model-len or --cache-tokens"
     elif not isinstance(error, SSDError):
         message = f"{type(error).__name__}: {message} (--log-level debug shows where)"
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # what was logged before comes before
     print(f"ssd-serve: error: {message}", file=sys.stderr)
     return UNUSABLE

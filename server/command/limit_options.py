@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields
 
 from server.base.limits import Limits
+from server.command.sizes import count, num_bytes, spelled
 
 _HELP = {
     "max_body_bytes": "longest body of a request",
@@ -24,6 +26,8 @@ _HELP = {
     "max_grammar_characters": "longest schema, choices or grammar",
     "max_regex_characters": "longest regular expression",
     "max_messages": "most messages of a conversation",
+    "max_tools": "most functions that a model is told of",
+    "max_tools_characters": "most characters of their names, descriptions and schemas together",
     "max_connections": "most connections at once; requests on more are answered 503",
     "max_idle_seconds": "time a connection may be open between requests",
     "max_head_seconds": "time for the head of a request to arrive",
@@ -36,10 +40,18 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     """One option for every limit."""
     add = parser.add_argument_group("limits", "what one request, and all together, may ask for").add_argument
     for field in fields(Limits):
+        option = f"--{field.name.replace('_', '-')}"
+        shown = spelled(field.default) if isinstance(field.default, int) else field.default
         add(
-            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default, metavar="N",
-            help=f"{_HELP[field.name]} (default: %(default)s)",
+            option, type=_type(field.name), default=field.default, metavar="N",
+            help=f"{_HELP[field.name]} (default: {shown})",
         )  # fmt: skip
+
+
+def _type(name: str) -> Callable[[str], float]:
+    if name.endswith("_bytes"):
+        return num_bytes
+    return float if name.endswith("_seconds") else count
 
 
 def limits_of(found: argparse.Namespace) -> Limits:

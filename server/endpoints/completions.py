@@ -27,20 +27,26 @@ def add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await service.read(request, CompletionBody)
-        return await _generate(request, service, body, service.completion(body, tenant_of(request.scope)))
+        return await generate(request, service, body, service.completion(body, tenant_of(request.scope)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await service.read(request, ChatBody)
-        return await _generate(request, service, body, service.chat(body, tenant_of(request.scope)))
+        return await generate(request, service, body, service.chat(body, tenant_of(request.scope)))
 
 
-async def _generate(
-    request: Request, service: Service, body: GenerateBody, start: Coroutine[Any, Any, tuple[Generation, Bodies]]
+async def generate(
+    request: Request,
+    service: Service,
+    body: GenerateBody,
+    start: Coroutine[Any, Any, tuple[Generation, Bodies]],
+    options: StreamOptions | None = None,
 ) -> Response:
+    """Answer with what ``start`` begins. ``options`` : how a stream is written, where not as the body says."""
     generation, bodies = await start
     if body.stream:
-        return EventStream(generation, service.events(generation, bodies, body.stream_options or StreamOptions()))
+        options = options or body.stream_options or StreamOptions()
+        return EventStream(generation, service.events(generation, bodies, options))
     try:
         await until_disconnect(request.receive, service.finish(generation))
         return Response(await service.answer(generation, bodies), media_type="application/json")

@@ -10,11 +10,13 @@ from fastapi.openapi.utils import get_openapi
 from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
+from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
 _BODIES: dict[str, tuple[type[Body], ...]] = {
     "/v1/completions": (CompletionBody,),
     "/v1/chat/completions": (ChatBody,),
+    "/v1/responses": (ResponsesBody,),
     "/tokenize": (TokenizeTextBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
 }
@@ -82,7 +84,7 @@ def _body(kinds: tuple[type[Body], ...], schemas: dict[str, Any]) -> dict[str, A
 def _responses(path: str) -> dict[str, Any]:
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: dict[str, Any] = {kind: {"schema": {"type": "string"} if path == "/metrics" else {"type": "object"}}}
-    if path.endswith("/completions"):
+    if path.endswith(("/completions", "/responses")):
         content["text/event-stream"] = {}
     answers = {"200": {"description": "what was asked for", "content": content}}
     if path == "/health":

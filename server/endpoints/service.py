@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from server.answers.bodies import Bodies, ChatBodies, CompletionBodies
+from server.answers.bodies import Bodies, CompletionBodies
+from server.answers.chat_bodies import ChatBodies
+from server.answers.drafts import DraftWriter
 from server.answers.logprobs import LogprobsWriter
 from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events, padded
+from server.answers.response_bodies import ResponseBodies
+from server.answers.response_stream import ResponseEventWriter
 from server.answers.stream import EventWriter, events
 from server.base.budget import Budget
 from server.base.errors import model_not_found
 from server.base.json_text import json_text
 from server.base.lanes import Lanes
+from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.intake.body_reader import BodyReader
+from server.intake.conversations import AnswerPlan, plan_answer
+from server.intake.learning import may_learn
+from server.intake.message_formats import MessageFormats
 from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
 from server.running.engine_thread import Worker
@@ -27,7 +35,10 @@ from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import COMPLETION_MAX_TOKENS, CompletionBody
 from server.schema.generate import GenerateBody, StreamOptions
+from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from server.tenants.account import Account, Admission
+from server.tenants.registry import Tenants
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.text.stream import TextStream
@@ -49,10 +60,13 @@ _TOKENS_A_CHOICE = 256
 class Service:
     """Tokenises on threads beside the event loop, then submits to the worker."""
 
-    def __init__(self, worker: Worker, settings: ServerSettings, sharing_stats: NamespaceStats | None = None) -> None:
+    def __init__(
+        self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats | None = None
+    ) -> None:
         self.worker = worker
         self.settings = settings
-        self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats)
+        self.tenants = tenants
+        self.metrics = ServerMetrics(worker, settings.model_name, sharing_stats, tenants)
         self.lanes = Lanes()
         self.bodies = BodyReader(settings.limits, self.lanes)
         self._texts = Texts(
@@ -61,6 +75,7 @@ class Service:
             trust_request_chat_template=settings.trust_request_chat_template,
             allow_special_tokens=settings.allow_special_tokens,
         )
+        self._formats = MessageFormats(settings.tool_call_parser, settings.reasoning_parser)
         self._queued = Budget(settings.limits.max_queued_tokens, "prompt tokens")
         self._token_texts: TokenTexts | None = None
 
@@ -70,7 +85,11 @@ class Service:
 
     async def read(self, request: Request, schema: type[B]) -> B:
         """The checked body of a request; raises RequestError, ApiError, QueueFull, or why there is no engine."""
-        return await self._read(request, lambda content: schema.parse(content, self.settings.limits))
+        learns = may_learn(request.headers)
+        body = await self._read(request, lambda content: schema.parse(content, self.settings.limits))
+        if not learns:
+            body.keep_out_of_cache()
+        return body
 
     async def read_tokenize(self, request: Request) -> TokenizeTextBody | TokenizeChatBody:
         """The body of /tokenize, which has one of two forms."""
@@ -91,36 +110,70 @@ class Service:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
         if body.model is not None and body.model not in self.settings.model_names:
             raise model_not_found(body.model, self.settings.model_name)
+        current_record().model = body.model or self.settings.model_name
         return self.worker.engine
 
-    async def completion(self, body: CompletionBody, tenant: str | None) -> tuple[Generation, Bodies]:
-        """Start every choice of every prompt. ``tenant`` : whose request it is."""
+    def _engine_for(self, body: Body, tenant: Account | None) -> Engine:
+        """The same, for a tenant that has something left of this minute."""
         engine = self.engine_for(body)
+        if tenant is not None:
+            tenant.require_allowance(engine.target.num_slots)
+        return engine
+
+    async def completion(self, body: CompletionBody, tenant: Account | None) -> tuple[Generation, Bodies]:
+        """Start every choice of every prompt. ``tenant`` : whose request it is."""
+        engine = self._engine_for(body, tenant)
         asked, limit = body.prompts(), COMPLETION_MAX_TOKENS
         prompts = await self._texts.prompts(engine, asked, special=body.add_special_tokens)
         echo = await self._texts.echoes(engine, asked) if body.echo else None
         bodies = CompletionBodies(self.settings, echo=echo, **await self._body_options(engine, body))
         return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
-    async def chat(self, body: ChatBody, tenant: str | None) -> tuple[Generation, Bodies]:
-        """Start every choice of a conversation's next message. ``tenant`` : whose request it is."""
-        engine = self.engine_for(body)
-        prompt = await self._texts.messages(engine, body)
-        bodies = ChatBodies(self.settings, **await self._body_options(engine, body))
-        return await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant), bodies
+    async def chat(
+        self, body: ChatBody, tenant: Account | None, response: ResponsesBody | None = None
+    ) -> tuple[Generation, Bodies]:
+        """Start every choice of a conversation's next message.
+
+        tenant : whose request it is. response : what the conversation was made of, and is answered as.
+        """
+        engine = self._engine_for(body, tenant)
+        codec = codec_of(engine)
+        if (use := body.tool_use()) and use.mode == "none" and self.settings.exclude_tools_when_tool_choice_none:
+            body = body.without_tools()
+        form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
+        prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
+        if use is not None and (use.mode == "required" or body.response_format is not None):  # a grammar of all tools
+            plan = await self.lanes.answers.run(plan_answer, body, form, codec, prompt, self.settings.limits)
+        else:
+            plan = plan_answer(body, form, codec, prompt, self.settings.limits)
+        options = {"messages": plan.messages, **await self._body_options(engine, body)}
+        if response is None:
+            is_older = use is not None and use.is_older
+            bodies = ChatBodies(self.settings, as_function_call=is_older, **options)
+        else:
+            bodies = ResponseBodies(self.settings, response, **options)
+        generation = await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant, plan=plan)
+        return generation, bodies
 
     def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
         settings, engine = self.settings, self.worker.loaded_engine
         asked = options.include_obfuscation
-        if settings.obfuscation == "always" or (settings.obfuscation == "default" and asked is not False):
+        is_declined = asked is False or options.include_drafts  # which tell what obfuscation hides
+        if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):
             options = options.model_copy(update={"include_obfuscation": True})
-        writer = EventWriter(generation, bodies, options)
+
+        def spelling() -> TextStream:
+            assert engine is not None and generation.sampling is not None  # every generation was submitted
+            return TextStream.following(codec_of(engine), generation.sampling)
+
+        if isinstance(bodies, ResponseBodies):
+            writer: EventWriter = ResponseEventWriter(generation, bodies, options)
+        else:
+            writer = EventWriter(generation, bodies, options, DraftWriter(spelling) if options.include_drafts else None)
         if not writer.pad or engine is None:
             return events(generation, bodies, writer, settings.keep_alive_s)
-        codec, stop = codec_of(engine), generation.stop
-        streams = [TextStream(codec, stop=stop, include_stop=generation.include_stop) for _ in generation.choices]
-        pieces = EvenPieces(streams, settings.obfuscation_tokens)
+        pieces = EvenPieces([spelling() for _ in generation.choices], settings.obfuscation_tokens)
         return obfuscated_events(generation, writer, pieces, self._pace(), settings.keep_alive_s)
 
     async def finish(self, generation: Generation) -> None:
@@ -136,7 +189,11 @@ class Service:
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
         engine = self.engine_for(body)
-        tokens, texts = await self._texts.tokenize(engine, body)
+        in_words = False
+        if isinstance(body, TokenizeChatBody):
+            form = self._formats.of(codec_of(engine), body.chat_template, with_tools=body.tool_use() is not None)
+            in_words = form.in_words
+        tokens, texts = await self._texts.tokenize(engine, body, tools_in_words=in_words)
         return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": texts}
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
@@ -171,23 +228,48 @@ class Service:
         bodies: Bodies,
         *,
         default_limit: int | None,
-        tenant: str | None,
+        tenant: Account | None,
+        plan: AnswerPlan | None = None,
     ) -> Generation:
+        if body.stream_options is not None and body.stream_options.include_drafts:
+            self._require_draft_details()
         prediction = None if body.prediction is None else await self._texts.prediction(engine, body.prediction.text)
         bad_words = await self._texts.bad_words(engine, body.bad_words) if body.bad_words else ()
-        output = body.structured_output()
+        plan = plan or AnswerPlan(None, body.structured_output())
+        output = plan.output
         if output is not None and engine.grammars is not None:
             await self.lanes.grammars.run(engine.grammars.compile, output)  # and kept there
         num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
+        self.metrics.latencies.num_choices.observe(body.n)
+        record = current_record()
+        record.response_id, record.is_stream = bodies.id, body.stream
         share = self._queued.share()
         share.grow(num_tokens)
+        try:
+            admission = _admitted(tenant, engine, body.n * len(prompts), sum(map(len, prompts)))
+        except BaseException:
+            share.give_back()
+            raise
         prompt_ids = [tuple(prompt) for prompt in prompts]
         generation = Generation(
-            self.worker, self.metrics.latencies, prompt_ids, prediction, aside=self.lanes.answers, share=share
+            self.worker,
+            self.metrics.latencies,
+            prompt_ids,
+            prediction,
+            aside=self.lanes.answers,
+            share=share,
+            only_scores=body.only_scores,
+            admission=admission,
         )
+        generation.messages, generation.count_reasoning = plan.messages, plan.count_reasoning
 
         def submit() -> None:
-            sampling = self._sampling_of(engine, body, bad_words, default_limit)
+            ruled = {
+                "bad_words": bad_words,
+                "structured_output": output,
+                "shown_special_ids": plan.shown_special_ids,
+            }
+            sampling = self._sampling_of(engine, body, ruled, default_limit)
             generation.submit(
                 [
                     self._request(
@@ -209,19 +291,33 @@ class Service:
             raise
         return generation
 
+    def _require_draft_details(self) -> None:
+        if not (self.settings.page or self.settings.allow_draft_details):
+            raise RequestError(
+                "include_drafts is not allowed here: the operator started the server with --no-page; "
+                "--allow-draft-details allows it without the page",
+                param="stream_options.include_drafts",
+            )
+        if self.settings.obfuscation == "always":
+            raise RequestError(
+                "include_drafts is not allowed here: the operator obfuscates all streams (--obfuscation always)",
+                param="stream_options.include_drafts",
+            )
+
     def _sampling_of(
-        self, engine: Engine, body: GenerateBody, bad_words: tuple[tuple[int, ...], ...], default_limit: int | None
+        self, engine: Engine, body: GenerateBody, ruled: dict[str, Any], default_limit: int | None
     ) -> Callable[[int], SamplingParams]:
         """How to sample after a prompt of some length; made once for all prompts that leave the same limit.
 
-        What is asked for may have very many token ids, and a request prompts of very many lengths.
+        ``ruled`` : fields that the body alone does not give. What is asked for may have very many token ids, and a
+        request prompts of very many lengths.
         """
         defaults, most = self.settings.sampling_defaults, self.settings.limits.max_logprob_entries
         num_choices = len(body.prompts()) * body.n if isinstance(body, CompletionBody) else body.n
 
         @cache
         def at(room: int) -> SamplingParams:
-            found = replace(body.sampling(defaults, room=room, default_limit=default_limit), bad_words=bad_words)
+            found = replace(body.sampling(defaults, room=room, default_limit=default_limit), **ruled)
             _ = found.rules  # made here and not where others' tokens are computed
             return found
 
@@ -242,29 +338,39 @@ class Service:
         prediction: tuple[int, ...],
         choice: int,
         prefix: str,
-        tenant: str | None,
+        tenant: Account | None,
     ) -> EngineRequest:
         from ssd.engine import Request  # by now loaded by the engine's thread
 
+        base = self._namespace(body)
+        cache = self.tenants.cache_use(tenant, base, body.cache_salt)
         return Request(
             request_id=f"{prefix}-{choice}",
             prompt_token_ids=prompt,
             sampling=sampling,
             choice_index=choice,
-            namespace=self._namespace(body),
+            namespace=cache.namespace,
+            namespace_terms=cache.terms,
             priority=body.priority,
             cache_salt=body.cache_salt,
-            tenant=None if self.settings.share_prefix_cache else tenant,
+            tenant=None if tenant is None else tenant.name,
+            max_running=None if tenant is None else tenant.tenant.quotas.max_running,
+            prefix_scope=base if self.settings.share_prefix_cache else None,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
+            learn=body.store is not False,
+            keeps_steps=self.settings.spec_decode_metrics != "none",
         )
 
     def _namespace(self, body: GenerateBody) -> str | None:
-        """Which cache a request uses. A salted one asks to share nothing, so it neither reads nor feeds one.
+        """What the caches of a request's tenant and salt are derived from."""
+        return self.settings.namespace
 
-        Keys and values it shares with requests of its own salt.
-        """
-        return None if body.cache_salt is not None else self.settings.namespace
+
+def _admitted(tenant: Account | None, engine: Engine, num_choices: int, num_prompt_tokens: int) -> Admission | None:
+    if tenant is None:
+        return None
+    return tenant.admit(num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, num_slots=engine.target.num_slots)
 
 
 def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int, most: int) -> None:

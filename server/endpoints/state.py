@@ -13,13 +13,15 @@ from server.running.engine_thread import WorkerState
 
 
 def add_state(app: FastAPI, service: Service) -> None:
-    """All four."""
+    """All four; those that are asked whether the service lives answer HEAD as well."""
     worker = service.worker
 
+    @app.head("/live", include_in_schema=False)
     @app.get("/live")
     async def live() -> dict[str, str]:
         return {"status": "ok"}
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if worker.state is WorkerState.READY:

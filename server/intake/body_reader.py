@@ -14,6 +14,7 @@ from server.base.errors import ApiError
 from server.base.lanes import Lanes
 from server.base.limits import SMALL_BODY_BYTES, Limits
 from server.base.patience import Patience
+from server.base.record import current_record
 from ssd.errors import RequestError
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class BodyReader:
                     if len(content) > SMALL_BODY_BYTES:
                         share.grow(len(content) - share.amount)
         except ClientDisconnect:
+            current_record().is_gone = True
             raise RequestError("the connection closed before the whole body had arrived") from None
         except TimeoutError:
             message = f"the body stalled for {seconds:g} seconds, or came with fewer than {rate} bytes a second"

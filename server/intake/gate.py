@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import re
-import secrets
 import uuid
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.base.errors import ApiError, error_response
+from server.base.record import current_record
+from server.intake.root_path import path_below_root
+from server.tenants.account import Account
+from server.tenants.registry import Tenants
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +26,15 @@ _OPEN_PATHS = frozenset({"/live", "/health", "/version", "/metrics", "/docs", "/
 class Gate:
     """ASGI middleware: ``x-request-id`` on every response, bearer keys, a JSON body for unforeseen errors.
 
-    Where there are keys, ``scope["state"]["tenant"]`` tells the requests of one key from those of another. It is keyed
-    with a secret of this process, so neither it nor its like from another process tells anything about the key.
+    Where there are keys, ``scope["state"]["tenant"]`` is the account of the tenant whose key a request brings, and
+    answers under /v1 say what is left of its rates.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, *, tenants: Tenants, open_paths: Collection[str] = ()) -> None:
+        """``open_paths`` : what is open beside the paths that always are."""
         self._app = app
-        self._secret = secrets.token_bytes(32)
-        self._tenants = [self._tenant_of(key) for key in api_keys]
+        self._tenants = tenants
+        self._open_paths = _OPEN_PATHS | set(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -41,16 +44,20 @@ class Gate:
         headers = Headers(scope=scope)
         asked = headers.get("x-request-id", "")
         request_id = asked if _REQUEST_ID.fullmatch(asked) else f"req_{uuid.uuid4().hex}"
+        current_record().request_id = request_id
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                answer = MutableHeaders(scope=message)
+                answer["x-request-id"] = request_id
+                if tenant is not None and scope["path"].startswith("/v1/"):
+                    answer.update(tenant.headers())
             await send(message)
 
-        tenant = self._tenant(headers)
+        tenant = self._tenant(headers) if self._tenants.is_closed else None
         if tenant is not None:
             scope.setdefault("state", {})["tenant"] = tenant
         elif self._needs_key(scope):
@@ -68,21 +75,18 @@ class Gate:
                 await error_response(error)(scope, receive, send_with_id)
 
     def _needs_key(self, scope: Scope) -> bool:
-        return bool(self._tenants) and scope["method"] != "OPTIONS" and scope["path"] not in _OPEN_PATHS
+        if not self._tenants.is_closed or scope["method"] == "OPTIONS":
+            return False
+        return path_below_root(scope) not in self._open_paths
 
-    def _tenant(self, headers: Headers) -> str | None:
+    def _tenant(self, headers: Headers) -> Account | None:
         """Whose key a request brings; None without a right one."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = self._tenant_of(key.strip())
-        # All are compared, each in constant time: how long it takes tells nothing about the keys.
-        matches = [hmac.compare_digest(given, tenant) for tenant in self._tenants]
-        return given if scheme.lower() == "bearer" and any(matches) else None
-
-    def _tenant_of(self, key: str) -> str:
-        return hmac.new(self._secret, key.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()
+        found = self._tenants.find(key.strip())
+        return found if scheme.lower() == "bearer" else None
 
 
-def tenant_of(scope: Scope) -> str | None:
+def tenant_of(scope: Scope) -> Account | None:
     """Whose key the request brought; None where there are no keys."""
-    tenant: str | None = scope.get("state", {}).get("tenant")
+    tenant: Account | None = scope.get("state", {}).get("tenant")
     return tenant

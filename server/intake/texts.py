@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.base.lanes import Lanes
 from server.base.limits import Limits
+from server.intake.json_size import num_values
 from server.schema.messages import ChatTemplateFields
 from server.schema.tokenize import TokenizeTextBody
 from ssd.errors import ContextTooLong, RequestError
@@ -65,9 +66,9 @@ class Texts:
 
         return await self._lanes.text(sum(len(text) + _CHARACTERS_A_TEXT for text in texts)).run(call)
 
-    async def messages(self, engine: Engine, body: ChatTemplateFields) -> list[int]:
-        """Token ids of a conversation."""
-        call, num_characters = self._conversation(engine, body)
+    async def messages(self, engine: Engine, body: ChatTemplateFields, *, tools_in_words: bool = False) -> list[int]:
+        """Token ids of a conversation. ``tools_in_words`` : its template knows of no tools."""
+        call, num_characters = self._conversation(engine, body, tools_in_words=tools_in_words)
         return await self._lanes.text(num_characters).run(call)
 
     async def prediction(self, engine: Engine, text: str) -> tuple[int, ...]:
@@ -100,7 +101,9 @@ class Texts:
             return [text_of(prompt) for prompt in prompts]
         return await self._lanes.text(sum(map(len, prompts))).run(lambda: [text_of(prompt) for prompt in prompts])
 
-    async def tokenize(self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields) -> tuple[list[int], Any]:
+    async def tokenize(
+        self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, *, tools_in_words: bool = False
+    ) -> tuple[list[int], Any]:
         """Ids of a text or a conversation, and each one's text where that is asked for."""
         codec = codec_of(engine)
         most = self.most_tokens(engine)
@@ -114,7 +117,7 @@ class Texts:
 
         else:
             wants_texts = getattr(body, "return_token_strs", False)
-            ids, _ = self._conversation(engine, body)
+            ids, _ = self._conversation(engine, body, tools_in_words=tools_in_words)
 
         def call() -> tuple[list[int], Any]:
             tokens = ids()
@@ -137,9 +140,13 @@ class Texts:
         """Prompt tokens that one request may have."""
         return max(self._limits.max_request_tokens, engine.max_model_len)
 
-    def _conversation(self, engine: Engine, body: ChatTemplateFields) -> tuple[Callable[[], list[int]], int]:
+    def _conversation(
+        self, engine: Engine, body: ChatTemplateFields, *, tools_in_words: bool
+    ) -> tuple[Callable[[], list[int]], int]:
         """What tokenises a conversation, and about how many characters it has."""
         contents = [str(message.get("content")) for message in body.messages]
+        contents += [str(calls) for message in body.messages if (calls := message.get("tool_calls"))]
+        contents += [str(function.told()) for function in (*(tool.function for tool in body.tools), *body.functions)]
         num_characters = sum(map(len, contents))
         _require_plausible_length(engine, num_characters, "messages")
         if body.chat_template is not None and not self._trusts_templates:
@@ -149,14 +156,31 @@ class Texts:
                 param="chat_template",
             )
         codec = codec_of(engine)
-        arguments = {**body.template_arguments(), "allow_special_tokens": self._allow_special_tokens}
+        arguments = {
+            **body.template_arguments(),
+            "allow_special_tokens": self._allow_special_tokens,
+            "tools_in_words": tools_in_words,
+        }
 
         def call() -> list[int]:
+            self._require_few_values(body.messages)
             if num_characters > _USUAL_CHARACTERS_PER_TOKEN * engine.max_model_len:
                 require_fits(codec, "\n".join(contents), engine.max_model_len, "messages")
             return codec.encode_chat(body.messages, **arguments)
 
         return call, num_characters + _CHARACTERS_A_TEXT * len(contents)
+
+    def _require_few_values(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Refuse more in the arguments of tool calls, each JSON in a string, than a body may have."""
+        calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
+        functions = [*(call.get("function") for call in calls), *(message.get("function_call") for message in messages)]
+        written = [function.get("arguments") for function in functions if isinstance(function, dict)]
+        text = ",".join(arguments for arguments in written if isinstance(arguments, str))
+        most = self._limits.max_body_values
+        if len(text) > most and num_values(text.encode(errors="replace")) > most:
+            raise RequestError(
+                f"the arguments of all tool calls have more than {most} values: leave some out", param="messages"
+            )
 
     def _too_many(self, most: int) -> RequestError:
         return RequestError(

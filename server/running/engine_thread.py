@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -49,7 +50,43 @@ class Inbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[tuple[str, RequestOutput | Exception]] = asyncio.Queue()
+        self._arrived: deque[tuple[str, RequestOutput | Exception]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def put(self, request_id: str, delivery: RequestOutput | Exception) -> None:
+        """To be called on the event loop."""
+        self._arrived.append((request_id, delivery))
+        _wake(self._waiter)
+
+    async def get(self, wait_s: float | None = None) -> tuple[str, RequestOutput | Exception] | None:
+        """The next that arrived, or None where nothing does for so many seconds; for one caller at a time.
+
+        Once for every pass and stream: a queue and a timeout of asyncio's take twice as long.
+        """
+        if not self._arrived:
+            self._waiter = self.loop.create_future()
+            timer = None if wait_s is None else self.loop.call_later(wait_s, _wake, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        return self._arrived.popleft() if self._arrived else None
+
+    def take_all(self) -> list[RequestOutput | Exception]:
+        """What has arrived and was not looked at."""
+        arrived = [delivery for _, delivery in self._arrived]
+        self._arrived.clear()
+        return arrived
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
 
 
 class Worker:
@@ -217,4 +254,4 @@ class Worker:
 
 def _fill(batch: list[tuple[Inbox, str, RequestOutput | Exception]]) -> None:
     for inbox, request_id, delivery in batch:
-        inbox.queue.put_nowait((request_id, delivery))
+        inbox.put(request_id, delivery)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from server.base.budget import Share
 from server.base.errors import RequestFailed
 from server.base.lanes import Lane
+from server.base.record import current_record
+from server.running.account import note_counts, note_submitted
 from server.running.engine_thread import Inbox, Worker
 from server.running.latencies import Latencies
+from server.tenants.account import Admission
+from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
-    from ssd.engine import Request, RequestOutput, TokenLogprobs
+    from ssd.config import SamplingParams
+    from ssd.engine import Request, RequestOutput, RequestStats, TokenLogprobs
 
 _MOST_AT_ONCE = 32
 """Outputs taken in a row before others have their turn on the event loop."""
@@ -33,6 +38,8 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
+    stats: RequestStats | None = None
+    """The engine's, which it goes on writing; None before the first output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class Usage:
     ``cached_tokens`` : prompt tokens that no choice of this request had to compute.
     ``accepted_prediction_tokens`` : of the prediction, how many are in the output, see ``common_tokens``, over all
     choices; ``rejected_prediction_tokens`` : the others, which are not part of ``completion_tokens``. None without one.
+    ``reasoning_tokens`` : of the completion, what was thought; None where nothing can be told apart.
     """
 
     prompt_tokens: int
@@ -49,6 +57,7 @@ class Usage:
     cached_tokens: int = 0
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
     def body(self) -> dict[str, Any]:
         """As OpenAI writes it."""
@@ -58,11 +67,13 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-        if self.accepted_prediction_tokens is not None:
-            counts["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self.accepted_prediction_tokens,
-                "rejected_prediction_tokens": self.rejected_prediction_tokens,
-            }
+        details = {
+            "accepted_prediction_tokens": self.accepted_prediction_tokens,
+            "rejected_prediction_tokens": self.rejected_prediction_tokens,
+            "reasoning_tokens": self.reasoning_tokens,
+        }
+        if known := {name: count for name, count in details.items() if count is not None}:
+            counts["completion_tokens_details"] = known
         return counts
 
 
@@ -78,45 +89,75 @@ class Generation:
         *,
         aside: Lane,
         share: Share,
+        admission: Admission | None = None,
+        only_scores: bool = False,
     ) -> None:
-        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end."""
+        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end.
+
+        ``admission`` : what it takes of its tenant's quotas, ended with it. ``only_scores`` : the prompts'
+        log-probabilities are wanted, the one token computed with them is left out.
+        """
         self.prompts = prompts
         self.aside = aside
+        self._only_scores = only_scores
         self._share = share
+        self._admission = admission
         self.prediction = prediction
         self.choices: list[Choice] = []
-        self.stop: tuple[str, ...] = ()
-        self.include_stop = False
+        self.sampling: SamplingParams | None = None
+        self.messages: Messages | None = None
+        """What the texts of the choices are beside content, where they may be anything else."""
         self._worker = worker
         self._latencies = latencies
         self._inbox = Inbox()
         self._index: dict[str, int] = {}
         self._running: set[str] = set()
-        self._started = time.perf_counter()
+        self._account = current_record()
+        self._started = self._account.received_s
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
+        self.count_reasoning: Callable[[Sequence[int]], int] | None = None
+        """How many tokens of an output were thought; None where that is not asked."""
         self._num_accepted: int | None = None
+        self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over all choices; when one is refused, none stays and the refusal is raised."""
+        note_submitted(self._account, requests[0], len(requests))
         try:
             for request in requests:
-                self.stop, self.include_stop = request.sampling.stop, request.sampling.include_stop_str_in_output
+                self.sampling = request.sampling
                 self._worker.submit(request, self._inbox)
                 self._index[request.request_id] = len(self.choices)
                 self._running.add(request.request_id)
                 self.choices.append(Choice())
         except BaseException:
+            if self._admission is not None:
+                self._admission.take_back()
             self.close()
             raise
 
     def close(self) -> None:
         """Cancel what still runs, so that its slot is free at the engine's next step."""
+        note_counts(
+            self._account,
+            [(choice.stats, choice.finish_reason) for choice in self.choices],
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self.usage.cached_tokens,
+        )
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
         self._share.give_back()
+        if self._admission is not None:
+            self._admission.end(self._num_completion_tokens + self._num_not_taken())
+            self._admission = None
+
+    def _num_not_taken(self) -> int:
+        """Tokens that were made and not looked at: the client went away."""
+        arrived = self._inbox.take_all()
+        return sum(len(delivery.token_ids) for delivery in arrived if not isinstance(delivery, Exception))
 
     @property
     def usage(self) -> Usage:
@@ -127,6 +168,7 @@ class Generation:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=self._num_completion_tokens,
             cached_tokens=sum(min(cached[first : first + per_prompt]) for first in range(0, len(cached), per_prompt)),
+            reasoning_tokens=self._num_reasoning,
         )
         if self.prediction is None or self._num_accepted is None:
             return usage
@@ -139,7 +181,7 @@ class Generation:
     @property
     def has_more_now(self) -> bool:
         """True when the next output is here already."""
-        return bool(self._running) and not self._inbox.queue.empty()
+        return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
         """(choice index, output) until all choices have ended; None whenever nothing came for ``wait_s`` seconds.
@@ -148,23 +190,24 @@ class Generation:
         """
         num_at_once = 0
         while self._running:
-            if self._inbox.queue.empty():
-                try:
-                    async with asyncio.timeout(wait_s):
-                        request_id, delivery = await self._inbox.queue.get()
-                except TimeoutError:
-                    yield None
-                    continue
-            else:
-                request_id, delivery = self._inbox.queue.get_nowait()
-                num_at_once += 1
-                if num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
-                    await asyncio.sleep(0)
+            is_here = len(self._inbox) > 0
+            arrived = await self._inbox.get(wait_s)
+            if arrived is None:
+                yield None
+                continue
+            num_at_once += is_here
+            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
+                await asyncio.sleep(0)
+            request_id, delivery = arrived
             if isinstance(delivery, Exception):
                 self._running.discard(request_id)
                 raise delivery
+            if self._only_scores:
+                delivery = _without_tokens(delivery)
             self._record(request_id, delivery)
             yield self._index[request_id], delivery
+        if self.count_reasoning is not None:
+            self._num_reasoning = await self.aside.run(self._reasoning_tokens, self.count_reasoning)
         if self.prediction is not None:
             self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
 
@@ -172,6 +215,9 @@ class Generation:
         from server.running.prediction import common_tokens  # compiled, and loaded where it is needed
 
         return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
+
+    def _reasoning_tokens(self, count: Callable[[Sequence[int]], int]) -> int:
+        return sum(count(choice.token_ids) for choice in self.choices)
 
     async def finish(self) -> None:
         """Wait until all choices have ended."""
@@ -183,6 +229,7 @@ class Generation:
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
         self._num_completion_tokens += len(output.token_ids)
+        choice.stats = output.stats
         choice.num_cached_tokens = output.stats.num_cached_tokens
         choice.logprobs.extend(output.logprobs or ())
         if output.prompt_logprobs is not None:
@@ -194,13 +241,19 @@ class Generation:
         if output.finish_reason is None:
             return
         self._running.discard(request_id)
+        if output.refusal is not None:
+            raise output.refusal
         if output.finish_reason == "error":
             raise RequestFailed(f"this request failed: {output.error}; the server's log says why")
         if output.finish_reason == "cancelled":
             raise EngineStopped("the request was cancelled by the server")
-        choice.finish_reason = str(output.finish_reason)
-        choice.stop_reason = output.stop_reason
+        choice.finish_reason = "length" if self._only_scores else str(output.finish_reason)
+        choice.stop_reason = None if self._only_scores else output.stop_reason
         self._latencies.end_to_end.observe(now - self._started)
         if len(choice.token_ids) > 1:
             decoding_s = now - self._first_token[request_id]
             self._latencies.time_per_output_token.observe(decoding_s / (len(choice.token_ids) - 1))
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    return replace(output, token_ids=(), text="", logprobs=None if output.logprobs is None else ())

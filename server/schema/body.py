@@ -31,7 +31,7 @@ class Body(BaseModel):
         """
         if not isinstance(content, dict):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
-        fields = honoured_fields(content)
+        fields = cls.honoured(content)
         unknown = next((name for name in fields if name not in cls.model_fields), None)
         if unknown is not None:  # before anything else, since it explains other mistakes
             raise _unknown_field(unknown)
@@ -42,6 +42,14 @@ class Body(BaseModel):
             raise _request_error(error) from None
         body.require_within(limits)
         return body
+
+    @classmethod
+    def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
+        """The fields the schema must understand; raises RequestError for one that cannot be honoured."""
+        return honoured_fields(content, cls.model_fields)
+
+    def keep_out_of_cache(self) -> None:
+        """As if it said that nothing may be learned from it; nothing is where there is no output."""
 
     def require_within(self, limits: Limits) -> None:
         """Raises RequestError for what can be measured only now."""

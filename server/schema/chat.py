@@ -15,7 +15,7 @@ from ssd.errors import RequestError
 class ChatBody(ChatTemplateFields, GenerateBody):
     """POST /v1/chat/completions."""
 
-    max_completion_tokens: int | None = None
+    include_reasoning: bool = Field(default=True, description="false: what the model thinks is left out of the answer")
     reasoning_effort: str | None = Field(default=None, max_length=64)
     logprobs: bool = False
     top_logprobs: int = Field(
@@ -29,15 +29,9 @@ class ChatBody(ChatTemplateFields, GenerateBody):
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
-    def output_limit(self) -> tuple[str, int | None]:
-        """``max_completion_tokens`` wins over the older ``max_tokens``."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return super().output_limit()
-
     def template_arguments(self) -> dict[str, Any]:
         """As above; ``reasoning_effort`` is the template's to honour, as in vLLM."""
         arguments = super().template_arguments()
         if self.reasoning_effort is not None:
-            arguments["template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **self.chat_template_kwargs}
+            arguments["template_kwargs"] = {"reasoning_effort": self.reasoning_effort, **arguments["template_kwargs"]}
         return arguments

@@ -29,6 +29,11 @@ class CompletionBody(GenerateBody):
         """``logprobs``; 0 reports each token alone."""
         return None if self.logprobs is False else self.logprobs
 
+    @property
+    def only_scores(self) -> bool:
+        """With ``echo`` an output of 0 tokens asks for the prompt alone, as evaluations do."""
+        return self.echo and self.output_limit()[1] == 0
+
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
         """As above; with ``echo`` the prompt's log-probabilities belong to the answer."""
         params = super().sampling(defaults, room=room, default_limit=default_limit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 from server.base.limits import Limits
@@ -15,9 +17,14 @@ def require_counts(body: dict[str, Any], limits: Limits) -> None:
         ("logit_bias", _length, limits.max_logit_bias, "entries"),
         ("allowed_token_ids", _length, limits.max_allowed_token_ids, "token ids"),
         ("messages", _length, limits.max_messages, "messages"),
+        ("input", _length, limits.max_messages, "items"),
         ("bad_words", _length, limits.max_bad_words, "words"),
         ("bad_words", _characters, limits.max_bad_words_characters, "characters"),
         ("stop", _characters, limits.max_stop_characters, "characters"),
+        ("tools", _length, limits.max_tools, "functions"),
+        ("tools", _written, limits.max_tools_characters, "characters"),
+        ("functions", _length, limits.max_tools, "functions"),
+        ("functions", _written, limits.max_tools_characters, "characters"),
     ):
         _require(name, count(body.get(name)), most, unit)
 
@@ -43,6 +50,16 @@ def _require(name: str, count: int, most: int, unit: str) -> None:
 
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, (list, dict)) else 0
+
+
+def _written(value: Any) -> int:
+    """Characters of JSON; what is nested too deeply to be written has more than any limit."""
+    if value is None:
+        return 0
+    try:
+        return len(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        return sys.maxsize
 
 
 def _characters(value: Any) -> int:

@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ssd.errors import RequestError
 
 IGNORED = frozenset(
     {
-        "metadata", "user", "store", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
-        "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "request_id", "session_id",
-        "spaces_between_special_tokens", "include_reasoning",
+        "metadata", "user", "service_tier", "safety_identifier", "verbosity", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "request_id", "session_id",
+        "spaces_between_special_tokens",
     }
 )  # fmt: skip
-"""They concern billing, routing, scheduling, or features that are refused anyway."""
+"""They concern billing, routing, scheduling, features that are refused anyway, or tokenizers of another kind."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
     "truncate_prompt_tokens": (),
-    "skip_special_tokens": (True,),
     "length_penalty": (1.0, 1),
 }
-"""Fields that would change the output and cannot be honoured, each with the values that mean "without it"."""
+"""Fields that would change the output and cannot be honoured, each with the values that mean "without it". Where a
+schema has a field of the name, that counts."""
 
 
-def honoured_fields(body: dict[str, Any]) -> dict[str, Any]:
+def honoured_fields(body: dict[str, Any], known: Collection[str] = ()) -> dict[str, Any]:
     """The fields of a request that the schema must understand: no nulls, nothing ignored, nothing neutral.
 
+    ``known`` : names that the schema has, which stay.
     Raises RequestError for a field that would change the output and cannot be honoured.
     """
     honoured = {}
     for name, value in body.items():
-        if value is None or name in IGNORED:
+        if value is None:
             continue
-        if name in NEUTRAL:
+        if name in known:
+            honoured[name] = value
+        elif name in IGNORED:
+            continue
+        elif name in NEUTRAL:
             _require_neutral(name, value)
         elif name == "best_of":
             _require_best_of(value, body.get("n"))

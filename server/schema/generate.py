@@ -21,12 +21,16 @@ class StreamOptions(Part):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+    include_drafts: bool | None = Field(
+        default=None, description="of each pass what was drafted, from what, and how much of it was accepted"
+    )
 
 
 class GenerateBody(OutputFields, Body):
     """What completions and chat completions have in common."""
 
     max_tokens: int | None = None
+    max_completion_tokens: int | None = Field(default=None, description="wins over the older ``max_tokens``")
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -49,6 +53,10 @@ class GenerateBody(OutputFields, Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    store: bool | None = Field(
+        default=None, description="false: drafts still come from the cache, but nothing of this request is added to it"
+    )
+    skip_special_tokens: bool = Field(default=True, description="false: special tokens are written as text, too")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     priority: int = 0
     num_speculative_tokens: int | None = Field(
@@ -68,9 +76,20 @@ class GenerateBody(OutputFields, Body):
                 param=output.param,
             )
 
+    def keep_out_of_cache(self) -> None:
+        """As ``store: false``."""
+        self.store = False
+
     def output_limit(self) -> tuple[str, int | None]:
         """The field that limits the output and its value; None where the client set no limit."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether no output is wanted, but what the model says of the prompt."""
+        return False
 
     def num_logprobs(self) -> int | None:
         """How many alternatives to report beside each token; None where no log-probabilities are asked for."""
@@ -85,9 +104,16 @@ class GenerateBody(OutputFields, Body):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
+        options = self.stream_options or StreamOptions()
+        if options.include_drafts and options.include_obfuscation:
+            raise RequestError(
+                "include_drafts tells what include_obfuscation hides: leave one of them out", param="stream_options"
+            )
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
         name, limit = self.output_limit()
+        if self.only_scores:
+            limit = 1  # is computed with the prompt, and left out of the answer
         if limit is not None and limit < 1:
             raise RequestError(f"{name} must be at least 1, got {shown(limit)}", param=name)
         if limit is None:
@@ -120,6 +146,7 @@ class GenerateBody(OutputFields, Body):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             structured_output=self.structured_output(),
             logprobs=self.num_logprobs(),
+            skip_special_tokens=self.skip_special_tokens,
             prompt_logprobs=self.prompt_logprobs,
         )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from server.schema.tool_fields import ToolFields
 from ssd.errors import RequestError
 
 
-class ChatTemplateFields(BaseModel):
-    """How messages become a prompt."""
+class ChatTemplateFields(ToolFields):
+    """How messages and tools become a prompt."""
 
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
     add_generation_prompt: bool | None = None
@@ -31,9 +32,11 @@ class ChatTemplateFields(BaseModel):
                 "add_special_tokens is not supported with messages: the chat template adds them",
                 param="add_special_tokens",
             )
+        use = self.tool_use()
+        told = {} if use is None else {"tools": use.told()}
         return {
             "add_generation_prompt": not self.continue_final_message and self.add_generation_prompt is not False,
             "continue_final_message": self.continue_final_message,
             "chat_template": self.chat_template,
-            "template_kwargs": self.chat_template_kwargs,
+            "template_kwargs": {**self.chat_template_kwargs, **told},
         }

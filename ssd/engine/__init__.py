@@ -2,7 +2,16 @@
 
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
-from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
+from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.model.sampling.logprobs import TokenLogprobs
 
-__all__ = ["Engine", "EngineMetrics", "FinishReason", "Request", "RequestOutput", "RequestStats", "TokenLogprobs"]
+__all__ = [
+    "Engine",
+    "EngineMetrics",
+    "FinishReason",
+    "Request",
+    "RequestOutput",
+    "RequestStats",
+    "TokenLogprobs",
+    "VerifiedDraft",
+]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
@@ -19,8 +21,7 @@ from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.proposals import Proposals
-from ssd.engine.request import FinishReason, Request, RequestOutput
-from ssd.engine.request_log import log_finished
+from ssd.engine.request import FinishReason, Request, RequestOutput, VerifiedDraft
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
@@ -31,6 +32,7 @@ from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
+from ssd.text.hub import HubOptions
 
 Verified = tuple[Pass, list[Verdict | BaseException]]
 """A pass that has ended, and of each row what the target says or what it raised."""
@@ -43,7 +45,7 @@ class Engine:
     request raises inside a step ends that request; the others go on with the output that they have without it. None of
     them reads a file: a namespace's cache is opened beside them, and its requests draft from it once it is open.
     ``caches`` and ``codec`` may be None: then nothing is learned, or only token ids are handled.
-    ``draw_seed`` gives the seed of a request that brings none.
+    ``draw_seed`` gives the seed of a request that brings none; None draws it at random.
     """
 
     def __init__(
@@ -56,17 +58,17 @@ class Engine:
         config: EngineConfig | None = None,
         draft: DraftConfig | None = None,
         eos_token_ids: Iterable[int] | None = None,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        draw_seed: Callable[[], int] | None = None,
     ) -> None:
         self.target = target
         self.codec = codec
         self.caches = caches
         self.metrics = EngineMetrics()
         self.max_model_len = target.max_length
-        self._config = config or EngineConfig()
+        self.config = config or EngineConfig()
         draft = draft or DraftConfig()
         self._draft_acceptance = draft.draft_acceptance
-        self._draw_seed = draw_seed
+        self._draw_seed = draw_seed or partial(secrets.randbits, 63)
         self._eos_token_ids = tuple(
             eos_token_ids if eos_token_ids is not None else codec.eos_token_ids if codec else ()
         )
@@ -76,10 +78,10 @@ class Engine:
         self._best_effort = BestEffort()
         self._proposals = Proposals(target, drafter, draft, self._best_effort)
         self._under_way: Pass | None = None
-        self._reuse = PrefixReuse(target, enabled=self._config.enable_prefix_caching)
+        self._reuse = PrefixReuse(target, enabled=self.config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
         self._isolation = Isolation(target, self._scheduler, self._reuse, self._proposals)
-        self._prefill = Prefill(target, self._reuse, self._config.prefill_chunk_tokens, self._isolation.fail_alone)
+        self._prefill = Prefill(target, self._reuse, self.config.prefill_chunk_tokens, self._isolation.fail_alone)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
         self._lock = threading.Lock()
@@ -99,36 +101,56 @@ class Engine:
         draft: DraftConfig | None = None,
         drafter: str = "ssd",
         draft_model: str | Path | None = None,
+        hub: HubOptions | None = None,
+        draft_hub: HubOptions | None = None,
+        draw_seed: Callable[[], int] | None = None,
+        report: Callable[[str], None] = lambda _stage: None,
     ) -> Engine:
         """Load a Hugging Face model directory or id and everything around it.
 
         draft_model : a smaller model with the same tokenizer, asked where ``drafter`` promises less than it costs.
+        hub, draft_hub : where their ids are fetched from. draw_seed : as for the engine.
+        report : called with what is being done, in words, before each part that may take long.
         Raises ModelError when a model cannot be loaded, does not fit, or the two do not share a tokenizer.
         """
         config, draft = config or EngineConfig(), draft or DraftConfig()
-        codec = codec or TextCodec.load(str(model))
+        codec = codec or TextCodec.load(str(model), hub)
+        report(f"reading the weights of {model}")
+        loaded = load_model(model, dtype=dtype, device=device, hub=hub)
+        report(f"trying how to drive {type(loaded).__name__}")
         target = open_target(
-            load_model(model, dtype=dtype, device=device),
+            loaded,
             num_slots=config.max_num_seqs,
             max_length=config.max_model_len,
             max_draft_tokens=draft.num_speculative_tokens,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
             fuse_linears=config.fuse_linears,
         )
         chosen = make_drafter(drafter, draft)
         if draft_model is not None:
+            report(f"reading the draft model {draft_model}")
             smaller = load_draft_model(
                 draft_model,
                 target,
                 codec,
                 dtype=dtype,
                 device=device,
+                hub=draft_hub,
                 enforce_eager=config.enforce_eager,
                 fuse_linears=config.fuse_linears,
             )
             chosen = Arbiter([chosen, smaller])
-        return cls(target, drafter=chosen, codec=codec, caches=caches, config=config, draft=draft)
+        return cls(
+            target,
+            drafter=chosen,
+            codec=codec,
+            caches=caches,
+            config=config,
+            draft=draft,
+            draw_seed=draw_seed,
+        )
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -147,13 +169,13 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             seed=self._draw_seed(),
             acceptance=self._draft_acceptance,
-            takes_priority=self._config.scheduling_policy == "priority",
+            takes_priority=self.config.scheduling_policy == "priority",
         )
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the engine has been stopped")
-            if self._num_unfinished() >= self._config.max_waiting + self.target.num_slots:
-                raise QueueFull(f"{self._config.max_waiting} requests are waiting already: try again later")
+            if self._num_unfinished() >= self.config.max_waiting + self.target.num_slots:
+                raise QueueFull(f"{self.config.max_waiting} requests are waiting already: try again later")
             self._inbox.append(sequence)
         self._work.set()
 
@@ -168,7 +190,7 @@ class Engine:
         return bool(self._cancelled or self._num_unfinished())
 
     def _num_unfinished(self) -> int:
-        return len(self._inbox) + len(self._scheduler.waiting) + len(self._scheduler.running)
+        return len(self._inbox) + self._scheduler.num_waiting + len(self._scheduler.running)
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until there is work or the time is over; returns ``has_work()``."""
@@ -208,6 +230,8 @@ class Engine:
         outputs = [output for sequence, taken in committed if (output := self._spell(sequence, taken)) is not None]
         outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
+        if num_tokens := self._prefill.take_count() + sum(len(taken.token_ids) for _, taken in committed):
+            self.metrics.histograms.step_tokens.observe(num_tokens)
         self._observe_load()
         return outputs
 
@@ -300,6 +324,7 @@ class Engine:
             return []
         ended, verdicts = verified
         committed = []
+        now = time.perf_counter()
         for sequence, draft, verdict in zip(ended.batch, ended.drafts, verdicts, strict=True):
             if sequence.finish_reason is not None:  # its text failed while the pass ran
                 self._isolation.drop(sequence)
@@ -307,7 +332,7 @@ class Engine:
                 self._isolation.fail(sequence, "choosing a token", verdict)
             else:
                 try:
-                    committed.append((sequence, self._commit_one(sequence, draft, verdict)))
+                    committed.append((sequence, self._commit_one(sequence, draft, verdict, now)))
                 except BaseException as error:
                     self._isolation.fail(sequence, "taking tokens", error)
         if not committed:
@@ -316,7 +341,7 @@ class Engine:
         self._proposals.observe_pass(ended.drafts, num_tokens, ended.seconds)
         return committed
 
-    def _commit_one(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Taken:
+    def _commit_one(self, sequence: Sequence, draft: Draft, verdict: Verdict, now: float) -> Taken:
         """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
         taken = sequence.take(verdict.token_ids, verdict.logits)
         sequence.is_suspect = False
@@ -324,6 +349,7 @@ class Engine:
         stats = sequence.stats
         if not stats.num_verify_steps:
             self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
+        self.metrics.histograms.count_tokens(stats, now)
         stats.num_verify_steps += 1
         stats.num_drafts += bool(len(draft.token_ids))
         stats.num_draft_tokens += len(draft.token_ids)
@@ -331,7 +357,10 @@ class Engine:
         if num_accepted:
             by_source = stats.accepted_by_source
             by_source[draft.source] = by_source.get(draft.source, 0) + num_accepted
+        if stats.steps is not None and len(draft.token_ids):
+            stats.steps.append((len(draft.token_ids), num_accepted))
         self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
+        sequence.draft = VerifiedDraft(stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted)
         self.metrics.generation_tokens += len(taken.token_ids)
         self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
         if taken.finish_reason is None:
@@ -352,7 +381,7 @@ class Engine:
         return output if output.finish_reason is None else self._finish(sequence, output)
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
-        log_finished(sequence.request, sequence.stats, output.finish_reason)
+        self.metrics.histograms.count_ended(sequence.request, sequence.stats)
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -360,7 +389,7 @@ class Engine:
         return output
 
     def _learn(self, sequence: Sequence) -> None:
-        if (namespace := sequence.namespace) is not None:
+        if (namespace := sequence.namespace) is not None and sequence.request.learn:
             self._best_effort(
                 lambda: namespace.append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
             )
@@ -371,8 +400,8 @@ class Engine:
         self.metrics.drafter_failures = self._proposals.num_failures + num_unopened
         self.metrics.num_failed_passes = self._isolation.num_failed_passes
         self.metrics.num_running = len(scheduler.running)
-        self.metrics.num_waiting = len(scheduler.waiting)
+        self.metrics.num_waiting = scheduler.num_waiting
         held = sum(sequence.num_tokens for sequence in scheduler.running)
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
-        if not scheduler.running and not scheduler.waiting:
+        if not scheduler.running and not scheduler.num_waiting:
             self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

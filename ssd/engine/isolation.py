@@ -12,7 +12,7 @@ from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
-from ssd.errors import EngineBroken, first_line, require_fault
+from ssd.errors import EngineBroken, RequestError, first_line, require_fault
 from ssd.model.target import Target
 
 
@@ -43,11 +43,17 @@ class Isolation:
         return ended
 
     def fail(self, sequence: Sequence, where: str, error: BaseException, *, is_under_way: bool = False) -> None:
-        """End a sequence by what it raised; one that ``is_under_way`` keeps its slot until it is dropped."""
+        """End a sequence by what it raised; one that ``is_under_way`` keeps its slot until it is dropped.
+
+        A RequestError is the request's own fault, which its client is told and no log.
+        """
         require_fault(error)
-        self._faults.note(where, error, "one request ends with an error")
+        refusal = error if isinstance(error, RequestError) else None
+        if refusal is None:
+            self._faults.note(where, error, "one request ends with an error")
         if sequence.finish_reason is not FinishReason.ERROR:
-            self._ended.append((sequence, sequence.end(FinishReason.ERROR, f"{where} failed")))
+            message = str(refusal or f"{where} failed")
+            self._ended.append((sequence, sequence.end(FinishReason.ERROR, message, refusal)))
         if not is_under_way:
             self.drop(sequence)
 

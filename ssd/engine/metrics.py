@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ssd.engine.histograms import EngineHistograms
 from ssd.engine.request import RequestStats
 
 
@@ -47,6 +48,7 @@ class EngineMetrics:
     """What ``Engine.check`` found while the engine was idle; 0 unless this program has a fault."""
     num_requests_finished: dict[str, int] = field(default_factory=dict)
     """By finish reason."""
+    histograms: EngineHistograms = field(default_factory=EngineHistograms)
 
     num_running: int = 0
     num_waiting: int = 0

@@ -7,6 +7,7 @@ from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler, GrammarState
 from ssd.text.stream import TextStream
@@ -39,9 +40,7 @@ def open_sequence(
         takes_priority=takes_priority,
     )
     sampling = request.sampling
-    stream = None
-    if codec is not None:
-        stream = TextStream(codec, stop=sampling.stop, include_stop=sampling.include_stop_str_in_output)
+    stream = None if codec is None else TextStream.following(codec, sampling)
     return Sequence(
         request,
         max_length=max_length,
@@ -50,7 +49,7 @@ def open_sequence(
         seed=seed,
         acceptance=acceptance,
         grammar=_grammar_of(request, grammars),
-        namespace=None if caches is None or request.namespace is None else caches.hold(request.namespace),
+        namespace=_namespace_of(request, caches),
     )
 
 
@@ -99,6 +98,12 @@ def _check(request: Request, *, vocab_size: int, max_model_len: int, has_tokeniz
         )
     if sampling.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer", param="stop")
+
+
+def _namespace_of(request: Request, caches: CacheSet | None) -> HeldNamespace | None:
+    if caches is None or request.namespace is None:
+        return None
+    return caches.hold(request.namespace, request.namespace_terms)
 
 
 def _grammar_of(request: Request, grammars: GrammarCompiler | None) -> GrammarState | None:

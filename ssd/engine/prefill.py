@@ -39,6 +39,7 @@ class Prefill:
         self._on_fault = on_fault
         self._reuse = reuse
         self._chunk_tokens = chunk_tokens
+        self._num_computed = 0
 
     def remaining(self, sequence: Sequence) -> int:
         """Tokens of its context still to compute before it decodes; the last one is decoding's to feed."""
@@ -50,6 +51,11 @@ class Prefill:
         if pending:
             self._share(pending, running)
         return [sequence for sequence in running if not self.remaining(sequence)]
+
+    def take_count(self) -> int:
+        """Tokens computed since this was last asked."""
+        count, self._num_computed = self._num_computed, 0
+        return count
 
     def _share(self, pending: list[Sequence], running: list[Sequence]) -> None:
         budget = self._chunk_tokens
@@ -82,4 +88,5 @@ class Prefill:
             sequence.score_prompt(output.logits[0], done)
         else:
             self._target.prefill([sequence.slot], pad_rows([part]), [len(part)])
+        self._num_computed += len(part)
         return len(part)

@@ -42,6 +42,8 @@ def scope_of(request: Request) -> Scope | None:
     """
     if request.namespace is None and request.cache_salt is None:
         return None
+    if request.prefix_scope is not None:
+        return request.prefix_scope, request.cache_salt, None
     return request.namespace, request.cache_salt, request.tenant
 
 

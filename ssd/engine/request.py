@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ssd.config import SamplingParams
+from ssd.errors import RequestError
 from ssd.model.sampling.logprobs import TokenLogprobs
+from ssd.retrieval.terms import DEFAULT_TERMS, NamespaceTerms
 
 
 class FinishReason(StrEnum):
@@ -19,7 +21,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
     """The client went away."""
     ERROR = "error"
-    """The engine failed on this step; ``RequestOutput.error`` says why."""
+    """The engine failed on this step, or the request cannot be followed further; ``RequestOutput.error`` says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +33,15 @@ class Request:
     ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
     ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
     ``priority`` : lower is earlier, 0 is usual; -100..100.
+    ``namespace_terms`` : its size, and what is read beside it; the last request of a namespace says.
     ``cache_salt``, ``tenant`` : keys and values are reused among requests of one namespace, one salt and one tenant
-        only; ``tenant`` is opaque, None for requests that belong to nobody in particular.
+        only; ``tenant`` is opaque, None for requests that belong to nobody in particular. Tenants take turns.
+    ``max_running`` : most requests of the tenant that run at once; None: as many as there are slots.
+    ``prefix_scope`` : where given, keys and values are reused among requests of one scope and salt, whatever their
+        namespace and tenant.
     ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
+    ``keeps_steps`` : its statistics shall say what every draft came to.
+    ``learn`` : whether its text is added to the cache of its namespace; it is drafted for either way.
     """
 
     request_id: str
@@ -43,14 +51,22 @@ class Request:
     namespace: str | None = "default"
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    namespace_terms: NamespaceTerms = DEFAULT_TERMS
     cache_salt: str | None = None
     tenant: str | None = None
+    max_running: int | None = None
+    prefix_scope: str | None = None
     num_speculative_tokens: int | None = None
+    keeps_steps: bool = False
+    learn: bool = True
 
 
 @dataclass(slots=True)
 class RequestStats:
-    """Counts of one request; accepted tokens are those that were emitted."""
+    """Counts of one request; accepted tokens are those that were emitted.
+
+    Times are those of ``time.perf_counter``, 0 while it has not come to that.
+    """
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -62,6 +78,27 @@ class RequestStats:
     """Tokens of the prompt whose keys and values were there already."""
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     """Of the accepted tokens, how many by ``Draft.source``."""
+    steps: list[tuple[int, int]] | None = None
+    """Of every draft, its tokens and how many were accepted, where the request asks for that."""
+    submitted_s: float = 0.0
+    started_s: float = 0.0
+    """When it was first given a slot."""
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedDraft:
+    """What a pass said to a request's draft.
+
+    ``number`` : of the pass, from 1, among those of the request. ``source`` : as in ``Draft.source``.
+    ``num_drafted`` : tokens proposed. ``num_accepted`` : the first so many tokens of the output were drafted.
+    """
+
+    number: int
+    source: str
+    num_drafted: int
+    num_accepted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +110,10 @@ class RequestOutput:
         Special tokens and (unless asked for) the stop string are left out. The last output flushes the rest.
     ``finish_reason`` : None while the request goes on.
     ``stop_reason`` : the stop string or stop token id that ended it, None for end of text.
+    ``refusal`` : the same where it is the request's own fault.
     ``logprobs`` : one for each of ``token_ids``; None where the request asks for none.
     ``prompt_logprobs`` : with the first output, where asked for: one for each prompt token, None for the first.
+    ``draft`` : what was drafted for the pass that gave the tokens; None where no pass did.
     """
 
     request_id: str
@@ -83,6 +122,8 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    refusal: RequestError | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    draft: VerifiedDraft | None = None
     stats: RequestStats

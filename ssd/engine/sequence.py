@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ import torch
 
 from ssd.config import DraftAcceptance
 from ssd.drafting.protocol import Draft, SamplingRow
-from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
+from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
+from ssd.errors import RequestError
 from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.grammar import GrammarState
@@ -88,7 +90,13 @@ class Sequence:
         """Whether keys and values of others may be copied: not any more once that failed."""
         self.may_draft = True
         """Whether it is drafted for: not any more once a pass with it failed, a draft may have been why."""
-        self.stats = RequestStats(num_prompt_tokens=len(prompt))
+        self.stats = RequestStats(
+            num_prompt_tokens=len(prompt),
+            steps=[] if request.keeps_steps else None,
+            submitted_s=time.perf_counter(),
+        )
+        self.draft: VerifiedDraft | None = None
+        """What was drafted for the last pass, until its output is made."""
         self.finish_reason: FinishReason | None = None
         self._stream = stream
         self._grammar = grammar
@@ -179,14 +187,17 @@ class Sequence:
                 text += stream.finish()
         return self._output(taken, text)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+    def end(self, reason: FinishReason, error: str | None = None, refusal: RequestError | None = None) -> RequestOutput:
         """Close the output without another token."""
         self.finish_reason = reason
-        return self._output(Taken((), [], "", reason, None, None), "", error)
+        return self._output(Taken((), [], "", reason, None, None), "", error, refusal)
 
-    def _output(self, taken: Taken, text: str, error: str | None = None) -> RequestOutput:
+    def _output(
+        self, taken: Taken, text: str, error: str | None = None, refusal: RequestError | None = None
+    ) -> RequestOutput:
         prompt_logprobs = None if self._prompt_logprobs_sent else tuple(self._prompt_logprobs)
         self._prompt_logprobs_sent = True
+        draft, self.draft = self.draft, None
         return RequestOutput(
             request_id=self.request.request_id,
             token_ids=taken.token_ids,
@@ -194,7 +205,9 @@ class Sequence:
             finish_reason=taken.finish_reason,
             stop_reason=taken.stop_reason,
             error=error,
+            refusal=refusal,
             logprobs=taken.logprobs,
             prompt_logprobs=prompt_logprobs,
+            draft=draft,
             stats=self.stats,
         )

@@ -9,18 +9,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Final, Self
 
 from ssd.config import CacheConfig
-from ssd.errors import CacheError, ConfigError, require_fault
+from ssd.errors import CacheError, ConfigError, StoreUnavailable, require_fault
 from ssd.retrieval.cache_opening import CacheOpener
 from ssd.retrieval.cache_state import CacheStats
+from ssd.retrieval.directory import remove_directory
 from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.lending import Lending
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import check_fingerprint, check_namespace
 from ssd.retrieval.namespace import HeldNamespace, Namespace
 from ssd.retrieval.scratch import make_scratch
 from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.retrieval.terms import DEFAULT_TERMS, NamespaceTerms
 
 __all__ = ["DEFAULT_NAMESPACE", "CacheSet", "CacheStats", "SuffixCache"]
 
@@ -56,13 +60,15 @@ class CacheSet:
         inline: bool = False,
         max_namespaces: int = 256,
         on_open: Callable[[SuffixCache], None] | None = None,
+        on_close: Callable[[SuffixCache], None] | None = None,
     ) -> None:
         """Opens ``namespace``, so that what is wrong with the directory is known at once; no other is opened unasked.
 
         ``fingerprint`` : the tokenizer's, 32 hexadecimal characters. ``inline`` : no thread and no process; the owner
         calls ``maintain`` and gets the same result every time. ``max_namespaces`` : beyond it the one not used for
         longest of those that nobody holds is closed, never ``namespace``; what it learned is lost if it has no
-        directory. ``on_open`` : called with every cache before its first use, on the thread that opens it.
+        directory. ``on_open`` : called with every cache that is kept before its first use, on the thread that opens it;
+        ``on_close`` : with those that are closed while the set goes on, or discarded.
 
         Raises ConfigError, CacheLocked, SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch, and
         StoreUnavailable for a directory that can neither be written nor read.
@@ -72,6 +78,8 @@ class CacheSet:
         self.fingerprint = check_fingerprint(fingerprint)
         self._max_namespaces = max(1, max_namespaces)
         self._on_open = on_open
+        self._on_close = on_close
+        self._lending: Lending | None = None
         self._namespaces: OrderedDict[str, Namespace] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()  # held for microseconds, never while files are read
         self._aside: dict[threading.Thread, str] = {}  # what opens or closes a namespace
@@ -102,7 +110,7 @@ class CacheSet:
         )
         try:
             self._namespaces[namespace] = first = Namespace(namespace, self._open)
-            first.opened()
+            self._lending = Lending(first.opened())
         except BaseException:
             self._remove_scratch()
             raise
@@ -122,14 +130,17 @@ class CacheSet:
         namespace, _held = self._find(self.namespace if name is None else name)  # held until it is open
         return namespace.opened()
 
-    def hold(self, name: str) -> HeldNamespace | None:
-        """A namespace for one request, which is not closed while the result lives. O(1), from any thread.
+    def hold(self, name: str, terms: NamespaceTerms = DEFAULT_TERMS) -> HeldNamespace | None:
+        """A namespace for one request, which is not closed while the result lives. O(namespaces), from any thread.
 
-        What is not open yet is opened on a thread of its own; with ``inline`` now. None for a name that cannot be one.
-        Never raises: what cannot be opened is counted, logged once, and tried again by the next that holds it.
+        What is not open yet is opened on a thread of its own; with ``inline`` now. None for a name that cannot be one,
+        and where all the namespaces of a group are held. ``terms`` : those that count from now on. Never raises: what
+        cannot be opened is counted, logged once, and tried again by the next that holds it.
         """
         try:
-            namespace, held = self._find(name)
+            if self._is_group_full(name, terms):
+                return None
+            namespace, held = self._find(name, terms)
         except ConfigError as error:
             self._opening_failed(name, error)
             return None
@@ -140,13 +151,53 @@ class CacheSet:
                 self._run_aside(f"ssd-open-{name}", name, partial(self._open_held, namespace))
         return held
 
+    def add_static_directory(self, path: Path) -> None:
+        """Search the segments of a directory made by ``ssd-cache build`` in every namespace; they are in memory once.
+
+        Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
+        """
+        assert self._lending is not None
+        self._lending.lend_to_all(self.get().add_static_directory(path))
+        self._lend()
+
+    def discard(self, name: str) -> None:
+        """Forget a namespace and those of its group, open or not, and remove their files; who holds one has none of it.
+
+        Waits for what is being written. Raises ConfigError for the first namespace, and StoreUnavailable, with nothing
+        of it in use any more, where files of it could not be removed.
+        """
+        if check_namespace(name) == self.namespace:
+            raise ConfigError(f"namespace {name} is open as long as its server is: stop that and remove its directory")
+        with self._lock:
+            gone = [each for each in self._namespaces.values() if name in (each.name, each.terms.group)]
+            for namespace in gone:
+                del self._namespaces[namespace.name]
+            closing = self._closing.get(name)
+        for namespace in gone:
+            if namespace.cache is not None and self._on_close is not None:
+                self._on_close(namespace.cache)
+            namespace.discard()
+        if closing is not None:
+            closing.wait()
+        if self._opener.root is not None:
+            path = self._opener.root / name
+            try:
+                remove_directory(path)
+            except (OSError, CacheError) as error:
+                raise StoreUnavailable(
+                    f"nothing is drafted from namespace {name} any more, but its files in {path} could not be removed: "
+                    f"{error}. Remove them by hand"
+                ) from error
+
     def names(self) -> list[str]:
         """The open namespaces."""
         return sorted(cache.name for cache in self._open_caches())
 
     def stats(self) -> dict[str, CacheStats]:
-        """Sizes and counters of every open namespace."""
-        return {cache.name: cache.stats() for cache in self._open_caches()}
+        """Sizes and counters of every open namespace that belongs to no group."""
+        with self._lock:
+            found = [each for each in self._namespaces.values() if each.terms.group is None]
+        return {each.name: each.cache.stats() for each in found if each.cache is not None}
 
     @property
     def num_worker_restarts(self) -> int:
@@ -157,11 +208,13 @@ class CacheSet:
         """Seal and merge what is due in every namespace, now, on this thread. For ``inline`` sets."""
         for cache in self._open_caches():
             cache.maintain()
+        self._lend()
 
     def flush(self) -> None:
         """Seal every tail and wait until nothing is left to merge."""
         for cache in self._open_caches():
             cache.flush()
+        self._lend()
 
     def close(self) -> None:
         """Seal and keep everything, stop thread and process. May be called twice.
@@ -197,7 +250,7 @@ class CacheSet:
         try:
             return self._open(name)
         except CacheError as error:
-            return self._announced(self._opener.in_memory(name, error))
+            return self._announced(self._opener.in_memory(name, error, self._terms_of(name)))
 
     def _open(self, name: str) -> SuffixCache:
         """Raises CacheError."""
@@ -205,22 +258,55 @@ class CacheSet:
             closing = self._closing.get(name)
         if closing is not None:
             closing.wait()
-        return self._announced(self._opener.open(name))
+        return self._announced(self._opener.open(name, self._terms_of(name)))
 
     def _announced(self, cache: SuffixCache) -> SuffixCache:
-        if self._on_open is not None:
+        with self._lock:
+            namespace = self._namespaces.get(cache.name)
+        if namespace is None:  # discarded meanwhile
+            return cache
+        if self._on_open is not None and namespace.terms.is_kept:
             self._on_open(cache)
+        if self._lending is not None:
+            self._lending.refresh(namespace, cache)
         return cache
 
-    def _find(self, name: str) -> tuple[Namespace, HeldNamespace]:
+    def _terms_of(self, name: str) -> NamespaceTerms:
+        with self._lock:
+            namespace = self._namespaces.get(name)
+        return DEFAULT_TERMS if namespace is None else namespace.terms
+
+    def _lend(self) -> None:
+        """Have every namespace search what the first one has by now for it."""
+        with self._lock:
+            namespaces = list(self._namespaces.values())
+        for namespace in namespaces:
+            if self._lending is not None and namespace.cache is not None:
+                self._lending.refresh(namespace, namespace.cache)
+
+    def _is_group_full(self, name: str, terms: NamespaceTerms) -> bool:
+        """Whether no place is left for one more namespace of its group: as many as may be are held."""
+        if terms.group is None:
+            return False
+        with self._lock:
+            others = [each for each in self._namespaces.values() if each.terms.group == terms.group]
+        return all(each.name != name for each in others) and sum(each.is_held for each in others) >= terms.most_in_group
+
+    def _find(self, name: str, terms: NamespaceTerms | None = None) -> tuple[Namespace, HeldNamespace]:
         """A namespace, held for the caller: what is held is not closed. Raises ConfigError."""
         with self._lock:
             namespace = self._namespaces.get(name)
+            are_new = namespace is not None and terms is not None and terms != namespace.terms
             if namespace is None:
-                namespace = self._namespaces[name] = Namespace(check_namespace(name), self._open_or_begin)
+                namespace = Namespace(check_namespace(name), self._open_or_begin, terms or DEFAULT_TERMS)
+                self._namespaces[name] = namespace
+            elif terms is not None:
+                namespace.terms = terms
             self._namespaces.move_to_end(name)
             held = namespace.held()
-            leaving = self._take_least_used()
+            leaving = self._take_least_used(namespace.terms)
+        if are_new and self._lending is not None and namespace.cache is not None:
+            self._lending.refresh(namespace, namespace.cache)  # before the first draft on new terms
         for cache in leaving:
             if self._inline:
                 self._close_one(cache)
@@ -228,26 +314,38 @@ class CacheSet:
                 self._run_aside(f"ssd-close-{cache.name}", cache.name, partial(self._close_one, cache))
         return namespace, held
 
-    def _take_least_used(self) -> list[SuffixCache]:
-        """The caches to be closed, so that no more are open than may be, or than are held."""
-        leaving = []
-        for name, namespace in list(self._namespaces.items()):
-            if len(self._namespaces) <= self._max_namespaces:
+    def _take_least_used(self, terms: NamespaceTerms) -> list[SuffixCache]:
+        """The caches to be closed, so that no more are open than may be, or than are held: of a group, and in all.
+
+        ``terms`` : of the namespace just asked for. Namespaces that are not kept go first: others have more to lose.
+        """
+        found = list(self._namespaces.values())
+        group = [each for each in found if terms.group is not None and each.terms.group == terms.group]
+        num_over = max(0, len(group) - terms.most_in_group)
+        leaving = [each for each in group if not each.is_held][:num_over] if num_over else []
+        for namespace in (
+            sorted(found, key=lambda each: each.terms.is_kept) if len(found) > self._max_namespaces else ()
+        ):
+            if len(found) - len(leaving) <= self._max_namespaces:
                 break
-            if name == self.namespace or namespace.is_held:
-                continue
-            del self._namespaces[name]
+            if namespace.name != self.namespace and not namespace.is_held and namespace not in leaving:
+                leaving.append(namespace)
+        caches = []
+        for namespace in leaving:
+            del self._namespaces[namespace.name]
             if namespace.cache is not None:
-                self._closing[name] = threading.Event()
-                leaving.append(namespace.cache)
-        return leaving
+                self._closing[namespace.name] = threading.Event()
+                caches.append(namespace.cache)
+        return caches
 
     def _close_one(self, cache: SuffixCache) -> None:
         try:
+            if self._on_close is not None:
+                self._on_close(cache)
             cache.close()
             if self._scratch is not None:
                 shutil.rmtree(self._scratch[0] / cache.name, ignore_errors=True)
-            log.info("closed namespace=%s: more than %d are in use", cache.name, self._max_namespaces)
+            log.debug("closed namespace=%s: it was not used for longest", cache.name)
         finally:
             with self._lock:
                 self._closing.pop(cache.name).set()
@@ -324,6 +422,7 @@ class CacheSet:
                     cache.maintain(seal_all=is_due, wait=False)
                 except Exception as error:  # the thread must outlive whatever one namespace does
                     cache.report_failure("maintenance failed", error)
+            self._lend()
 
     def _remove_scratch(self) -> None:
         if self._scratch is not None:

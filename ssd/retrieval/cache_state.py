@@ -21,6 +21,8 @@ class CacheStats:
     num_kept_tokens: int
     """Of those, what stays for having been of use, though it is older than text that was evicted."""
     num_static_tokens: int
+    num_borrowed_tokens: int
+    """Of another namespace, searched too: text of warm-up directories, and of the shared namespace."""
     num_tail_tokens: int
     num_segments: int
     generation: int
@@ -57,6 +59,8 @@ class CacheState:
         self.lock = threading.Lock()
         self.room = threading.Condition(self.lock)
         self.is_closing = False
+        self.is_discarded = False
+        """Whether all was to be forgotten: nothing is stored any more."""
         self.num_appended = self.num_skipped = self.num_sealed = self.num_merged = self.num_failures = 0
         self.num_failed_merges = self.num_damaged = 0
         self._complained: set[str] = set()
@@ -78,11 +82,13 @@ class CacheState:
         """Sizes and counters."""
         with self.lock:
             snapshot, index = self.index.snapshot(), self.index
-            num_static = sum(len(segment) for segment in snapshot.segments if segment.start is None)
+            num_borrowed = sum(map(len, index.borrowed))
+            num_static = sum(len(segment) for segment in index.own if segment.start is None)
             return CacheStats(
-                num_tokens=snapshot.num_tokens - num_static,
+                num_tokens=snapshot.num_tokens - num_static - num_borrowed,
                 num_kept_tokens=index.num_kept_tokens,
                 num_static_tokens=num_static,
+                num_borrowed_tokens=num_borrowed,
                 num_tail_tokens=index.num_tail_tokens,
                 num_segments=len(snapshot.segments),
                 generation=snapshot.generation,

@@ -31,7 +31,7 @@ class Damage:
 
     def mend_changed(self) -> None:
         """Those whose file was written to or cut while it is mapped. O(number of segments)."""
-        for segment in self._state.index.snapshot().segments:
+        for segment in self._state.index.own:  # what is borrowed is its owner's
             if segment.shared is not None and segment.shared.has_changed():
                 path = segment.shared.path
                 self._reopen(segment, path, SegmentCorrupt(f"{path} was changed while it was in use"))

@@ -21,9 +21,9 @@ from typing import Any
 
 from ssd.errors import CacheError, FormatVersion, SegmentCorrupt
 from ssd.retrieval.atomic_file import is_temporary, make_directory, open_file, sync_directory, write_file
-from ssd.retrieval.directory_lock import DirectoryLock
+from ssd.retrieval.directory_lock import LOCK_NAME, DirectoryLock
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.manifest import Manifest, read_manifest, write_manifest
+from ssd.retrieval.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
 from ssd.retrieval.names import is_segment_id
 from ssd.retrieval.recovery import LEFT_OUT, header_of_ours, recover
 from ssd.retrieval.segment import Segment
@@ -244,6 +244,27 @@ class SegmentDirectory(DirectoryReader):
         with contextlib.suppress(FormatVersion, FileNotFoundError):
             if header_of_ours(path, fingerprint=self._fingerprint, namespace=self._namespace) is not None:
                 path.unlink()
+
+
+def remove_directory(path: Path) -> None:
+    """Remove what a namespace kept in its directory, and the directory where nothing else is in it.
+
+    By their names: a damaged file holds text as well. Raises CacheLocked while another writes it, and OSError.
+    """
+    if not path.is_dir() or path.is_symlink():
+        return
+    lock = DirectoryLock(path)
+    try:
+        for file in sorted(path.iterdir(), key=lambda file: file.name != MANIFEST_NAME):
+            name = file.name.removesuffix(LEFT_OUT)
+            is_segment = name.endswith(".seg") and is_segment_id(name.removesuffix(".seg"))
+            if is_segment or name in (MANIFEST_NAME, LEARNED_NAME, LOCK_NAME) or is_temporary(file):
+                file.unlink(missing_ok=True)
+    finally:
+        lock.close()
+    with contextlib.suppress(OSError):  # there is something that is not ours
+        path.rmdir()
+    sync_directory(path.parent)
 
 
 def load_segments(

@@ -12,7 +12,7 @@ from ssd.retrieval.names import is_kept
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import TokenRing
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
 from ssd.retrieval.usage import Flags, Usage, Windows, windows
@@ -27,6 +27,7 @@ class SuffixIndex:
 
     One owner calls everything but ``snapshot``, which any thread may call. Where a token is::
 
+        borrowed segments    of another namespace, which keeps them up to date; outside the capacity
         static segments      from the warm-up builder, outside the capacity, never evicted
         kept segments        [oldest position, recent)     what was of use of text that left; in order of position
         ring-born segments   [recent position, sealed)     immutable, in order of position, evicted oldest first
@@ -59,6 +60,7 @@ class SuffixIndex:
         stops = [segment.stop or 0 for segment in segments]
         self._ring = TokenRing(limit, max([next_position, *stops]))
         self._sealing_stop = 0  # positions below it have been copied out by tail_to_seal
+        self._borrowed: tuple[Segment, ...] = ()
         self._static: tuple[Segment, ...] = ()
         self._ring_born = tuple(segments)
         self._num_ring_born_tokens = sum(map(len, segments))
@@ -78,6 +80,16 @@ class SuffixIndex:
     def ring_born(self) -> tuple[Segment, ...]:
         """Sealed segments, kept ones among them, in order of position."""
         return self._ring_born
+
+    @property
+    def borrowed(self) -> tuple[Segment, ...]:
+        """Segments of another namespace that are searched too."""
+        return self._borrowed
+
+    @property
+    def own(self) -> tuple[Segment, ...]:
+        """All segments but the borrowed ones."""
+        return (*self._static, *self._ring_born)
 
     @property
     def next_position(self) -> int:
@@ -238,6 +250,21 @@ class SuffixIndex:
         self._static = (*self._static, *segments)
         self._publish_segments()
 
+    def borrow(self, segments: tuple[Segment, ...]) -> None:
+        """Search ``segments`` of another namespace too, without a position, in place of those borrowed before."""
+        assert all(segment.start is None for segment in segments)
+        self._borrowed = segments
+        self._publish_segments()
+
+    def clear(self) -> None:
+        """Nothing is stored any more, and nothing borrowed. Publishes."""
+        self._borrowed = self._static = self._ring_born = ()
+        self._num_ring_born_tokens = self._num_kept = 0
+        self._leaving.clear()
+        self._ring.release(self._ring.tail_stop)
+        self._ring.tokens[:] = SEPARATOR
+        self._publish_segments()
+
     def _evict(self, num_new_tokens: int) -> bool:
         """Drop the oldest segments until ``num_new_tokens`` more tokens fit; kept ones where there are no others."""
         capacity, before = self.config.capacity_tokens, len(self._ring_born)
@@ -266,7 +293,7 @@ class SuffixIndex:
             self.num_evicted_tokens += len(self._leaving.popleft())
 
     def _publish_segments(self) -> None:
-        self._searched = (*self._static, *self._ring_born)
+        self._searched = (*self._borrowed, *self._static, *self._ring_born)
         self._table = segment_table(self._searched)
         if self._usage is not None:
             # What has left and may come back is known still, or the next who says it would have it kept twice.

@@ -40,11 +40,11 @@ class Manifest:
     """JSON that ``SuffixCache`` keeps here about where the text came from; true of exactly these segments."""
 
 
-def read_manifest(path: Path, *, fingerprint: str, namespace: str | None = None) -> Manifest | None:
+def read_manifest(path: Path, *, fingerprint: str | None = None, namespace: str | None = None) -> Manifest | None:
     """The manifest of directory ``path``, None when there is none.
 
-    ``namespace`` : whose it must be, None for anyone's. Raises SegmentCorrupt, FormatVersion, TokenizerMismatch,
-    NamespaceMismatch, and OSError when it cannot be read.
+    ``fingerprint``, ``namespace`` : whose it must be, None for anyone's. Raises SegmentCorrupt, FormatVersion,
+    TokenizerMismatch, NamespaceMismatch, and OSError when it cannot be read.
     """
     manifest_path = path / MANIFEST_NAME
     try:
@@ -72,7 +72,7 @@ def read_manifest(path: Path, *, fingerprint: str, namespace: str | None = None)
             f"{manifest_path} is damaged ({error}). Restore it from a copy, or delete it: then it is made anew from "
             f"the segment files; or delete the directory {path} to start empty"
         ) from None
-    if manifest.fingerprint != fingerprint:
+    if fingerprint is not None and manifest.fingerprint != fingerprint:
         raise TokenizerMismatch(
             f"{path} was made with tokenizer {manifest.fingerprint:.40}, this one is {fingerprint}: its token ids "
             "mean other text. Use another directory, or the tokenizer it was made with"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.usage import windows
 
 _MERGED_IN_PROCESS: Final = 1 << 14  # tokens; sorting so few costs less than asking the worker
+_ABANDONED_S: Final = 60.0
 _MANY_SEGMENTS: Final = 64  # beyond so many, nothing waits for the worker: what it is not at is merged here
 
 
@@ -76,6 +78,13 @@ class Merging:
                 self._running = running
             else:
                 self._merge_here(inputs)
+
+    def abandon(self) -> None:
+        """Wait for what the worker is at, which writes a file; its result is not used."""
+        if self._running is not None:
+            with contextlib.suppress(Exception):
+                self._running.future.result(_ABANDONED_S)
+            self._running = None
 
     def _not_to_be_merged(self) -> frozenset[str]:
         running = () if self._running is None else self._running.inputs

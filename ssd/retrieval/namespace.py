@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.retrieval.terms import DEFAULT_TERMS, NamespaceTerms
 
 _MOST_WAITING_TOKENS: Final = 1 << 18
 
@@ -20,9 +21,12 @@ class Namespace:
     ``cache`` : None until it is open.
     """
 
-    def __init__(self, name: str, open_cache: Callable[[str], SuffixCache]) -> None:
-        """``open_cache`` : makes the cache of a name; reads files."""
+    def __init__(
+        self, name: str, open_cache: Callable[[str], SuffixCache], terms: NamespaceTerms = DEFAULT_TERMS
+    ) -> None:
+        """``open_cache`` : makes the cache of a name; reads files. ``terms`` : those that count now."""
         self.name = name
+        self.terms = terms
         self.cache: SuffixCache | None = None
         self._open_cache = open_cache
         self._opening = threading.Lock()  # held while files are read
@@ -30,6 +34,7 @@ class Namespace:
         self._opening_since: float | None = None
         self._waiting: list[tuple[Tokens, int]] = []
         self._num_waiting_tokens = self._num_lost_tokens = 0
+        self._is_discarded = False
         self._holders: WeakSet[HeldNamespace] = WeakSet()
 
     def opened(self) -> SuffixCache:
@@ -47,11 +52,15 @@ class Namespace:
                         cache.report_failure("not all text of the time it took to open was stored", error)
                     self._waiting.clear()
                     self.cache = cache
+                if self._is_discarded:
+                    cache.discard()
             return self.cache
 
     def append(self, tokens: Tokens, *, prompt_length: int) -> None:
         """Store a finished sequence, int32[n]: now, or as soon as the cache is open. Never waits for files. O(n)."""
         with self._lock:
+            if self._is_discarded:
+                return
             if self.cache is None:
                 if self._num_waiting_tokens + len(tokens) > _MOST_WAITING_TOKENS:
                     self._num_lost_tokens += len(tokens)
@@ -60,6 +69,15 @@ class Namespace:
                 self._waiting.append((tokens, prompt_length))
                 return
         self.cache.append(tokens, prompt_length=prompt_length)
+
+    def discard(self) -> None:
+        """Forget all of it, for those too that hold it, and store nothing more. Waits while its files are read."""
+        with self._lock:
+            self._is_discarded = True
+            self._waiting.clear()
+        with self._opening:
+            if self.cache is not None:
+                self.cache.discard()
 
     def held(self) -> HeldNamespace:
         """The namespace for one more holder."""

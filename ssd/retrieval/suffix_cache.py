@@ -135,6 +135,8 @@ class SuffixCache:
             output = tokens[max(0, prompt_length - WINDOW_TOKENS + 1) :]
             said = windows(output) if self._keeps_used else None
             with self._lock:
+                if self._state.is_discarded:
+                    return
                 if said is not None:
                     self._index.note_said(said)
                 pieces = self._filter.pieces(tokens, prompt_length, self._index.next_position)
@@ -164,6 +166,8 @@ class SuffixCache:
             with self._state.room:
                 if self._wake is not None:
                     self._state.room.wait_for(lambda: self._state.is_closing or self._index.has_room(), _ROOM_WAIT_S)
+                if self._state.is_discarded:
+                    return
                 self._store([tokens])
                 self._state.num_appended += len(tokens)
                 if source is not None:
@@ -193,10 +197,10 @@ class SuffixCache:
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
-    def add_static_directory(self, path: Path) -> None:
+    def add_static_directory(self, path: Path) -> frozenset[str]:
         """Search the segments of a directory made by ``ssd-cache build`` too; they are never evicted.
 
-        Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
+        Returns their ids. Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
         """
         # Text of the ring comes and goes in copies: there must be room for it.
         segments = load_static_directory(
@@ -204,6 +208,18 @@ class SuffixCache:
         )
         with self._lock:
             self._index.add_static(segments)
+        return frozenset(segment.segment_id for segment in segments)
+
+    @property
+    def borrowed(self) -> tuple[Segment, ...]:
+        """Segments of another namespace that are searched too."""
+        return self._index.borrowed
+
+    def borrow(self, segments: tuple[Segment, ...]) -> None:
+        """Search ``segments`` too, without a position, which another namespace owns, in place of those before."""
+        with self._lock:
+            if not self._state.is_discarded:
+                self._index.borrow(segments)
 
     def _store(self, pieces: list[Tokens]) -> Pieces:
         num_dropped, position = self._index.num_dropped_tokens, self._index.next_position
@@ -242,6 +258,14 @@ class SuffixCache:
         it and what could not be written before.
         """
         self._upkeep.close()
+
+    def discard(self) -> None:
+        """Forget everything, for good: no snapshot taken from now on holds a token, and nothing is stored any more.
+
+        Files are left to the caller, with no right to write them: see ``remove_directory``. Waits for what is being
+        sealed or merged.
+        """
+        self._upkeep.discard()
 
     def _read_learned(self, directory: DirectoryReader | None) -> bytes | None:
         if directory is None:

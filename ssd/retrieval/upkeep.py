@@ -72,6 +72,21 @@ class Upkeep:
             self._store.save_learned(now=True)
             self._store.close()
 
+    def discard(self) -> None:
+        """As ``SuffixCache.discard``."""
+        self.begin_close()
+        self._clear()  # at once
+        with self._lock:
+            self._is_closed = True
+            self._merging.abandon()
+            self._clear()  # and what was being sealed or merged meanwhile
+            self._store.close()
+
+    def _clear(self) -> None:
+        with self._state.lock:
+            self._state.is_discarded = True
+            self._state.index.clear()
+
     def _seal(self, min_tokens: int) -> None:
         """Seal what the tail holds now, while that is at least ``min_tokens``; what comes meanwhile waits."""
         state = self._state

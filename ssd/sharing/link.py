@@ -30,6 +30,7 @@ class Link:
         self._exchange = exchange
         self._stopping = threading.Event()
         self._next_log = 0.0
+        self._has_complained = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -67,6 +68,9 @@ class Link:
                 continue
             if not self.is_connected and self.num_failures:
                 self.num_reconnects += 1
+                if self._has_complained:
+                    log.info("%s goes on (%s)", self._thread.name, address_of(self._url))
+                    self._has_complained = False
             self.is_connected = True
             backoff.reset()
 
@@ -74,6 +78,7 @@ class Link:
         if time.monotonic() < self._next_log:
             return
         self._next_log = time.monotonic() + _LOG_INTERVAL_S
+        self._has_complained = True
         reason = hide_password(f"{type(error).__name__}: {error}", self._url)
         log.warning(
             "%s interrupted (%s), retrying; requests are served without it. %d failures so far: %s",

@@ -68,7 +68,7 @@ def push_segments(
     first = _first_that_fits(lengths, max_tokens)
     client = connect(url)
     key = stream_key(fingerprint, namespace)
-    num_entries = 0
+    num_entries = num_written = 0
     try:
         batch: list[bytes] = []
         num_batch_tokens = 0
@@ -79,6 +79,7 @@ def push_segments(
                 num_entries += 1
                 if len(batch) == _BATCH:
                     _write(client, key, batch, max_tokens)
+                    num_written = num_entries
                     if progress is not None:
                         progress(num_batch_tokens)
                     batch, num_batch_tokens = [], 0
@@ -92,7 +93,7 @@ def push_segments(
             raise
         reason = hide_password(f"{type(error).__name__}: {error}", url)
         raise StoreUnavailable(
-            f"{address_of(url)} did not take the push after {num_entries} entries ({reason}). Check the address, the "
+            f"{address_of(url)} did not take the push: {_extent(num_written)} ({reason}). Check the address, the "
             "user's rights (+xadd +watch +multi +exec +del) and maxmemory, then push again: what is there already "
             "is not stored twice"
         ) from None
@@ -110,6 +111,11 @@ def push_segments(
 def _first_that_fits(lengths: npt.NDArray[np.int64], max_tokens: int) -> int:
     """Index of the first sequence so that it and all later ones hold at most ``max_tokens`` tokens."""
     return len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
+
+
+def _extent(num_written: int) -> str:
+    """What is known to be there; of the entries that were on their way when it failed any may be."""
+    return f"it failed after {num_written} entries" if num_written else "it failed at the first entries"
 
 
 def _sequence_id(number: int, tokens: Tokens) -> bytes:

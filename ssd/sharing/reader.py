@@ -61,6 +61,11 @@ class LogReader:
             self._streams[key] = Stream(key, cache, bookmark)
         self._is_changed.set()
 
+    def leave(self, key: str) -> None:
+        """Follow stream ``key`` no more, if it was followed. O(1)."""
+        with self._lock:
+            self._streams.pop(key, None)
+
     @property
     def is_connected(self) -> bool:
         """Whether the server answers, and for every stream as it should."""

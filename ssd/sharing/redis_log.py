@@ -48,7 +48,7 @@ class RedisLog:
     """Shares namespaces of one tokenizer with every replica that has the same URL.
 
     ``attach`` is made to be the ``on_open`` of a ``CacheSet``. One thread and connection write, one of each reads;
-    neither is ever waited for. Whatever happens to Redis shows in ``stats`` and in at most one line of log a minute::
+    neither is ever waited for. Whatever happens to Redis shows in ``stats`` and in at most one complaint a minute::
 
         append -> listener -> queue (bounded) -> writer -> XADD      stream ssd:1:<fingerprint>:<namespace>
         append_shared <- checks <- reader <- XREAD                    (XREVRANGE to find where to begin)
@@ -91,6 +91,19 @@ class RedisLog:
         cache.set_source(bookmark.position())  # kept with the first segment that holds text of this life
         cache.add_listener(lambda pieces: writer.publish(key, replica_id, pieces))
         self._reader.follow(key, cache, bookmark)
+
+    def detach(self, cache: SuffixCache) -> None:
+        """Read its stream no more: the cache is being closed. What it has queued is written. O(1)."""
+        self._reader.leave(stream_key(self._fingerprint, cache.name))
+
+    def forget(self, namespace: str) -> None:
+        """Remove the stream of a namespace that is not attached any more, and what is queued for it.
+
+        Waits for Redis; raises its errors. A replica that still writes there makes the stream anew.
+        """
+        key = stream_key(self._fingerprint, namespace)
+        self._reader.leave(key)
+        self._writer.remove(key)
 
     def stats(self) -> SharingStats:
         """The counters as they are now."""

@@ -59,6 +59,14 @@ class LogWriter:
             self._drop_oldest()
         self._is_filled.set()
 
+    def remove(self, key: str) -> None:
+        """Write nothing of what is queued for stream ``key``, and delete it. Waits for Redis; raises its errors."""
+        with self._lock:
+            outbox = self._outboxes.get(key)
+            if outbox is not None:
+                outbox.take(len(outbox))
+        self._client.delete(key)
+
     @property
     def num_queued(self) -> int:
         """Entries not written yet."""

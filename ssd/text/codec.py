@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import xxhash
 
 from ssd.errors import RequestError
+from ssd.text.hub import HubOptions
 from ssd.text.load_tokenizer import eos_token_ids_of, load_tokenizer
-from ssd.text.messages import normalize_messages
+from ssd.text.messages import normalize_messages, with_written_arguments
 from ssd.text.special_tokens import Marks, SpecialTokens, whole_characters
+from ssd.text.tools_in_words import in_words
 
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -62,15 +64,29 @@ class TextCodec:
         )
         """Ids that stand for structure and not for text; ``TextStream`` leaves them out."""
         self._special_tokens = SpecialTokens(tokenizer, self.special_ids | {*eos_token_ids})
+        self._takes_system = lru_cache(maxsize=8)(self._has_system)
 
     @classmethod
-    def load(cls, name_or_path: str) -> TextCodec:
+    def load(
+        cls,
+        name_or_path: str,
+        hub: HubOptions | None = None,
+        *,
+        model: str | None = None,
+        model_hub: HubOptions | None = None,
+        chat_template: str | None = None,
+    ) -> TextCodec:
         """The tokenizer of a model directory, a Hugging Face model id, or a lone ``tokenizer.json``.
 
+        hub : where an id is fetched from. model, model_hub : the model that is served with it, where it is another; its
+        generation config says what else ends an output. chat_template : in place of the tokenizer's own.
         Raises ModelError when there is none or it cannot be read.
         """
-        tokenizer = load_tokenizer(name_or_path)
-        return cls(tokenizer, eos_token_ids_of(tokenizer, name_or_path))
+        tokenizer = load_tokenizer(name_or_path, hub)
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        eos_token_ids = eos_token_ids_of(tokenizer, model or name_or_path, model_hub if model else hub)
+        return cls(tokenizer, eos_token_ids)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -111,11 +127,13 @@ class TextCodec:
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         allow_special_tokens: bool = False,
+        tools_in_words: bool = False,
     ) -> list[int]:
         """Ids of a conversation, through the tokenizer's chat template or the given one.
 
         ``messages`` : OpenAI's, with text content. ``template_kwargs`` : further variables for the template, ``tools``
         among them. Special tokens that these spell out are text, see `SpecialTokens`, unless ``allow_special_tokens``.
+        ``tools_in_words`` : the template does not know of tools, see `ssd.text.tools_in_words`.
         Raises RequestError: ``param`` is "messages", "chat_template" or "chat_template_kwargs".
         """
         normalized = normalize_messages(messages)
@@ -135,16 +153,30 @@ class TextCodec:
         try:
             with self._lock:
                 template = self._tokenizer.get_chat_template(chat_template, kwargs.get("tools"))
+                if tools_in_words:
+                    tools = kwargs.pop("tools", ())
+                    normalized = in_words(normalized, tools, has_system=self._takes_system(template))
                 if not allow_special_tokens:
                     normalized, kwargs, marks = self._special_tokens.mark(normalized, kwargs, template)
-                text = self._tokenizer.apply_chat_template(
-                    normalized,
-                    chat_template=template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **kwargs,
-                )
+
+                def render(conversation: list[dict[str, Any]]) -> str:
+                    rendered: str = self._tokenizer.apply_chat_template(
+                        conversation,
+                        chat_template=template,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        tokenize=False,
+                        **kwargs,
+                    )
+                    return rendered
+
+                try:
+                    text = render(normalized)
+                except Exception:
+                    written = with_written_arguments(normalized)
+                    if written is None:
+                        raise
+                    text = render(written)
         except RequestError:
             raise
         except Exception as error:  # whatever a template raises: it is code, and the messages are its input
@@ -156,6 +188,32 @@ class TextCodec:
         if marks is None:
             return self._encode(text, add_special_tokens=False)
         return self._special_tokens.encode(whole_characters(text), marks)
+
+    def chat_template(self, given: str | None = None, *, with_tools: bool = False) -> str | None:
+        """The source of the template that `encode_chat` uses: the ``given`` one, or the tokenizer's; None without one.
+
+        ``with_tools`` : a tokenizer may have another for conversations with tools.
+        """
+        if given is None and not self.has_chat_template:
+            return None
+        try:
+            template: str = self._tokenizer.get_chat_template(given, [{}] if with_tools else None)
+        except ValueError:  # several, and none of them is the usual one
+            return None
+        return template
+
+    def _has_system(self, template: str) -> bool:
+        """Whether a template has a place for a system message."""
+        said = "0f6ac8"
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [{"role": "system", "content": said}, {"role": "user", "content": ""}],
+                chat_template=template,
+                tokenize=False,
+            )
+        except Exception:  # it is code, and says so by raising whatever it likes
+            return False
+        return said in text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         text = whole_characters(text)
@@ -206,6 +264,12 @@ class TextCodec:
     def is_added(self, token_id: int) -> bool:
         """Whether the token was added beside the vocabulary, so that its piece is its text."""
         return token_id in self._added_ids
+
+    @cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The ids of the tokens added beside the vocabulary, special ones and others, by their text."""
+        pieces = {token_id: self.piece(token_id) for token_id in sorted(self._added_ids)}
+        return {piece: token_id for token_id, piece in pieces.items() if piece}
 
     def to_json(self) -> str:
         """The text of a ``tokenizer.json``; raises ValueError where the tokenizer is not one of Rust's."""

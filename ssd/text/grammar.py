@@ -6,9 +6,7 @@ along the trie of the vocabulary. It is an optional extra and imported when the 
 
 from __future__ import annotations
 
-import itertools
 import json
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,10 +19,6 @@ from ssd.config import StructuredOutput
 from ssd.errors import RequestError, first_line
 from ssd.text.codec import TextCodec
 from ssd.text.deep_stack import on_deep_stack
-
-log = logging.getLogger(__name__)
-
-_EARLY_ENDS = itertools.count(1)
 
 Mask = npt.NDArray[np.bool_]
 
@@ -40,11 +34,12 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
 class GrammarState:
     """A grammar and the output so far. Owned by one thread.
 
-    Once an end-of-text token was put out only those may follow.
+    Once an end-of-text token was put out only those may follow. A grammar may become too complex to go on; whether it
+    does depends on the output alone, and not on the drafts that were tried.
     """
 
-    def __init__(self, start: Any, eos_token_ids: Sequence[int], vocab_size: int) -> None:
-        """``start`` : an llguidance matcher at the beginning, which is left as it is."""
+    def __init__(self, start: Any, eos_token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+        """``start`` : an llguidance matcher at the beginning, which is left as it is. ``param`` : the client's name."""
         self._start = start
         self._matcher = start.deep_copy()
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -53,13 +48,16 @@ class GrammarState:
         self._only_end = np.zeros(vocab_size, np.bool_)
         self._only_end[list(eos_token_ids)] = True
         self._ended = False
+        self._param = param
+        self._too_complex_after: tuple[int, ...] | None = None
+        """Tokens after the output so far, behind which the grammar is too complex."""
 
     def masks(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> list[Mask]:
         """What may stand at each position: bool[V] for the first draft token, the one after it, and so on.
 
         k tokens give k + 1 masks, or fewer: there is none after a token that its own mask refuses, since what follows
         is never accepted. The state stays as it is. A mask has at least one token: an end of text where no other may
-        follow, or where the grammar became too complex to go on.
+        follow, or where the grammar becomes too complex to go on, which `advance` says once it is put out.
         """
         try:
             masks, num_tried = self._tried(draft)
@@ -73,8 +71,8 @@ class GrammarState:
     def _tried(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> tuple[list[Mask], int]:
         """The masks, and how many tokens the matcher has been given."""
         ended = self._ended
-        masks = [self._only_end if ended else self._mask()]
-        num_tried = 0
+        tried: list[int] = []
+        masks = [self._only_end if ended else self._mask(tried)]
         for token in map(int, draft):
             if not masks[-1][token]:
                 break
@@ -83,36 +81,47 @@ class GrammarState:
                 masks.append(self._only_end)
                 continue
             self._matcher.consume_token(token)
-            num_tried += 1
-            masks.append(self._mask())
-        return masks, num_tried
+            tried.append(token)
+            masks.append(self._mask(tried))
+        return masks, len(tried)
 
-    def _begin_again(self) -> None:
-        """Go where the output is, from the beginning."""
+    def _begin_again(self, tried: Sequence[int] = ()) -> None:
+        """Go where the output and some tokens after it are, from the beginning."""
         self._matcher = self._start.deep_copy()
-        self._matcher.consume_tokens(self._token_ids)
+        self._matcher.consume_tokens([*self._token_ids, *tried])
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens that were put out, each allowed where it stands."""
-        for token in token_ids:
+        """Go on by tokens that were put out, each allowed where it stands.
+
+        Raises RequestError where they end only because the grammar became too complex.
+        """
+        for number, token in enumerate(token_ids):
             if self._ended:
                 return
             if token in self._eos_token_ids:
+                if self._too_complex_after == tuple(token_ids[:number]):
+                    raise RequestError(
+                        f"{self._param} became too complex to follow after {len(self._token_ids)} tokens: simplify it",
+                        param=self._param,
+                    )
                 self._ended = True
                 return
             self._token_ids.append(token)
-            if not self._matcher.consume_token(token):
-                number = next(_EARLY_ENDS)
-                if number.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only: requests can cause any number
-                    reason = first_line(ValueError(self._matcher.get_error()))
-                    log.warning("a grammar ends early (%d times so far): %.200s", number, reason)
+            self._matcher.consume_token(token)
+        self._too_complex_after = None
 
-    def _mask(self) -> Mask:
-        if self._matcher.is_stopped():  # complete, or in an error state
-            return self._only_end
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-        return mask if mask.any() else self._only_end
+    def _mask(self, tried: Sequence[int]) -> Mask:
+        """What may follow the output and the tokens that were ``tried``, where the matcher is."""
+        if self._matcher.is_error():  # perhaps by what was tried before, of which a new one knows nothing
+            self._begin_again(tried)
+        if not self._matcher.is_stopped():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+            if mask.any() and not self._matcher.is_error():
+                return mask
+        if self._matcher.is_error():
+            self._too_complex_after = tuple(tried)
+        return self._only_end
 
 
 class GrammarCompiler:
@@ -141,7 +150,7 @@ class GrammarCompiler:
             self._compiled.move_to_end(output)
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        return GrammarState(start, self._eos_token_ids, self._vocab_size)
+        return GrammarState(start, self._eos_token_ids, self._vocab_size, output.param)
 
     def _matcher(self, output: StructuredOutput) -> Any:
         try:
@@ -170,7 +179,8 @@ class GrammarCompiler:
                 raise
             complaint = f"llguidance failed: {error}"
         if complaint:
-            raise RequestError(f"{output.param} cannot be used: {complaint:.1000}", param=output.param)
+            reason = first_line(ValueError(complaint))
+            raise RequestError(f"{output.param} cannot be used: {reason:.300}", param=output.param)
         return matcher
 
 
@@ -199,6 +209,20 @@ def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
         if not choices or not all(isinstance(choice, str) and choice for choice in choices):
             raise ValueError("give at least one choice, each a text that is not empty")
         grammar = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+    elif output.kind == "parts":
+        composed = json.loads(output.source)
+        named = {name: StructuredOutput(*part) for name, part in composed["parts"].items()}
+        entries = [{**_entry(part, matcher), "name": name} for name, part in named.items()]
+        grammar = json.dumps({"grammars": [{"lark_grammar": composed["lark"]}, *entries]})
     else:
         grammar = matcher.grammar_from_lark(output.source)
     return grammar
+
+
+def _entry(output: StructuredOutput, matcher: Any) -> dict[str, Any]:
+    """A grammar as an entry of llguidance's lists of them."""
+    written = _grammar_of(output, matcher)
+    if output.kind in ("choice", "grammar"):
+        return {"lark_grammar": written}
+    entry: dict[str, Any] = json.loads(written)["grammars"][0]
+    return entry

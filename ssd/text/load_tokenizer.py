@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ssd.errors import ModelError, first_line
+from ssd.text.hub import HubOptions
 
 _END_OF_TEXT_NAMES = (
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|return|>",
@@ -16,8 +17,9 @@ _BEGIN_OF_TEXT_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<\uff5cbegin\u2581
 _CONFIGS = ("tokenizer_config.json", "config.json")
 
 
-def load_tokenizer(name_or_path: str) -> Any:
+def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
     """A transformers tokenizer; raises ModelError. Imports transformers."""
+    hub = hub or HubOptions()
     path = Path(name_or_path)
     lone_file = path if path.is_file() else path / "tokenizer.json"
     if path.is_dir() and not any((path / name).exists() for name in ("tokenizer.json", *_CONFIGS)):
@@ -27,7 +29,7 @@ def load_tokenizer(name_or_path: str) -> Any:
             return _load_lone_file(lone_file)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(name_or_path)
+        return AutoTokenizer.from_pretrained(name_or_path, **hub.arguments())
     except Exception as error:  # whatever a library finds wrong with a file; there is no narrower common base
         if not path.exists():
             raise ModelError(
@@ -53,17 +55,17 @@ def _load_lone_file(path: Path) -> Any:
     return tokenizer
 
 
-def eos_token_ids_of(tokenizer: Any, name_or_path: str) -> tuple[int, ...]:
+def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) -> tuple[int, ...]:
     """The ids that end an output: the tokenizer's own first, then those of the model's ``generation_config.json``."""
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    configured = _generation_config(name_or_path).get("eos_token_id")
+    configured = _generation_config(model, hub or HubOptions()).get("eos_token_id")
     for token_id in configured if isinstance(configured, list) else [configured]:
         if isinstance(token_id, int) and token_id >= 0 and token_id not in ids:
             ids.append(token_id)
     return tuple(ids)
 
 
-def _generation_config(name_or_path: str) -> dict[str, Any]:
+def _generation_config(name_or_path: str, hub: HubOptions) -> dict[str, Any]:
     path = Path(name_or_path)
     if path.is_dir():
         found = path / "generation_config.json"
@@ -75,6 +77,7 @@ def _generation_config(name_or_path: str) -> dict[str, Any]:
         fetched = cached_file(
             name_or_path,
             "generation_config.json",
+            **hub.file_arguments(),
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,

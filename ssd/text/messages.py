@@ -10,13 +10,18 @@ from ssd.errors import RequestError
 
 Message = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Kinds of content parts, each with the field that holds its text."""
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Copies of ``messages`` with ``content`` as one string and tool-call arguments as objects.
 
-    Text parts are joined by a line feed, as vLLM does. Other keys are kept: the template decides what they mean.
+    Text parts are joined by a line feed, as vLLM does. OpenAI's older ``function_call`` and the role "function" become
+    tool calls and the role "tool". What an assistant thought is under both names that templates read. Other keys are
+    kept, but for nulls: the template decides what they mean.
     Raises RequestError (``param="messages"``) and names the message at fault.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
@@ -32,14 +37,30 @@ def _normalize(message: Mapping[str, Any], where: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise _wrong(f"{where} has role {role!r:.80}; roles are {', '.join(ROLES)}")
-    tool_calls = message.get("tool_calls")
-    content = message.get("content")
-    if content is None and not (role == "assistant" and tool_calls):
+    given = {key: value for key, value in message.items() if value is not None}
+    content, tool_calls = given.get("content"), given.pop("tool_calls", None)
+    if content is None and role != "assistant" and not (role == "function" and "content" in message):
         raise _wrong(f"{where} has no content: give a string or a list of text parts")
-    normalized = {**message, "content": "" if content is None else _text_of(content, where)}
-    if tool_calls is not None:
-        normalized["tool_calls"] = _tool_calls(tool_calls, where)
+    normalized = {**given, "content": "" if content is None else _text_of(content, where)}
+    if role == "function":
+        normalized["role"] = "tool"
+    if role == "assistant":
+        if tool_calls is None and isinstance(older := given.get("function_call"), Mapping):
+            del normalized["function_call"]
+            tool_calls = [{"type": "function", "function": older}]
+        _name_reasoning(normalized)
+    if tool_calls is not None and (calls := _tool_calls(tool_calls, where)):  # some templates look for the key alone
+        normalized["tool_calls"] = calls
     return normalized
+
+
+def _name_reasoning(message: Message) -> None:
+    """Add the names that templates know what was thought by: Qwen's, and gpt-oss's, which takes it without content."""
+    thought = message.get("reasoning_content", message.get("reasoning"))
+    if isinstance(thought, str) and thought:
+        message.setdefault("reasoning_content", thought)
+        if not message["content"]:
+            message.setdefault("thinking", thought)
 
 
 def _text_of(content: object, where: str) -> str:
@@ -50,7 +71,7 @@ def _text_of(content: object, where: str) -> str:
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if kind == "text" else None
+        text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
         if not isinstance(text, str):
             raise _wrong(
                 f"{where}.content[{number}] is not a text part: only "
@@ -75,6 +96,28 @@ def _tool_calls(tool_calls: object, where: str) -> list[Any]:
             call = {**call, "function": {**function, "arguments": arguments}}
         normalized.append(call)
     return normalized
+
+
+def with_written_arguments(messages: Sequence[Message]) -> list[Message] | None:
+    """The conversation with the arguments of tool calls as JSON again, which a few templates add to other text.
+
+    None where there are none. ``messages`` : normalized.
+    """
+    if not any("tool_calls" in message for message in messages):
+        return None
+
+    def written(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or isinstance(function.get("arguments", ""), str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
 
 
 def _wrong(message: str) -> RequestError:

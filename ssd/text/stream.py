@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from ssd.config import SamplingParams
 from ssd.text.codec import TextCodec
 
 _REPLACEMENT = "\ufffd"
@@ -13,8 +14,8 @@ _MAX_INCOMPLETE_TOKENS = 8  # more than any character has bytes; beyond it the t
 class TextStream:
     """Incremental detokenisation of one output. Not thread-safe; O(1) tokens decoded per token pushed.
 
-    The pieces that ``push_token`` and ``finish`` return are together ``decode`` of the pushed ids without special
-    tokens, cut at the first stop string. Where a tokenizer spells characters it has no token for byte by byte (as
+    The pieces that ``push_token`` and ``finish`` return are together ``decode`` of the pushed ids without those that
+    give no text, cut at the first stop string. Where a tokenizer spells characters it has no token for byte by byte (as
     sentencepiece does) and the bytes are not UTF-8, the number of U+FFFD may differ: that decoder judges a whole run
     of bytes at once.
 
@@ -24,17 +25,42 @@ class TextStream:
         window = [ context: text was returned | pending: not yet ]
     """
 
-    def __init__(self, codec: TextCodec, *, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
-        """``stop`` : non-empty strings, any of which ends the text; ``include_stop`` : it is returned as well."""
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        shown_special_ids: Collection[int] = (),
+    ) -> None:
+        """``stop`` : non-empty strings, any of which ends the text; ``include_stop`` : it is returned as well.
+
+        ``skip_special_tokens`` : they give no text, but for ``shown_special_ids``.
+        """
         self.stop_hit: str | None = None
         """The stop string that ended the text. Nothing is returned any more."""
         self._codec = codec
         self._stop = stop
         self._include_stop = include_stop
+        self._silent: frozenset[int] = codec.special_ids if skip_special_tokens else frozenset()
+        if shown_special_ids:
+            self._silent = self._silent.difference(shown_special_ids)
         self._window: list[int] = []
         self._num_context = 0
         self._context_text = ""
         self._unsent = ""
+
+    @classmethod
+    def following(cls, codec: TextCodec, sampling: SamplingParams) -> TextStream:
+        """The text of one output as its request asks for it."""
+        return cls(
+            codec,
+            stop=sampling.stop,
+            include_stop=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown_special_ids=sampling.shown_special_ids,
+        )
 
     @property
     def may_stop(self) -> bool:
@@ -49,7 +75,7 @@ class TextStream:
     def push_token(self, token_id: int) -> str:
         """New text that is safe to send; look at ``stop_hit`` afterwards."""
         codec = self._codec
-        if self.stop_hit is not None or token_id in codec.special_ids or not 0 <= token_id < codec.vocab_size:
+        if self.stop_hit is not None or token_id in self._silent or not 0 <= token_id < codec.vocab_size:
             return ""
         self._window.append(token_id)
         text = codec.decode(self._window)
@@ -69,8 +95,8 @@ class TextStream:
 
     def _push_together(self, token_ids: Sequence[int]) -> str | None:
         """None, and nothing was pushed, where a string may stop the text or a character may be incomplete."""
-        codec, special = self._codec, self._codec.special_ids
-        if self._stop or any(t in special or not 0 <= t < codec.vocab_size for t in token_ids):
+        codec, silent = self._codec, self._silent
+        if self._stop or any(t in silent or not 0 <= t < codec.vocab_size for t in token_ids):
             return None
         text, last = codec.decode([*self._window, *token_ids]), codec.decode(token_ids[-1:])
         if _REPLACEMENT in text or _REPLACEMENT in last or not last or not text.startswith(self._context_text):

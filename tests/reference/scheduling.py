@@ -62,3 +62,37 @@ class Ageing:
     def _aged(self, request: tuple[int, int, int]) -> tuple[Fraction, int]:
         priority, arrived, number = request
         return priority - Fraction(self.now - arrived, self.ageing_steps), number
+
+
+class TakingTurns:
+    """Who runs among tenants, found anew each time: of those who wait and may run more, the one served longest ago.
+
+    ``waiting`` holds (tenant, number) in order of arrival; ``served`` what ``clock`` said when a tenant began to wait,
+    or was given a slot last.
+    """
+
+    def __init__(self, num_slots: int, most: dict[str, int]) -> None:
+        self.waiting: list[tuple[str, int]] = []
+        self.running: list[tuple[str, int]] = []
+        self.served: dict[str, int] = {}
+        self.num_slots, self.most, self.clock = num_slots, most, 0
+
+    def arrive(self, tenant: str, number: int) -> None:
+        """One more waits."""
+        if all(waiting != tenant for waiting, _ in self.waiting):
+            self.clock += 1
+            self.served[tenant] = self.clock
+        self.waiting.append((tenant, number))
+
+    def step(self) -> None:
+        """Fill the slots."""
+        while len(self.running) < self.num_slots:
+            free = [t for t, _ in self.waiting if sum(r == t for r, _ in self.running) < self.most[t]]
+            if not free:
+                return
+            tenant = min(free, key=self.served.__getitem__)
+            first = next(each for each in self.waiting if each[0] == tenant)
+            self.waiting.remove(first)
+            self.running.append(first)
+            self.clock += 1
+            self.served[tenant] = self.clock

@@ -13,10 +13,15 @@ from typing import Any
 import uvicorn
 
 from server.base.settings import ServerSettings
+from server.command.listening import listen
+from server.command.network_options import NetworkOptions, tls_arguments
 from server.endpoints.app import create_app
 from server.intake.connections import protocol_within
+from server.observe.access import SpanSink
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
+from server.tenants.registry import Tenants
+from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
 from tests.server.client import wait_until
@@ -36,6 +41,9 @@ class CharCodec:
     def encode_chat(self, messages: list[dict[str, Any]], **_options: Any) -> list[int]:
         return self.encode_prompt("".join(message["content"] for message in messages))
 
+    def chat_template(self, given: str | None = None, **_options: Any) -> str | None:
+        return given
+
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
@@ -46,7 +54,8 @@ class FailingEngine:
     def __init__(self, *, step_s: float = 0.0, max_waiting: int = 100, fail_at_step: int | None = None) -> None:
         self.codec = CharCodec()
         self.max_model_len = 512
-        self.target = SimpleNamespace(way="in tests", can_roll_back=True)
+        self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=4)
+        self.config = EngineConfig()
         self.metrics = EngineMetrics()
         self.caches = None
         self.closed = False
@@ -154,21 +163,26 @@ def serving(
     *,
     wait: bool = True,
     sharing_stats: NamespaceStats | None = None,
+    tenants: Tenants | None = None,
+    span: SpanSink | None = None,
+    network: NetworkOptions | None = None,
     **settings: Any,
 ) -> Iterator[RunningServer]:
-    """Serve whatever ``load`` returns; the arguments are those of ServerSettings."""
+    """Serve whatever ``load`` returns; the arguments are those of ServerSettings. ``network`` : else a free port."""
     given: dict[str, Any] = {"model_names": ("test-model",), "model": "a/model", **settings}
     worker = Worker(load)
     server_settings = ServerSettings(**given)
-    app = create_app(worker, server_settings, sharing_stats)
-    listener = socket.create_server(("127.0.0.1", 0))
+    app = create_app(worker, server_settings, sharing_stats, tenants, span)
+    listener = socket.create_server(("127.0.0.1", 0)) if network is None else listen(network)
     # What an answer may leave in the system's hands before the server notices that nobody reads.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    tls = {} if network is None else tls_arguments(network.tls)
     protocol = protocol_within(server_settings.limits)
-    config = uvicorn.Config(app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=3)
+    config = uvicorn.Config(app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=3, **tls)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    running = RunningServer(worker, listener.getsockname()[1], server.server_state.connections)
+    port = listener.getsockname()[1] if listener.family != socket.AF_UNIX else 0
+    running = RunningServer(worker, port, server.server_state.connections)
     worker.start()
     thread.start()
     try:

@@ -25,6 +25,7 @@ from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from tests.server.client import Answer, ask, get, greedy_completion, official_client, post, wait_until
 from tests.server.failing_engine import RunningServer, serving
+from tests.test_grammar import too_complex
 
 MODEL = "test-model"
 MAX_MODEL_LEN = 512
@@ -73,6 +74,38 @@ def test_completion(client: openai.OpenAI) -> None:
     assert usage is not None
     assert 0 < usage.completion_tokens <= 12
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_no_output_but_an_echo_asks_what_the_model_says_of_the_prompt(server: RunningServer) -> None:
+    one = completion(server, max_tokens=1, echo=True, logprobs=2, return_token_ids=True).json
+    for name in ("max_tokens", "max_completion_tokens"):
+        none = completion(server, **{name: 0}, echo=True, logprobs=2, return_token_ids=True).json
+        (choice,), (scored,) = none["choices"], one["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == (PROMPT, "length", [])
+        for key, values in choice["logprobs"].items():
+            assert values == scored["logprobs"][key][:-1]
+        assert none["usage"]["completion_tokens"] == 0
+    streamed = completion(server, max_tokens=0, echo=True, stream=True).events
+    assert "".join(event["choices"][0]["text"] for event in streamed) == PROMPT
+    assert streamed[-1]["choices"][0]["finish_reason"] == "length"
+    for fields in ({"max_tokens": 0}, {"max_tokens": 0, "echo": False}, {"max_completion_tokens": 0}):
+        answer = post(server.port, "/v1/completions", {"prompt": PROMPT, **fields})
+        assert (answer.status, answer.error["param"]) == (400, next(iter(fields)))
+
+
+def test_probes_may_ask_for_the_head_alone(server: RunningServer) -> None:
+    for path in ("/live", "/health"):
+        answer = ask(server.port, "HEAD", path)
+        assert (answer.status, answer.content) == (200, b"")
+
+
+def test_a_grammar_that_becomes_too_complex_is_a_refusal(server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 30, "guided_grammar": too_complex().source}
+    answer = post(server.port, "/v1/completions", body)
+    assert (answer.status, answer.error["param"]) == (400, "guided_grammar")
+    assert "too complex" in answer.error["message"] and len(answer.error["message"]) < 200
+    streamed = post(server.port, "/v1/completions", {**body, "stream": True})
+    assert b'"type":"invalid_request_error"' in streamed.content and b'"finish_reason":"stop"' not in streamed.content
 
 
 def test_completions_generate_sixteen_tokens_unless_told_otherwise(client: openai.OpenAI) -> None:
@@ -369,7 +402,7 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
     families = text_string_to_metric_families(get(server.port, "/metrics").content.decode())
     by_source = next(family.samples for family in families if family.name == "ssd:source_accepted_tokens")
     assert sum(s.value for s in by_source) == after["vllm:spec_decode_num_accepted_tokens_total", ""]
-    assert {s.labels["source"] for s in by_source} <= {"own", "index"}
+    assert {s.labels["source"] for s in by_source} <= {"own", "tail", "segment"}
     assert (after["vllm:num_requests_running", ""], after["vllm:num_requests_waiting", ""]) == (0, 0)
     assert after["ssd:ready", ""] == 1
     assert after["ssd:target_info", ""] == 1

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from server.base.settings import ServerSettings
 from server.command.arguments import parse_arguments
-from server.command.assembly import make_settings
+from server.command.assembly import make_settings, make_tenants
 from server.command.keys import divide, read_key_file
 from server.intake.gate import Gate, tenant_of
+from server.tenants.opening import tenants_of
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig
 from ssd.engine import Engine
@@ -118,16 +120,18 @@ def test_a_tenant_tells_keys_apart_and_nothing_about_them() -> None:
 
 
 async def tenants_seen() -> list[str | None]:
-    """What a gate makes of two keys, the first one again, and none."""
+    """What a gate calls those of two keys, the first one again, and none."""
     seen: list[str | None] = []
 
     async def note(scope: Any, _receive: Any, _send: Any) -> None:
-        seen.append(tenant_of(scope))
+        tenant = tenant_of(scope)
+        seen.append(None if tenant is None else tenant.name)
 
     async def nothing(*_: Any) -> Any:
         return {"type": "http.request"}
 
-    gate = Gate(note, api_keys=KEYS)
+    settings = ServerSettings(model_names=("m",), model="m", api_keys=KEYS)
+    gate = Gate(note, tenants=tenants_of(settings))
     for headers in (bearer(KEYS[0]), bearer(KEYS[1]), bearer(KEYS[0]), {}):
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await gate({"type": "http", "method": "GET", "path": "/live", "headers": raw}, nothing, nothing)
@@ -148,7 +152,8 @@ def test_a_file_holds_a_key_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert read_key_file(path) == ("first", "second#2")
     assert "chmod 600" in caplog.text and "first" not in caplog.text
     options = parse_arguments(["--api-key-file", str(path), "--api-key", "third"], {"SSD_API_KEY": "fourth"})
-    assert make_settings(options).api_keys == ("third", "fourth", "first", "second#2")
+    tenants = make_tenants(options, make_settings(options))
+    assert all(tenants.find(key) for key in ("third", "fourth", "first", "second#2")) and not tenants.find("second")
 
 
 @pytest.mark.parametrize(
@@ -246,6 +251,9 @@ def test_a_process_that_cannot_be_started_again_says_so() -> None:
 
 def test_the_address_of_redis_may_come_from_the_environment_and_the_command_line_wins() -> None:
     secret = "redis://:password@localhost:6379/0"
-    assert parse_arguments([], {"SSD_REDIS_URL": secret}).cache.redis_url == secret
-    assert parse_arguments(["--redis", "redis://other"], {"SSD_REDIS_URL": secret}).cache.redis_url == "redis://other"
-    assert parse_arguments([], {}).cache.redis_url is None
+    assert parse_arguments([], {"SSD_REDIS_URL": secret}).cache.config.redis_url == secret
+    assert (
+        parse_arguments(["--redis", "redis://other"], {"SSD_REDIS_URL": secret}).cache.config.redis_url
+        == "redis://other"
+    )
+    assert parse_arguments([], {}).cache.config.redis_url is None

@@ -101,6 +101,25 @@ def test_too_much_of_anything_is_refused_by_name(fields: dict[str, Any], param: 
     CompletionBody.parse({"prompt": [1] * 200, "n": 100}, limits)  # token ids are one prompt
 
 
+def test_too_many_tools_are_refused_and_tools_of_too_many_characters() -> None:
+    function = {"name": "f", "parameters": {"type": "object", "description": "x" * 100}}
+    messages = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": {**function, "name": f"f{number}"}} for number in range(4)]
+    ChatBody.parse({"messages": messages, "tools": tools}, Limits(max_tools=4, max_tools_characters=1000))
+    for limits in (Limits(max_tools=3), Limits(max_tools_characters=300)):
+        with pytest.raises(RequestError, match="at most") as caught:
+            ChatBody.parse({"messages": messages, "tools": tools}, limits)
+        assert caught.value.param == "tools"
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"properties": deep}
+    with pytest.raises(RequestError) as caught:
+        ChatBody.parse({"messages": messages, "functions": [{"name": "f", "parameters": deep}]})
+    assert caught.value.param == "functions"
+    while deep:  # link by link: to free such a thing at once takes the stack
+        deep = deep.pop("properties", None)
+
+
 def test_too_many_messages_are_refused() -> None:
     message = {"role": "user", "content": "x"}
     with pytest.raises(RequestError, match="at most 3"):

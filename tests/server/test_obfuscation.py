@@ -149,11 +149,7 @@ def test_an_output_that_ends_early_is_whole(server: RunningServer, stop: list[st
 def test_the_operator_obfuscates_streams_that_do_not_ask(obfuscation: str) -> None:
     asked = {"prompt": "ab" * 30, "max_tokens": 60}
     declined = {"include_obfuscation": False}
-    settings: dict[str, Any] = {
-        "obfuscation": obfuscation,
-        "obfuscation_interval_s": 0.1,
-        "obfuscation_tokens": 20,
-    }
+    settings: dict[str, Any] = {"obfuscation": obfuscation, "obfuscation_interval_s": 0.1, "obfuscation_tokens": 20}
     with serving(lambda _: FailingEngine(), **settings) as server:
         sizes, content = on_the_wire(server.port, COMPLETIONS, asked)
         assert len(sizes) == 3 and all(size % PADDED_BYTES == 0 for size in sizes[:-1])
@@ -261,13 +257,13 @@ def test_there_is_no_clock_at_0_and_none_once_the_server_stops() -> None:
 
 
 def test_flags_of_obfuscation_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = parse_arguments([], {})
+    plain = parse_arguments([], {}).streams
     assert (plain.obfuscation, plain.obfuscation_tokens, plain.obfuscation_interval_s) == ("asked", 16, 0.25)
     for wrong in ("0", "4097"):
         with pytest.raises(SystemExit):
             parse_arguments(["--obfuscation-tokens", wrong], {})
         assert "--obfuscation-tokens" in capsys.readouterr().err
-    assert parse_arguments(["--obfuscation-interval", "0"], {}).obfuscation_interval_s == 0
+    assert parse_arguments(["--obfuscation-interval", "0"], {}).streams.obfuscation_interval_s == 0
     for wrong in ("-1", "nan", "1000"):
         with pytest.raises(SystemExit):
             parse_arguments(["--obfuscation-interval", wrong], {})

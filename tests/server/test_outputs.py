@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import openai
@@ -236,11 +237,11 @@ def test_common_tokens_equal_the_slow_twin(prediction: list[int], output: list[i
 
 def test_a_prediction_saves_steps_changes_nothing_and_is_counted(server: RunningServer) -> None:
     arguments: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
-    arguments["cache_salt"] = "alone"  # neither drafts from the cache nor teaches it
+    salts = map(str, count())  # what one request taught is not drafted from for the next
 
     def ask(**fields: Any) -> tuple[Answer, int]:
         before = server.engine_thread.engine.metrics.num_verify_steps
-        answer = post(server.port, "/v1/chat/completions", {**arguments, **fields})
+        answer = post(server.port, "/v1/chat/completions", {**arguments, "cache_salt": next(salts), **fields})
         assert answer.status == 200, answer.content
         return answer, server.engine_thread.engine.metrics.num_verify_steps - before
 

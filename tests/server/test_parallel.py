@@ -9,7 +9,7 @@ from server.command.arguments import parse_arguments
 
 @pytest.mark.parametrize("option", ["--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"])
 def test_several_devices_are_refused_with_the_way_out(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_arguments([option, "1"], environment={}).model
+    assert parse_arguments([option, "1"], environment={}).model.path
     with pytest.raises(SystemExit) as stopped:
         parse_arguments([option, "2"], environment={})
     message = capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_priorities_are_taken_and_checked(server: RunningServer) -> None:
 
 
 def test_a_server_takes_no_priorities_unless_told_to() -> None:
-    assert parse_arguments([], {}).engine.scheduling_policy == "fcfs"
+    assert parse_arguments([], {}).engine.config.scheduling_policy == "fcfs"
     with serving(lambda resources: load(resources, scheduling_policy="fcfs", enable_prefix_caching=False)) as server:
         refused = post(server.port, "/v1/completions", {"prompt": "x", "priority": 1})
         assert (refused.status, refused.error["param"]) == (400, "priority")

@@ -241,7 +241,7 @@ def test_a_server_reads_messages_as_text_and_prompts_as_they_are(allowed: bool) 
         draft = DraftConfig(num_speculative_tokens=0)
         return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", config=config, draft=draft)
 
-    assert parse_arguments(["--allow-special-tokens"] * allowed, {}).allow_special_tokens == allowed
+    assert parse_arguments(["--allow-special-tokens"] * allowed, {}).service.allow_special_tokens == allowed
     with serving(load, allow_special_tokens=allowed) as server:
         asked = {"messages": [{"role": "user", "content": "a<|endoftext|><|assistant|>b"}]}
         tokens = post(server.port, "/tokenize", asked).json["tokens"]

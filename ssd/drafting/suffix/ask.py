@@ -8,7 +8,7 @@ import numpy as np
 
 from ssd.compiled.addresses import Float64s, TokenIds, float64_array, inlined, int32_array
 from ssd.compiled.records import Address, Float64, Int64, Record, views_of
-from ssd.drafting.suffix.gather import NOTHING, Evidence
+from ssd.drafting.suffix.gather import NOTHING, Evidence, is_own, num_samples, origin_of
 from ssd.drafting.suffix.judge import Candidates
 from ssd.drafting.suffix.prediction import PredictionPlace
 from ssd.drafting.suffix.vote import votes_by_source
@@ -16,8 +16,11 @@ from ssd.drafting.suffix.vote import votes_by_source
 MAX_DRAFT: Final = 128
 """Longest draft; a greater limit is cut to it."""
 
-SOURCES: Final = ("index", "own", "prediction")
-"""By the number in a draft."""
+SOURCES: Final = ("warm", "segment", "tail", "own", "prediction")
+"""By the number in a draft; those of the index first, numbered as `gather.origin_of` has it."""
+
+_OWN: Final = 3
+_PREDICTION: Final = 4
 
 
 class Ask(Record):
@@ -86,7 +89,19 @@ def predicted_token(ask: Ask, prediction: PredictionPlace, depth: int) -> int:
 
 @inlined
 def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int, out: DraftRecord) -> None:
-    """Note the length of the longest match, and which source gave most of a candidate's votes."""
+    """Note the length of the longest match, and which source gave most of a candidate's votes.
+
+    The last count was of all samples. Of the index it is the place of the longest match that says the candidate: where
+    that lies, in a static segment, one born in the ring, or the ring's tail. O(samples).
+    """
+    token = found.votes.tokens[row]
     index, own = votes_by_source(found.votes, row)
     out.match_length = evidence.lengths[0] if evidence.num_levels > 0 else 0
-    out.source = 2 if found.votes.tokens[row] == predicted else int(own >= index)
+    out.source = _OWN
+    if token == predicted:
+        out.source = _PREDICTION
+    elif own < index:
+        for sample in range(num_samples(evidence)):
+            if found.votes.nexts[sample] == token and not is_own(evidence, sample):
+                out.source = origin_of(evidence.recency[sample])
+                break

@@ -135,12 +135,12 @@ def grow_tree(
         at = Position(depth, depth, before, predicted, prediction.agreed + depth, was_right, error, ask.prompt_length)
         size = count_votes(texts, evidence, alive[first:], count, depth, predicted, MAX_CANDIDATES, votes)
         judge(evidence, size, at, model, found)
-        if num_nodes == 0 and size > 0:
-            name_source(found, 0, evidence, predicted, out)
         best = 0
         for row in range(1, size):
             if found.chances[row] > found.chances[best]:
                 best = row
+        if parent < 0 and size > 0:
+            name_source(found, best, evidence, predicted, out)
         best_here = NOTHING
         for row in range(size):
             chance = found.chances[row]

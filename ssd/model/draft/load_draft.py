@@ -10,6 +10,7 @@ from ssd.model.draft.slots import READ_WIDTH
 from ssd.model.loading.load_target import load_model, model_limit, open_target
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
+from ssd.text.hub import HubOptions
 
 
 def load_draft_model(
@@ -19,22 +20,23 @@ def load_draft_model(
     *,
     dtype: str = "auto",
     device: str = "auto",
+    hub: HubOptions | None = None,
     enforce_eager: bool = False,
     fuse_linears: bool = False,
 ) -> DraftModelDrafter:
     """A drafter around a Hugging Face causal language model that shares the target's tokenizer.
 
-    codec : the target's. dtype, device, enforce_eager, fuse_linears : as for the target. Contexts longer than the draft
-    model takes get no drafts. Raises ModelError when the model cannot be loaded, has another tokenizer or does not fit.
+    codec : the target's. hub : where an id is fetched from. The others are as for the target. Contexts longer than the
+    draft model takes get no drafts. Raises ModelError when it cannot be loaded, has another tokenizer or does not fit.
     """
-    own = TextCodec.load(str(name_or_path))
+    own = TextCodec.load(str(name_or_path), hub)
     if own.fingerprint != codec.fingerprint:
         raise ModelError(
             f"draft model {str(name_or_path)!r} has another tokenizer than the target: {own.vocab_size} tokens "
             f"(fingerprint {own.fingerprint}), expected {codec.vocab_size} ({codec.fingerprint}). Choose a draft model "
             "of the target's family, or leave the draft model out"
         )
-    model = load_model(name_or_path, dtype=dtype, device=device)
+    model = load_model(name_or_path, dtype=dtype, device=device, hub=hub)
     vocab_size: int = model.config.get_text_config().vocab_size
     if vocab_size < codec.vocab_size:
         raise ModelError(

@@ -15,7 +15,15 @@ MEMORY_SHARE = 0.5
 _USEFUL_LENGTH = 2048
 """A context that nobody asked for is not shortened below this for the sake of more slots."""
 
+_MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _CGROUP_FILES = {"v2": ("memory.max", "memory.current"), "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+
+
+class _Group(NamedTuple):
+    """A control group's limit, and what it leaves of it, in bytes."""
+
+    limit: int
+    room: int
 
 
 class Slots(NamedTuple):
@@ -58,9 +66,22 @@ def fit_slots(
     return Slots(fitting, length, f"{needed}: serving {fitting} of {length} tokens; {advice}")
 
 
-def usable_bytes(device: torch.device) -> int:
-    """Bytes that the KV cache may take where nobody says: ``MEMORY_SHARE`` of what is free."""
-    return int(free_bytes(device) * MEMORY_SHARE)
+def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
+    """Bytes that the KV cache may take: ``MEMORY_SHARE`` of what is free, or what leaves ``utilization`` of all in use.
+
+    Raises ModelError where more than that is in use already.
+    """
+    free = free_bytes(device)
+    if utilization is None:
+        return int(free * MEMORY_SHARE)
+    total = total_bytes(device)
+    usable = int(total * utilization) - max(0, total - free)
+    if usable <= 0:
+        raise ModelError(
+            f"{max(0, total - free) / 1e9:.1f} of {total / 1e9:.1f} GB of {device} are in use already, more than "
+            f"--gpu-memory-utilization {utilization} allows: raise it, or free memory"
+        )
+    return usable
 
 
 def free_bytes(device: torch.device) -> int:
@@ -68,9 +89,18 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    free = _available_bytes(Path("/proc/meminfo"))
-    room = cgroup_room(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    free = _memory_bytes(Path("/proc/meminfo"), "MemAvailable")
+    room = cgroup_room(_MOUNT, _MEMBERSHIP)
     return free if room is None else min(free, room)
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory of the device, or main memory, or what our control group may have of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    total, free = (_memory_bytes(Path("/proc/meminfo"), name) for name in ("MemTotal", "MemAvailable"))
+    group = _tightest_group(_MOUNT, _MEMBERSHIP)
+    return total if group is None or group.room >= free else group.limit
 
 
 def cgroup_room(mount: Path, membership: Path) -> int | None:
@@ -79,7 +109,12 @@ def cgroup_room(mount: Path, membership: Path) -> int | None:
     mount : where control groups are mounted. membership : /proc/self/cgroup, lines "id:controllers:path"; version 2
     has one with no controllers. Memory that only caches files counts as free, as the kernel gives it back.
     """
-    rooms = []
+    group = _tightest_group(mount, membership)
+    return None if group is None else group.room
+
+
+def _tightest_group(mount: Path, membership: Path) -> _Group | None:
+    groups = []
     for line in _lines(membership):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -91,28 +126,28 @@ def cgroup_room(mount: Path, membership: Path) -> int | None:
         group = base / path.lstrip("/")
         # Inside a container the path may be the host's, which is not mounted here; then the mount is our own group.
         for directory in (group, *group.parents):
-            if (room := _group_room(directory, *files)) is not None:
-                rooms.append(room)
+            if (found := _group(directory, *files)) is not None:
+                groups.append(found)
             if directory == base:
                 break
-    return min(rooms, default=None)
+    return min(groups, key=lambda group: group.room, default=None)
 
 
-def _group_room(directory: Path, limit_name: str, usage_name: str) -> int | None:
+def _group(directory: Path, limit_name: str, usage_name: str) -> _Group | None:
     limit, usage = _lines(directory / limit_name), _lines(directory / usage_name)
     if not limit or not usage or not limit[0].isdecimal():  # no such group, or "max"
         return None
     statistics = dict(line.split() for line in _lines(directory / "memory.stat"))
     caching = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
-    return max(0, int(limit[0]) - int(usage[0]) + caching)
+    return _Group(int(limit[0]), max(0, int(limit[0]) - int(usage[0]) + caching))
 
 
-def _available_bytes(meminfo: Path) -> int:
-    """Bytes the system can still give without swapping."""
+def _memory_bytes(meminfo: Path, name: str) -> int:
+    """A line of /proc/meminfo; what is available is what the system can still give without swapping."""
     for line in _lines(meminfo):
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise ModelError(f"{meminfo} has no MemAvailable line: this system does not say how much memory is free")
+    raise ModelError(f"{meminfo} has no {name} line: this system does not say how much memory there is")
 
 
 def _lines(path: Path) -> list[str]:

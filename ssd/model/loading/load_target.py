@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.errors import ModelError, first_line
+from ssd.model.loading.completeness import no_load_report, require_complete
 from ssd.model.loading.kv_budget import fit_slots, usable_bytes
 from ssd.model.loading.rope import settle_rope
 from ssd.model.loading.threads import one_thread_if_small
@@ -20,6 +22,7 @@ from ssd.model.ways.row_target import RowTarget
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import attach_steps
 from ssd.model.ways.tree_probe import verifies_trees
+from ssd.text.hub import HubOptions
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +31,16 @@ DEFAULT_MAX_LENGTH = 4096
 """Context where the model's configuration states none."""
 
 
-def load_model(name_or_path: str | Path, *, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+def load_model(
+    name_or_path: str | Path, *, dtype: str = "auto", device: str = "auto", hub: HubOptions | None = None
+) -> PreTrainedModel:
     """An unmodified Hugging Face causal language model, in evaluation mode on its device.
 
     dtype : "auto" is float32 on the CPU and the checkpoint's own on CUDA and for quantised weights; else a name of
-    ``DTYPES``. device : "auto" is CUDA where there is one. Raises ModelError with what to do.
+    ``DTYPES``. device : "auto" is CUDA where there is one. hub : where an id is fetched from. Raises ModelError with
+    what to do, for a checkpoint that lacks weights too.
     """
+    hub = hub or HubOptions()
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not known: use auto, {', '.join(DTYPES)}")
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -41,7 +48,7 @@ def load_model(name_or_path: str | Path, *, dtype: str = "auto", device: str = "
         raise ModelError("device 'cuda' was asked for, but torch sees no CUDA device: use --device cpu")
     name = str(name_or_path)
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, **hub.arguments())
         quantised = getattr(config, "quantization_config", None) is not None
         wanted: Any = "auto"
         if dtype != "auto":
@@ -49,13 +56,17 @@ def load_model(name_or_path: str | Path, *, dtype: str = "auto", device: str = "
         elif place.type == "cpu" and not quantised:
             wanted = torch.float32
         if not quantised:
-            check_weights_fit(name, config, wanted, place)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+            check_weights_fit(name, config, wanted, place, trust_remote_code=hub.trust_remote_code)
+        with no_load_report():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **hub.arguments()
+            )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"cannot load model {name!r}: {first_line(error)} "
             "Give a directory with config.json and weights, or the id of a model that is in the local hub cache."
         ) from error
+    require_complete(name, info)
     try:
         return model.eval() if model.device == place else model.eval().to(place)
     except torch.OutOfMemoryError as error:
@@ -69,14 +80,16 @@ def open_target(
     max_length: int | None = None,
     max_draft_tokens: int = 16,
     kv_cache_memory_bytes: int | None = None,
+    gpu_memory_utilization: float | None = None,
     enforce_eager: bool = False,
     fuse_linears: bool = False,
 ) -> Target:
     """The fastest way to drive ``model`` that reproduces its own logits.
 
     num_slots : most slots; fewer where memory lacks, see `fit_slots`. max_length : tokens a slot holds; None takes the
-    model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use; None takes half of what is free.
-    enforce_eager: record no CUDA graphs. fuse_linears: on CUDA too, compute layers that read the same input as one.
+    model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use. gpu_memory_utilization : or share
+    of all memory that may then be in use; without both half of what is free.
+    enforce_eager : record no CUDA graphs. fuse_linears : on CUDA too, compute layers that read the same input as one.
     Raises ModelError when an explicit ``max_length`` cannot be had.
     """
     limit = model_limit(model)
@@ -92,7 +105,7 @@ def open_target(
         limit=wanted,
         extra=max_draft_tokens + 1,
         bytes_per_token=bytes_per_token,
-        usable_bytes=kv_cache_memory_bytes or usable_bytes(model.device),
+        usable_bytes=kv_cache_memory_bytes or usable_bytes(model.device, gpu_memory_utilization),
     )
     if slots.shortage is not None:
         log.warning("%s", slots.shortage)

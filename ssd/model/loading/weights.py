@@ -17,15 +17,23 @@ ADVICE = (
 )
 
 
-def check_weights_fit(name: str, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device) -> None:
+def check_weights_fit(
+    name: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
     """Raise ModelError if the weights alone need more memory than ``device`` has free, before any is read.
 
-    dtype : "auto" is the configuration's. Builds the model without memory for its weights; seconds for large ones.
+    dtype : "auto" is the configuration's. trust_remote_code : as for loading it.
+    Builds the model without memory for its weights; seconds for large ones.
     """
     held = config.dtype if dtype == "auto" else dtype
     size = (held if isinstance(held, torch.dtype) else torch.float32).itemsize
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     needed = sum(weight.numel() for weight in model.parameters()) * size
     free = free_bytes(device)
     if needed > free:

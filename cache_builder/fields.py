@@ -1,0 +1,58 @@
+"""How records call what they hold, where that is not what we call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ssd.errors import ConfigError
+
+NAMES = ("text", "prompt", "completion", "messages")
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
+_ROLES |= {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """``names`` : of ours, how the records call it."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, options: Iterable[str]) -> FieldNames:
+        """From ``OURS=THEIRS``, or ``THEIRS`` alone for the whole text; raises ConfigError."""
+        names: dict[str, str] = {}
+        for option in options:
+            ours, equals, theirs = option.partition("=")
+            if not equals:
+                ours, theirs = "text", option
+            if ours not in NAMES or not theirs or ours in names:
+                raise ConfigError(f"--field {option}: give OURS=THEIRS, once for each OURS of {', '.join(NAMES)}")
+            names[ours] = theirs
+        if names and names.keys() not in ({"text"}, {"prompt", "completion"}, {"messages"}):
+            raise ConfigError('--field: give "text", "prompt" and "completion", or "messages"')
+        return cls(names)
+
+    def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A record with our names, its other fields as they are; itself where it lacks one that was named."""
+        if not all(theirs in line for theirs in self.names.values()):
+            return line
+        return {**line, **{ours: line[theirs] for ours, theirs in self.names.items()}}
+
+
+AS_WE_CALL_THEM = FieldNames()
+
+
+def messages_of(conversations: Any) -> Any:
+    """Messages of OpenAI's form from those of ShareGPT's: ``from`` and ``value``."""
+    if not isinstance(conversations, list):
+        return conversations
+    return [_message(turn) if isinstance(turn, dict) else turn for turn in conversations]
+
+
+def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "from" not in turn or "value" not in turn:
+        return turn
+    role = turn["from"]
+    return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": turn["value"]}

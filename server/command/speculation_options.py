@@ -1,0 +1,72 @@
+"""Options of speculation: how drafts are made and by what."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from ssd.config import DRAFT_ACCEPTANCES, DRAFT_SHAPES, DraftConfig
+from ssd.errors import ConfigError
+from ssd.text.hub import HubOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """Checked."""
+
+    draft_model: str | None
+    """A directory or an id."""
+    draft_hub: HubOptions
+    draft: DraftConfig
+
+
+def add_speculation_options(parser: argparse.ArgumentParser) -> None:
+    """The group "speculation"."""
+    draft = DraftConfig()
+    add = parser.add_argument_group("speculation").add_argument
+    add(
+        "--num-speculative-tokens", type=int, default=draft.num_speculative_tokens, metavar="K",
+        help="most draft tokens per step (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--max-match-length", type=int, default=draft.max_match_length, metavar="N",
+        help="longest context tail looked up, in tokens (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--lookup-threads", type=int, default=draft.lookup_threads, metavar="N",
+        help="threads that look up the sequences of a batch of 64 or more, the engine's own among them (default: "
+        "%(default)s)",
+    )  # fmt: skip
+    add(
+        "--draft-model",
+        metavar="MODEL",
+        help="smaller model with the same tokenizer that drafts where the cache does not",
+    )
+    add(
+        "--draft-acceptance", default=draft.draft_acceptance, choices=DRAFT_ACCEPTANCES,
+        help="how a sampled draft of the draft model is verified; rejection accepts more, but the tokens of a request "
+        "without a seed then depend on the drafts (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--draft-shape", default=draft.draft_shape, choices=DRAFT_SHAPES,
+        help="whether drafts may branch where the next token is uncertain (default: %(default)s)",
+    )  # fmt: skip
+    add("--no-speculation", action="store_true", help="plain decoding: no drafts")
+
+
+def speculation_options_of(found: argparse.Namespace) -> SpeculationOptions:
+    """What was asked for; raises ConfigError."""
+    if found.draft_acceptance == "rejection" and found.draft_model is None:
+        raise ConfigError("--draft-acceptance rejection needs --draft-model: no other drafts are drawn at random")
+    limit = found.num_speculative_tokens
+    return SpeculationOptions(
+        draft_model=None if found.no_speculation else found.draft_model,
+        draft_hub=HubOptions(cache_dir=found.download_dir, trust_remote_code=found.trust_remote_code),
+        draft=DraftConfig(
+            num_speculative_tokens=0 if found.no_speculation else limit,
+            max_match_length=found.max_match_length,
+            lookup_threads=found.lookup_threads,
+            draft_acceptance=found.draft_acceptance,
+            draft_shape=found.draft_shape,
+        ),
+    )

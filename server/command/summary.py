@@ -1,0 +1,47 @@
+"""What a server that is ready says of itself, in one line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from server.base.settings import ServerSettings
+from server.command.arguments import Options
+from server.command.sizes import spelled
+from ssd.sharing.connection import address_of
+
+if TYPE_CHECKING:
+    from ssd.engine import Engine
+
+
+def summary_of(engine: Engine, options: Options, settings: ServerSettings) -> str:
+    """Model, device, slots, cache, store and keys, as ``name=value`` words."""
+    target = engine.target
+    model = type(target.model).__name__
+    facts: dict[str, object] = {
+        "model": settings.model,
+        "class": model,
+        "way": target.way.replace(" ", "-"),
+        "device": target.device,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "slots": target.num_slots,
+        "context": engine.max_model_len,
+        **_drafting(engine, options),
+        "keys": len(settings.api_keys) or "none",
+    }
+    return " ".join(f"{name}={value}" for name, value in facts.items())
+
+
+def _drafting(engine: Engine, options: Options) -> dict[str, object]:
+    draft, cache = options.speculation, options.cache.config
+    if engine.caches is None or not engine.target.can_roll_back:
+        return {"drafts": "none"}
+    return {
+        "drafts": draft.draft.num_speculative_tokens,
+        "draft_model": draft.draft_model or "none",
+        "namespace": options.cache.namespace,
+        "cache_tokens": spelled(cache.index.capacity_tokens),
+        "cached": engine.caches.get().stats().num_tokens,
+        "warm": len(options.cache.warm_directories) or "none",
+        "cache_dir": cache.directory or "none",
+        "redis": "none" if cache.redis_url is None else address_of(cache.redis_url),
+    }

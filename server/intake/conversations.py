@@ -1,0 +1,139 @@
+"""What a conversation's answer must look like, and who takes it apart: by its tools, its format and its reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from server.base.limits import Limits
+from server.intake.message_formats import MessageFormat
+from server.schema.chat import ChatBody
+from server.schema.tool_fields import ToolUse
+from server.tools.call_grammars import call_grammar
+from server.tools.functions import Functions
+from server.tools.messages import Messages, call_id
+from server.tools.reasoning_grammar import reasoning_rule
+from server.tools.reasoning_tokens import count_reasoning_tokens
+from server.tools.registry import make_parser, special_tokens
+from ssd.config import StructuredOutput
+from ssd.errors import RequestError
+
+if TYPE_CHECKING:
+    from ssd.text.codec import TextCodec
+
+_JSON_CALLS = "json"
+"""The format of forced calls where the model's own has no grammar."""
+_TAIL_TOKENS = 32
+"""Of the prompt: enough to see whether it ends within what the model thinks."""
+_MISTRAL_ID_LENGTH = 9
+_SCHEMAS = frozenset({"json_object", "json_schema"})
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How the answer to a conversation is made and read.
+
+    ``messages`` : takes it apart; None where all of it is content. ``output`` : what it must look like.
+    ``shown_special_ids`` : special tokens that whoever takes it apart must see. ``count_reasoning`` : how many tokens
+    of an output were thought; None where the model does not think.
+    """
+
+    messages: Messages | None
+    output: StructuredOutput | None
+    shown_special_ids: tuple[int, ...] = ()
+    count_reasoning: Callable[[Sequence[int]], int] | None = None
+
+
+def plan_answer(
+    body: ChatBody, form: MessageFormat, codec: TextCodec, prompt: Sequence[int], limits: Limits
+) -> AnswerPlan:
+    """What ``body`` asks for, of a model that writes as ``form`` says, after ``prompt``. O(characters of the tools).
+
+    Raises RequestError for what cannot be held to.
+    """
+    use, asked = body.tool_use(), body.structured_output()
+    mode = "none" if use is None else use.mode
+    if mode == "none" and form.reasoning is None:
+        return AnswerPlan(None, asked)
+    tail = codec.decode(prompt[-_TAIL_TOKENS:]) if form.reasoning is not None else ""
+    functions: Functions = {}
+    reader, calls = form.tool_call if mode != "none" else None, None
+    if use is not None and mode != "none":
+        functions = {function.name: function.schema_of_arguments for function in use.functions}
+        if mode == "required" or asked is not None:
+            reader, calls = _calls(use, form, functions, codec, limits)
+        elif reader is None:
+            raise _no_parser()
+    seen = special_tokens(reader, form.reasoning)
+    thought = reasoning_rule(form.reasoning, tail, codec.added_tokens)
+    output = _output(calls, None if mode == "required" else asked, thought)
+    messages = Messages(
+        partial(make_parser, reader, form.reasoning, functions=functions, prompt=tail),
+        parallel=use is None or use.parallel,
+        only_calls=mode == "required",
+        show_reasoning=body.include_reasoning,
+        make_id=partial(call_id, _MISTRAL_ID_LENGTH, "") if reader == "mistral" else None,
+    )
+    count = None
+    if form.reasoning is not None:
+        count = partial(_count_reasoning, form.reasoning, tail, codec)
+    ids = {token_id for text, token_id in codec.added_tokens.items() if text in seen}
+    shown = tuple(sorted(ids & codec.special_ids))
+    return AnswerPlan(messages, output, shown, count)
+
+
+def _count_reasoning(name: str, tail: str, codec: TextCodec, token_ids: Sequence[int]) -> int:
+    return count_reasoning_tokens(name, tail, token_ids, codec.decode)
+
+
+def _calls(
+    use: ToolUse, form: MessageFormat, functions: Functions, codec: TextCodec, limits: Limits
+) -> tuple[str, StructuredOutput]:
+    """The format that calls are to be written in, and its grammar: the model's own if possible."""
+    param = "functions" if use.is_older else "tools"
+    for name in (form.tool_call, _JSON_CALLS):
+        markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
+        added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
+        grammar = call_grammar(name, functions, parallel=use.parallel, special=added)
+        if name is not None and grammar is not None:
+            if len(grammar) > limits.max_grammar_characters:
+                raise RequestError(
+                    f"the grammar of these functions has {len(grammar)} characters, at most "
+                    f"{limits.max_grammar_characters} are compiled: name fewer of them in tool_choice",
+                    param=param,
+                )
+            return name, StructuredOutput("grammar", grammar, param)
+        if use.mode != "required":  # then nothing tells the model of another format
+            break
+    raise RequestError(
+        "response_format together with tools that may be called is not possible in this model's format of calls: "
+        "leave out one of them",
+        param="response_format",
+    )
+
+
+def _output(
+    calls: StructuredOutput | None, asked: StructuredOutput | None, reasoning: str | None
+) -> StructuredOutput | None:
+    """One grammar of what may be thought before, of calls, and of what was asked for where nothing is called."""
+    if calls is not None and asked is not None and asked.kind not in _SCHEMAS:
+        raise RequestError(f"{asked.param} with tools must be a schema: leave out one of them", param=asked.param)
+    parts = {name: part for name, part in (("calls", calls), ("answer", asked)) if part is not None}
+    if not parts:
+        return None
+    first = next(iter(parts.values()))
+    if len(parts) == 1 and reasoning is None:
+        return first
+    choices = " | ".join(f"@{name}" for name in parts)
+    rules = f"start: ({choices})" if reasoning is None else f"start: reasoning ({choices})\n{reasoning}"
+    return StructuredOutput.parts(rules, parts, first.param)
+
+
+def _no_parser() -> RequestError:
+    return RequestError(
+        "the calls of this model cannot be read: the server was started without a parser of its format "
+        '(--tool-call-parser). Send tool_choice "required", "none" or a name',
+        param="tool_choice",
+    )

@@ -1,0 +1,161 @@
+"""What is told of every HTTP request at its end: the access line, counts, and a span where there is a collector."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.base.record import Record, begin_record
+from server.base.trace_context import read_trace_context
+from server.intake.gate import tenant_of
+from server.intake.root_path import path_below_root
+from server.observe.logs import Fields
+
+log = logging.getLogger(__name__)
+
+PROBES = frozenset({"/live", "/health", "/metrics"})
+"""Asked every few seconds by machines: where all is well, their lines are at level DEBUG."""
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_CLIENT_LEFT = 499
+
+
+class HttpCounts:
+    """What became of requests. Written on the event loop, read by any thread; all labels are from short lists."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str, str]] = Counter()
+        """By path, method and status; 499 where the client left before there was one."""
+        self.refused: Counter[str] = Counter()
+        """By reason; only what was answered with an error of the client's or of load, see `refusal_of`."""
+        self.num_under_way = 0
+
+
+class SpanSink(Protocol):
+    """Takes a span of a request that has ended; returns its trace id and its own, in hexadecimal."""
+
+    def __call__(self, record: Record, path: str, ended_s: float) -> tuple[str, str]: ...
+
+
+class Access:
+    """ASGI middleware around all that may refuse: makes a request's record and tells of it when its end was sent.
+
+    ``paths`` gives the application's own; what else is asked for may hold anything, and is called "other".
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        counts: HttpCounts,
+        paths: Callable[[], Iterable[str]],
+        writes_lines: bool,
+        span: SpanSink | None,
+    ) -> None:
+        self._app = app
+        self._counts = counts
+        self._find_paths = paths
+        self._paths: frozenset[str] | None = None
+        self._writes_lines = writes_lines
+        self._span = span
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = begin_record()
+        record.trace = read_trace_context(scope["headers"])
+
+        async def send_and_note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            await send(message)
+
+        self._counts.num_under_way += 1
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            self._counts.num_under_way -= 1
+            self._tell(scope, record)
+
+    def _tell(self, scope: Scope, record: Record) -> None:
+        ended = time.perf_counter()
+        path = self._path(scope)
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        status = record.status or _CLIENT_LEFT
+        record.is_gone |= status == _CLIENT_LEFT
+        self._counts.requests[path, method, str(status)] += 1
+        if record.refusal is not None and record.refusal != "failed" and status >= 400:
+            self._counts.refused[record.refusal] += 1
+        ids: tuple[str, str] | None = None
+        if self._span is not None and record.num_choices:
+            ids = self._span(record, path, ended)
+        elif record.trace is not None:
+            ids = record.trace.trace_id, record.trace.parent_id
+        if self._writes_lines:
+            level = logging.DEBUG if path in PROBES and status < 400 else logging.INFO
+            if log.isEnabledFor(level):
+                account = tenant_of(scope)
+                tenant = None if account is None else account.name
+                log.log(level, access_fields(record, method, path, status, ended, tenant, ids))
+
+    def _path(self, scope: Scope) -> str:
+        """The path as the application knows it, without what a client put in a place of its choice."""
+        if self._paths is None:
+            self._paths = frozenset(self._find_paths())
+        path = path_below_root(scope)
+        if path in self._paths:
+            return path
+        template = getattr(scope.get("route"), "path", None)
+        return template if template in self._paths else "other"
+
+
+def access_fields(
+    record: Record,
+    method: str,
+    path: str,
+    status: int,
+    ended_s: float,
+    tenant: str | None,
+    ids: tuple[str, str] | None,
+) -> Fields:
+    """The access line. ``ids`` : of the trace and the span. ``tenant`` : its name, not its key."""
+    given: dict[str, object] = {
+        "request_id": record.request_id,
+        "tenant": tenant,
+        "total_s": ended_s - record.received_s,
+        "reason": record.refusal,
+        "disconnected": record.is_gone or None,
+    }
+    if ids is not None:
+        given["trace_id"], given["span_id"] = ids
+    if record.num_choices:
+        given |= {
+            "response_id": record.response_id,
+            "model": record.model,
+            "namespace": record.namespace,
+            "stream": record.is_stream,
+            "choices": record.num_choices,
+            "prompt_tokens": record.num_prompt_tokens,
+            "cached_tokens": record.num_cached_tokens,
+            "output_tokens": record.num_output_tokens,
+            "queue_s": _between(record.submitted_s, record.started_s),
+            "ttft_s": _between(record.received_s, record.first_token_s),
+            "finish": sorted(set(record.finish_reasons)) or None,
+            "passes": record.num_steps,
+            "drafted": record.num_draft_tokens,
+            "accepted": record.num_accepted_tokens,
+            "accepted_per_pass": record.num_accepted_tokens / record.num_steps if record.num_steps else None,
+            "sources": dict(sorted(record.accepted_by_source.items())) or None,
+        }
+    return Fields("request", method=method, path=path, status=status, **given)
+
+
+def _between(begin: float, end: float) -> float | None:
+    return end - begin if begin and end else None

@@ -1,0 +1,172 @@
+"""The log of the process: text or JSON lines, written by a thread of their own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+import time
+import traceback
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
+from typing import Any, Final, Literal, TextIO
+
+LogFormat = Literal["text", "json"]
+LOG_FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
+
+OURS = ("ssd", "server", "cache_builder")
+"""Loggers that get the level asked for; a library's are heard from WARNING on."""
+
+_MOST_WAITING = 8192
+_PATIENCE_S = 2.0
+"""How long the end of the process waits for a reader of the log that does not read."""
+_PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")
+"""Values that text lines need not quote: printable, without spaces, quotes and equal signs."""
+
+
+class Fields(dict[str, Any]):
+    """A message of named values: ``key=value`` as text, keys of their own in JSON. Not to be changed once logged."""
+
+    def __init__(self, event: str, **values: Any) -> None:
+        """``event`` : what happened, in a few words that are always the same. Values that are None are left out."""
+        super().__init__({name: value for name, value in values.items() if value is not None})
+        self.event = event
+
+    def __str__(self) -> str:
+        return " ".join([self.event, *(f"{name}={_text(value)}" for name, value in self.items())])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, dict):
+        return ",".join(f"{name}:{count}" for name, count in value.items())
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+class LaterHandler(QueueHandler):
+    """Hands records to a thread that writes them. It never waits: where too many wait already, they are dropped."""
+
+    def __init__(self, target: logging.Handler, *, most_waiting: int = _MOST_WAITING) -> None:
+        self._waiting: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
+        super().__init__(self._waiting)
+        self.num_dropped = 0
+        self._target = target
+        self._most = most_waiting
+        self._num_told = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Text is made of the arguments here, for they may change; `Fields` do not."""
+        if not isinstance(record.msg, Fields):
+            record.msg, record.args = record.getMessage(), None
+        if record.exc_info:
+            record.exc_text, record.exc_info = traceback_text(record.exc_info[1]), None
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue a record or drop it. `SimpleQueue` may be asked from signal handlers, too."""
+        if self._waiting.qsize() >= self._most:
+            self.num_dropped += 1
+        else:
+            self._waiting.put_nowait(record)
+
+    def flush(self) -> None:
+        """Wait until what was logged is written, for two seconds at most."""
+        written = threading.Event()
+        self._waiting.put_nowait(written)
+        written.wait(_PATIENCE_S)
+
+    def close(self) -> None:
+        """Write what waits and end the thread, within four seconds."""
+        if self._thread.is_alive():
+            self.flush()
+            self._waiting.put_nowait(None)
+            self._thread.join(_PATIENCE_S)
+        super().close()
+
+    def _write(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            self._target.handle(item)
+            if self._num_told < self.num_dropped and self._waiting.qsize() < self._most // 2:
+                dropped, self._num_told = self.num_dropped - self._num_told, self.num_dropped
+                self._target.handle(_record(f"{dropped} log lines were dropped: the log is not read fast enough"))
+
+
+def _record(message: str) -> logging.LogRecord:
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
+
+
+class TextFormatter(logging.Formatter):
+    """``time LEVEL logger: message``, one line for anything but a traceback."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: ``time`` in UTC, ``level``, ``logger``, ``message``, and what `Fields` hold beside it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        if isinstance(record.msg, Fields):
+            line |= {"message": record.msg.event, **{name: _rounded(value) for name, value in record.msg.items()}}
+        else:
+            line["message"] = record.getMessage()
+        if record.exc_text:
+            line["exception"] = record.exc_text
+        return json.dumps(line)
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def traceback_text(error: BaseException | None) -> str:
+    """A traceback with its causes, without the messages that may quote what a request held."""
+    lines: list[str] = []
+    while error is not None:
+        kind = type(error)
+        shown = kind.__name__
+        if not isinstance(error, (ValueError, LookupError, TypeError)):
+            shown = "".join(traceback.format_exception_only(error)).strip()
+        lines.insert(0, "".join(traceback.format_tb(error.__traceback__)) + shown)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\n-- which led to --\n".join(lines)
+
+
+def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) -> LaterHandler:
+    """Send everything that is logged to ``stream``, standard error by default. ``level`` : of our own loggers."""
+    logging.raiseExceptions = False  # a log that cannot be written is nothing to write about
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody prints them
+    target = logging.StreamHandler(stream or sys.stderr)
+    target.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
+    handler = LaterHandler(target)
+    least = getattr(logging, level.upper())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(least, logging.WARNING))
+    for name in OURS:
+        logging.getLogger(name).setLevel(least)
+    logging.captureWarnings(True)
+    return handler
+
+
+def num_dropped_lines() -> int:
+    """Lines that were not written, of the log of this process."""
+    return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, LaterHandler))

@@ -1,0 +1,160 @@
+"""A span of each generation for an OpenTelemetry collector, made when the request has ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from server.base.record import Record
+from server.base.settings import VERSION
+from ssd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+log = logging.getLogger(__name__)
+
+OPTION = "--otlp-traces-endpoint"
+_TIMEOUT_S = 5.0
+"""For one export with its repetitions; spans wait meanwhile, 2,048 of them, then they are dropped."""
+_PATIENCE_S = 2.0
+"""How long the end of the process waits for the collector."""
+_DEFAULT_PATH = "/v1/traces"
+
+_OPERATIONS = {"/v1/completions": "text_completion"}
+"""By path; all others are chats."""
+
+
+class Spans:
+    """Makes spans and gives them to ``exporter`` on a thread of its own; a collector that is away costs spans alone.
+
+    Attributes are those of OpenTelemetry's semantic conventions for generative AI, and vLLM's for times. None holds a
+    text. A trace that the client began is gone on with, and left out where the client does not sample it.
+    """
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        resource = Resource.create({"service.version": VERSION})
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):  # $OTEL_SERVICE_NAME is not set
+            resource = resource.merge(Resource({"service.name": "ssd"}))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("ssd", VERSION)
+
+    def __call__(self, record: Record, path: str, ended_s: float) -> tuple[str, str]:
+        """Queue the span of a request; returns the ids of its trace and its own, in hexadecimal."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        offset_ns = time.time_ns() - int(time.perf_counter() * 1e9)
+
+        def at(moment_s: float) -> int:
+            return int(moment_s * 1e9) + offset_ns
+
+        operation = _OPERATIONS.get(path, "chat")
+        span = self._tracer.start_span(
+            f"{operation} {record.model}",
+            context=_parent(record),
+            kind=SpanKind.SERVER,
+            attributes=_attributes(record, path, operation, ended_s),
+            start_time=at(record.received_s),
+        )
+        for name, moment in (
+            ("queue", record.submitted_s),
+            ("prefill", record.started_s),
+            ("decode", record.first_token_s),
+            ("last_token", record.last_token_s),
+        ):
+            if moment:
+                span.add_event(name, timestamp=at(moment))
+        if record.refusal is not None:
+            span.set_status(Status(StatusCode.ERROR, record.refusal))
+        span.end(end_time=at(ended_s))
+        context = span.get_span_context()
+        return f"{context.trace_id:032x}", f"{context.span_id:016x}"
+
+    def close(self) -> None:
+        """Send what waits, for two seconds at most."""
+        closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+        closing.start()
+        closing.join(_PATIENCE_S)
+
+
+def make_spans(endpoint: str) -> Spans:
+    """Spans for a collector's URL; raises ConfigError where it is none, or where the libraries are missing."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{OPTION} must be like http://collector:4318{_DEFAULT_PATH}, got {endpoint!r:.200}")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        from server.observe.span_exporter import ToldOnce
+    except ImportError as error:
+        raise ConfigError(f"{OPTION} needs more libraries: pip install 'ssd-serving[telemetry]' ({error})") from error
+    if parts.path in ("", "/"):
+        endpoint = parts._replace(path=_DEFAULT_PATH).geturl()
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it tells of every attempt; ours tells once
+    return Spans(ToldOnce(OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S), f"{parts.hostname}"))
+
+
+def _parent(record: Record) -> Context | None:
+    if record.trace is None:
+        return None
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
+
+    context = SpanContext(
+        trace_id=int(record.trace.trace_id, 16),
+        span_id=int(record.trace.parent_id, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(TraceFlags.SAMPLED if record.trace.is_sampled else TraceFlags.DEFAULT),
+        trace_state=TraceState.from_header([record.trace.state]),
+    )
+    return set_span_in_context(NonRecordingSpan(context))
+
+
+def _attributes(record: Record, path: str, operation: str, ended_s: float) -> dict[str, Any]:
+    def between(begin: float, end: float) -> float | None:
+        return end - begin if begin and end else None
+
+    found: dict[str, Any] = {
+        "http.request.method": "POST",
+        "http.route": path,
+        "http.response.status_code": record.status,
+        "error.type": record.refusal or ("client_gone" if record.is_gone else None),
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "ssd",
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.is_stream,
+        "gen_ai.request.choice.count": record.num_choices if record.num_choices != 1 else None,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.id": record.response_id,
+        "gen_ai.response.finish_reasons": list(record.finish_reasons) or None,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+        "gen_ai.latency.e2e": ended_s - record.received_s,
+        "gen_ai.latency.time_in_queue": between(record.submitted_s, record.started_s),
+        "gen_ai.latency.time_to_first_token": between(record.received_s, record.first_token_s),
+        "gen_ai.latency.time_in_model_prefill": between(record.started_s, record.first_token_s),
+        "gen_ai.latency.time_in_model_decode": between(record.first_token_s, record.last_token_s),
+        "gen_ai.latency.time_in_model_inference": between(record.started_s, record.last_token_s),
+        "ssd.request_id": record.request_id,
+        "ssd.passes": record.num_steps,
+        "ssd.draft_tokens": record.num_draft_tokens,
+        "ssd.accepted_tokens": record.num_accepted_tokens,
+    }
+    if record.sampling is not None:
+        found |= {
+            "gen_ai.request.max_tokens": record.sampling.max_tokens,
+            "gen_ai.request.temperature": record.sampling.temperature,
+            "gen_ai.request.top_p": record.sampling.top_p,
+            "gen_ai.request.presence_penalty": record.sampling.presence_penalty,
+            "gen_ai.request.frequency_penalty": record.sampling.frequency_penalty,
+        }
+    return {name: value for name, value in found.items() if value is not None}

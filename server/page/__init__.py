@@ -1,0 +1,1 @@
+"""The page at /: a playground that shows the drafts at work."""

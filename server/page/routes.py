@@ -1,0 +1,37 @@
+"""/, the files that the page there is made of, and /page/stats."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from server.base.lanes import Lane
+from server.base.settings import ServerSettings
+from server.page.files import SECURITY_HEADERS, PageFile
+from server.page.stats import page_stats
+from server.running.engine_thread import Worker
+
+
+def add_page(
+    app: FastAPI, files: Mapping[str, PageFile], worker: Worker, settings: ServerSettings, aside: Lane
+) -> None:
+    """The files, open to everybody; the counters need a key where there are keys. ``aside`` : where they are read."""
+    for path, file in files.items():
+        app.add_route(path, _answers(file), methods=["GET", "HEAD"], include_in_schema=False)
+
+    @app.get("/page/stats", include_in_schema=False)
+    async def stats() -> Response:
+        found = await aside.run(page_stats, worker, settings)
+        return JSONResponse(found, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
+
+
+def _answers(file: PageFile) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        if file.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=file.headers)
+        return Response(file.content, media_type=file.media_type, headers=file.headers)
+
+    return answer

@@ -1,0 +1,188 @@
+// The playground: what is asked, in which lanes it runs, and what came of it.
+
+import { setKey } from "./api.js";
+import { EXAMPLES } from "./examples.js";
+import { Lane } from "./lane.js";
+import { watch } from "./panels.js";
+import { count, element } from "./sources.js";
+import { offerThemes } from "./theme.js";
+
+const MOST_ASKS = 12;
+
+const find = (id) => document.getElementById(id);
+const prompt = find("prompt"), verdict = find("verdict"), error = find("error");
+let messages = []; // of the conversation so far
+let asked = null; // the request that ran last, without what tells the lanes apart
+let asks = []; // what came of it, each time
+let stop = null;
+
+const mode = () => document.querySelector("input[name=mode]:checked").value;
+
+function request() {
+  const chat = mode() === "chat";
+  const number = (id) => (find(id).value === "" ? undefined : Number(find(id).value));
+  const body = {
+    max_tokens: number("max-tokens"),
+    temperature: number("temperature"),
+    seed: number("seed"),
+    return_token_ids: true,
+    stream_options: { include_drafts: true },
+  };
+  if (find("prediction").value) body.prediction = { type: "content", content: find("prediction").value };
+  if (chat) body.messages = [...messages, { role: "user", content: prompt.value }];
+  else body.prompt = prompt.value;
+  return { chat, path: chat ? "v1/chat/completions" : "v1/completions", body };
+}
+
+async function run(next) {
+  if (stop) return;
+  const isAgain = JSON.stringify(next) === JSON.stringify(asked);
+  asked = next;
+  if (!isAgain) asks = [];
+  error.hidden = find("empty").hidden = true;
+  find("outcome").hidden = find("again").hidden = false;
+  showAsks();
+  say("Running", "soft");
+  if (next.chat) showMessages(next.body.messages);
+  if (next.chat && !isAgain) prompt.value = "";
+  const lanes = [new Lane("With drafts", "Point at a draft, or use the arrow keys, to see where it came from.")];
+  const bodies = [next.body];
+  if (find("race").checked) {
+    lanes.push(new Lane("Without", "Every token is a pass of its own."));
+    bodies.push({ ...next.body, num_speculative_tokens: 0 });
+  }
+  find("lanes").replaceChildren(...lanes.map((lane) => lane.element));
+  stop = new AbortController();
+  find("run").disabled = find("again").disabled = true;
+  find("stop").hidden = false;
+  const ended = await Promise.allSettled(lanes.map((lane, i) => lane.run(next.path, bodies[i], stop.signal)));
+  const stopped = stop.signal.aborted;
+  stop = null;
+  find("run").disabled = find("again").disabled = false;
+  find("stop").hidden = true;
+  const failed = ended.find((end) => end.status === "rejected");
+  if (stopped) say("Stopped.");
+  else if (failed) complain(failed.reason);
+  else conclude(...ended.map((end) => end.value));
+  if (next.chat && !asks.length) takeBack(next.body.messages);
+}
+
+function say(text, kind = "") {
+  verdict.textContent = text;
+  verdict.className = `verdict ${kind}`;
+}
+
+function complain(reason) {
+  find("outcome").hidden = true;
+  error.textContent = reason.message;
+  error.hidden = false;
+  if (reason.status === 401) find("key-form").hidden = false;
+}
+
+function conclude(drafted, plain) {
+  const tokens = `${count(drafted.tokens.length)} token${drafted.tokens.length === 1 ? "" : "s"}`;
+  if (!plain) {
+    const perPass = (drafted.tokens.length / Math.max(1, drafted.passes)).toFixed(1);
+    say(`${tokens} in ${count(drafted.passes)} passes: ${perPass} a pass.`);
+  } else {
+    const differs = drafted.tokens.findIndex((token, i) => token !== plain.tokens[i]);
+    const isSame = differs < 0 && drafted.tokens.length === plain.tokens.length;
+    const ratio = plain.passes / Math.max(1, drafted.passes);
+    const times = ratio < 10 ? ratio.toFixed(ratio < 1.05 ? 2 : 1) : Math.round(ratio);
+    const firstOther = (differs < 0 ? Math.min(drafted.tokens.length, plain.tokens.length) : differs) + 1;
+    if (!isSame) say(`The outputs differ from token ${count(firstOther)} on.`, "bad");
+    else say(`${ratio > 1.005 ? `${times}× fewer` : "As many"} passes, the same ${tokens}.`);
+  }
+  asks = [...asks, { ...drafted, number: (asks.at(-1)?.number ?? 0) + 1 }].slice(-MOST_ASKS);
+  showAsks();
+  useMode();
+}
+
+function showAsks() {
+  const most = Math.max(...asks.map((answer) => answer.passes));
+  find("hint").hidden = asks.length !== 1;
+  find("asks").replaceChildren(...(asks.length < 2 ? [] : asks).map((answer) => {
+    const bar = element("i");
+    bar.style.setProperty("--share", answer.passes / most);
+    const text = `${count(answer.passes)} passes, ${answer.seconds.toFixed(2)} s`;
+    return element("li", "", element("span", "soft", `ask ${answer.number}`), element("span", "bar", bar),
+      element("span", "number", text));
+  }));
+}
+
+/** A message that got no answer goes back to where it was written. */
+function takeBack(sent) {
+  if (!prompt.value) prompt.value = sent.at(-1).content;
+  asked = null;
+  showMessages(messages);
+}
+
+/** The last question and its answer become part of the conversation. */
+function goOn() {
+  if (!asked?.chat || !asks.length) return;
+  messages = [...asked.body.messages, { role: "assistant", content: asks.at(-1).text }];
+}
+
+function showMessages(messages) {
+  find("transcript").replaceChildren(...messages.map(({ role, content }) => element("li", role, content)));
+}
+
+function useMode() {
+  const chat = mode() === "chat";
+  find("prompt-label").textContent = chat ? "Message" : "Prompt";
+  prompt.rows = chat ? 2 : 5;
+  prompt.placeholder = chat ? "Message to the model" : "Text that the model goes on with";
+  find("transcript").hidden = !chat;
+  find("new-chat").hidden = !chat || !asked?.chat;
+}
+
+function forget() {
+  messages = [];
+  asks = [];
+  asked = null;
+  showMessages(messages);
+  find("lanes").replaceChildren();
+  find("outcome").hidden = true;
+  useMode();
+  prompt.focus();
+}
+
+function offerExamples() {
+  find("examples").append(...EXAMPLES.map((example) => {
+    const button = element("button", "example", element("b", "", example.title), element("span", "soft", example.about));
+    button.type = "button";
+    button.addEventListener("click", () => {
+      document.querySelector(`input[name=mode][value=${example.mode}]`).checked = true;
+      useMode();
+      prompt.value = example.prompt;
+      run(request());
+    });
+    return element("li", "", button);
+  }));
+}
+
+find("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (stop) return;
+  if (mode() === "chat") goOn();
+  run(request());
+});
+find("ask").addEventListener("change", useMode);
+find("again").addEventListener("click", () => run(asked));
+find("new-chat").addEventListener("click", forget);
+find("stop").addEventListener("click", () => stop?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") stop?.abort();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) find("ask").requestSubmit();
+});
+offerThemes(find("theme"));
+offerExamples();
+useMode();
+const look = watch(() => find("key-form").hidden = false);
+find("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(find("key").value);
+  find("key-form").hidden = error.hidden = true;
+  find("key").value = "";
+  look();
+});

@@ -1,0 +1,78 @@
+// One answer as it streams, with its clock and its counts.
+
+import { stream } from "./api.js";
+import { count, element, nameOf } from "./sources.js";
+import { TokenStream } from "./tokens.js";
+
+export class Lane {
+  #figures = {};
+  #legend;
+  #stream;
+  #view;
+
+  /** `title` : what runs here. `about` : a sentence until a draft is pointed at. `element` is to be put somewhere. */
+  constructor(title, about) {
+    this.element = document.getElementById("lane").content.cloneNode(true).firstElementChild;
+    this.element.querySelector("h2").textContent = title;
+    for (const figure of this.element.querySelectorAll("dd")) this.#figures[figure.dataset.figure] = figure;
+    this.#stream = this.element.querySelector(".stream");
+    this.#stream.setAttribute("aria-label", `${title}: the answer; arrow keys go from draft to draft`);
+    const inspect = this.element.querySelector(".inspect");
+    inspect.textContent = about;
+    this.#legend = this.element.querySelector(".legend");
+    this.#view = new TokenStream(this.#stream, (about) => inspect.textContent = about);
+  }
+
+  /** What the answer was: its tokens, text, passes and seconds. Raises ApiError, or AbortError once stopped. */
+  async run(path, body, signal) {
+    const answer = { tokens: [], text: "", passes: 0, bySource: {}, seconds: 0 };
+    const started = performance.now();
+    let first = 0;
+    const clock = () => {
+      answer.seconds = (performance.now() - started) / 1000;
+      const decoding = first ? (performance.now() - first) / 1000 : 0;
+      this.#show(answer, decoding > 0.05 ? answer.tokens.length / decoding : 0);
+    };
+    let frame = requestAnimationFrame(function tick() {
+      clock();
+      frame = requestAnimationFrame(tick);
+    });
+    this.#stream.setAttribute("aria-busy", "true");
+    this.element.classList.add("running");
+    try {
+      for await (const chunks of stream(path, body, signal)) {
+        const choices = chunks.flatMap((chunk) => chunk.choices).filter((choice) => choice.draft);
+        if (choices.length && !first) first = performance.now();
+        for (const { draft, token_ids, text, delta } of choices) {
+          answer.tokens.push(...token_ids);
+          answer.text += text ?? delta.content ?? "";
+          answer.passes = draft.pass;
+          const { bySource } = answer;
+          if (draft.num_accepted) bySource[draft.source] = (bySource[draft.source] ?? 0) + draft.num_accepted;
+        }
+        this.#view.push(choices.map((choice) => choice.draft));
+      }
+      return answer;
+    } finally {
+      cancelAnimationFrame(frame);
+      this.#view.flush();
+      clock();
+      this.#stream.removeAttribute("aria-busy");
+      this.element.classList.remove("running");
+    }
+  }
+
+  #show(answer, rate) {
+    this.#figures.time.textContent = `${answer.seconds.toFixed(2)} s`;
+    this.#figures.passes.textContent = count(answer.passes);
+    this.#figures.tokens.textContent = count(answer.tokens.length);
+    this.#figures.rate.textContent = count(Math.round(rate));
+    const sources = Object.entries(answer.bySource);
+    const own = answer.tokens.length - sources.reduce((sum, [, number]) => sum + number, 0);
+    this.#legend.replaceChildren(...[...sources, ["target", own]].map(([source, number]) => {
+      const entry = element("li", "", element("span", "swatch"), nameOf(source), element("b", "", count(number)));
+      entry.dataset.source = source;
+      return entry;
+    }));
+  }
+}

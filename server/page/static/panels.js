@@ -1,0 +1,102 @@
+// Beside the playground: what the service does now, where its drafts come from, what its cache holds.
+
+import { stats } from "./api.js";
+import { Chart } from "./charts.js";
+import { SOURCES, count, element, short } from "./sources.js";
+
+const MOST_NAMESPACES = 8;
+const PARTS = { tail: "ring", segments: "segments", kept: "kept", warm: "warm-up" };
+const ALWAYS = ["own", "tail", "segment"];
+
+const find = (id) => document.getElementById(id);
+
+/** Ask once a second while the page is seen. `onRefused` : called where a key is needed. */
+export function watch(onRefused) {
+  const place = find("charts");
+  const rate = new Chart(place, "tokens/s", { least: 10, format: (value) => count(Math.round(value)) });
+  const perPass = new Chart(place, "tokens per pass", { least: 2, format: (value) => value.toFixed(2) });
+  const cache = new Chart(place, "tokens in the cache", { least: 100, format: short });
+  let before = null;
+
+  async function look() {
+    if (document.hidden) return;
+    let now;
+    try {
+      now = await stats();
+    } catch (error) {
+      show(error.status === 401 ? "key needed" : "unreachable", "bad");
+      if (error.status === 401) onRefused();
+      return;
+    }
+    show(now.state, now.state === "ready" ? "good" : "loading");
+    find("model").textContent = now.model;
+    if (now.tokens === undefined) return;
+    const held = Object.values(now.namespaces).reduce((sum, n) => sum + n.tail + n.segments + n.kept + n.warm, 0);
+    if (before) {
+      const passes = now.passes - before.passes;
+      rate.push((now.tokens - before.tokens) / (now.time_s - before.time_s));
+      perPass.push(passes > 0 ? (now.tokens - before.tokens) / passes : null);
+      cache.push(held);
+    }
+    before = now;
+    find("load").textContent = `${count(now.running)} running, ${count(now.waiting)} waiting`;
+    showSources(now);
+    showNamespaces(now.namespaces);
+  }
+
+  look();
+  setInterval(look, 1000);
+  document.addEventListener("visibilitychange", () => before = null);
+  return look;
+}
+
+function show(text, kind) {
+  const state = find("state");
+  if (state.textContent !== text) state.textContent = text;
+  state.dataset.state = kind;
+}
+
+function bar(parts) {
+  const made = element("span", "bar");
+  for (const [source, share] of parts) {
+    const part = element("i");
+    part.dataset.source = source;
+    part.style.setProperty("--share", share);
+    made.append(part);
+  }
+  return made;
+}
+
+function showSources(now) {
+  const all = now.tokens || 1;
+  const names = Object.keys(SOURCES).filter((name) => ALWAYS.includes(name) || now.sources[name]);
+  const rows = names.map((name) => {
+    const { drafted = 0, accepted = 0 } = now.sources[name] ?? {};
+    const [label, about] = SOURCES[name];
+    const row = element("li", "", element("span", "swatch"), element("b", "", label), element("span", "soft about", about),
+      element("span", "number", count(accepted)), bar([[name, accepted / all]]),
+      element("span", "soft rate", drafted ? `${Math.round(100 * accepted / drafted)}% of drafted` : "none drafted"));
+    row.dataset.source = name;
+    return row;
+  });
+  const own = now.tokens - now.accepted;
+  rows.push(element("li", "target", element("span", "swatch"), element("b", "", "the model"),
+    element("span", "soft about", "one token of every pass"), element("span", "number", count(own)),
+    bar([["target", own / all]]), element("span", "soft rate", `${count(now.passes)} passes`)));
+  find("sources").replaceChildren(...rows);
+}
+
+function showNamespaces(namespaces) {
+  const total = (name) => Object.values(namespaces[name]).reduce((sum, part) => sum + part, 0);
+  const names = Object.keys(namespaces).sort((one, other) => total(other) - total(one));
+  const rows = names.slice(0, MOST_NAMESPACES).map((name) => {
+    const parts = Object.entries(PARTS).filter(([part]) => namespaces[name][part]);
+    const about = parts.map(([part, label]) => `${label} ${short(namespaces[name][part])}`).join(", ") || "empty";
+    const shares = parts.map(([part]) => [part === "segments" ? "segment" : part, namespaces[name][part] / total(name)]);
+    return element("li", "", element("b", "mono", name), element("span", "number", short(total(name))), bar(shares),
+      element("span", "soft rate", about));
+  });
+  if (names.length > rows.length) rows.push(element("li", "soft", `and ${count(names.length - rows.length)} more`));
+  if (!names.length) rows.push(element("li", "soft", "no cache: speculation is off"));
+  find("namespaces").replaceChildren(...rows);
+}

@@ -1,0 +1,47 @@
+"""What the charts of the page are drawn from: the counters of /metrics, as JSON."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from server.base.settings import ServerSettings
+from server.running.engine_thread import Worker
+
+
+def page_stats(worker: Worker, settings: ServerSettings) -> dict[str, Any]:
+    """Counters that only grow, but for what runs and waits and the sizes of caches; without an engine the state alone.
+
+    "time_s" is of a clock that never goes back, to divide differences by. O(sources + segments of all namespaces).
+    """
+    found: dict[str, Any] = {
+        "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
+    }  # fmt: skip
+    engine = worker.loaded_engine
+    if engine is None:
+        return found
+    counts = engine.metrics
+    found |= {
+        "max_model_len": engine.max_model_len,
+        "running": counts.num_running,
+        "waiting": counts.num_waiting,
+        "tokens": counts.generation_tokens,
+        "passes": counts.num_verify_steps,
+        "drafted": counts.num_draft_tokens,
+        "accepted": counts.num_accepted_tokens,
+        "sources": {
+            source: {"drafted": each.num_draft_tokens, "accepted": each.num_accepted_tokens}
+            for source, each in dict(counts.by_source).items()
+        },
+    }
+    if engine.caches is not None:
+        found["namespaces"] = {
+            name: {
+                "tail": cache.num_tail_tokens,
+                "segments": cache.num_tokens - cache.num_tail_tokens - cache.num_kept_tokens,
+                "kept": cache.num_kept_tokens,
+                "warm": cache.num_static_tokens,
+            }
+            for name, cache in engine.caches.stats().items()
+        }
+    return found

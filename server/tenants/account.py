@@ -1,0 +1,177 @@
+"""What one tenant uses now, against what it may use."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from server.base.errors import TenantLimit
+from server.tenants.allowance import Allowance
+from server.tenants.rules import Tenant
+from ssd.errors import RequestError
+
+_QUEUE_RETRY_S: Final = 1
+
+REFUSALS: Final = ("queue", "requests", "tokens")
+"""Why a tenant's request is refused: too many in flight, too many requests or tokens a minute."""
+
+
+@dataclass(slots=True)
+class Use:
+    """Counts of one tenant since the server began; ``num_in_flight`` is of now: choices that wait or run."""
+
+    num_in_flight: int = 0
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_refused: Counter[str] = field(default_factory=Counter)
+
+
+class Account:
+    """One tenant's use, kept while its rules change. Safe from any thread."""
+
+    def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tenant = tenant
+        self.use = Use()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._requests: Allowance | None = None
+        self._tokens: Allowance | None = None
+        self.change(tenant)
+
+    @property
+    def name(self) -> str:
+        """What logs and metrics call it."""
+        return self.tenant.name
+
+    def change(self, tenant: Tenant) -> None:
+        """Other rules from now on; who is in flight stays."""
+        with self._lock:
+            now = self._clock()
+            self.tenant = tenant
+            self._requests = _changed(self._requests, tenant.quotas.requests_per_minute, now)
+            self._tokens = _changed(self._tokens, tenant.quotas.tokens_per_minute, now)
+
+    def require_allowance(self, num_slots: int) -> None:
+        """Before work is done for a request: raises TenantLimit where one more cannot be admitted now.
+
+        ``num_slots`` : of the server.
+        """
+        with self._lock:
+            now = self._clock()
+            self._require_place(1, num_slots, now)
+            self._require_allowance(1, now)
+
+    def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int) -> Admission:
+        """Let a request in that wants so much; what comes back must be ended.
+
+        ``num_slots`` : of the server. Raises TenantLimit, and RequestError for what can never be admitted.
+        """
+        with self._lock:
+            now = self._clock()
+            self._require_place(num_choices, num_slots, now)
+            if self._tokens is not None and num_prompt_tokens > self._tokens.per_minute:
+                raise RequestError(
+                    f"the prompts have {num_prompt_tokens} tokens, and this key may use {self._tokens.per_minute} a "
+                    "minute: shorten them",
+                    param="prompt",
+                )
+            self._require_allowance(num_prompt_tokens, now)
+            if self._requests is not None:
+                self._requests.take(1, now)
+            if self._tokens is not None:
+                self._tokens.take(num_prompt_tokens, now)
+            self.use.num_in_flight += num_choices
+            self.use.num_requests += 1
+            self.use.num_prompt_tokens += num_prompt_tokens
+        return Admission(self, num_choices, num_prompt_tokens)
+
+    def headers(self) -> dict[str, str]:
+        """What is left of this minute, for every answer; empty where there are no rates."""
+        with self._lock:
+            return self._headers(self._clock())
+
+    def end(self, num_choices: int, num_output_tokens: int, taken_back: int | None) -> None:
+        """As ``Admission`` says. ``taken_back`` : prompt tokens of a request that was not begun; None of others."""
+        with self._lock:
+            now = self._clock()
+            self.use.num_in_flight -= num_choices
+            assert self.use.num_in_flight >= 0
+            self.use.num_output_tokens += num_output_tokens
+            if taken_back is not None:
+                self.use.num_requests -= 1
+                self.use.num_prompt_tokens -= taken_back
+            if self._tokens is not None:
+                self._tokens.take(num_output_tokens - (taken_back or 0), now)
+            if self._requests is not None and taken_back is not None:
+                self._requests.take(-1, now)
+
+    def _require_place(self, num_choices: int, num_slots: int, now: float) -> None:
+        quotas = self.tenant.quotas
+        if quotas.max_waiting is None:
+            return
+        most = min(quotas.max_running or num_slots, num_slots) + quotas.max_waiting
+        if num_choices > most:
+            raise RequestError(
+                f"the request has {num_choices} choices, and this key may have {most} at once: lower n or send fewer "
+                "prompts",
+                param="n",
+            )
+        if self.use.num_in_flight + num_choices > most:
+            message = f"this key has {self.use.num_in_flight} of its {most} requests in flight: try again later"
+            raise self._refused("queue", message, _QUEUE_RETRY_S, now)
+
+    def _require_allowance(self, num_tokens: int, now: float) -> None:
+        if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
+            message = f"this key may send {self._requests.per_minute} requests a minute: try again later"
+            raise self._refused("requests", message, wait_s, now)
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(max(1, num_tokens), now)) > 0:
+            message = f"this key may use {self._tokens.per_minute} tokens a minute: try again later"
+            raise self._refused("tokens", message, wait_s, now)
+
+    def _refused(self, kind: str, message: str, wait_s: float, now: float) -> TenantLimit:
+        self.use.num_refused[kind] += 1
+        return TenantLimit(message, kind=kind, retry_after_s=max(1, math.ceil(wait_s)), headers=self._headers(now))
+
+    def _headers(self, now: float) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, allowance in (("requests", self._requests), ("tokens", self._tokens)):
+            if allowance is not None:
+                found |= allowance.headers(name, now)
+        return found
+
+
+class Admission:
+    """What one request holds of its tenant's quotas, until ``end``, which may be called more than once."""
+
+    def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int) -> None:
+        self._account: Account | None = account
+        self._num_choices = num_choices
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def end(self, num_output_tokens: int) -> None:
+        """Its choices have ended, with so many tokens in all."""
+        self._end(num_output_tokens, None)
+
+    def take_back(self) -> None:
+        """It was not begun: the server refused it."""
+        self._end(0, self._num_prompt_tokens)
+
+    def _end(self, num_output_tokens: int, taken_back: int | None) -> None:
+        account, self._account = self._account, None
+        if account is not None:
+            account.end(self._num_choices, num_output_tokens, taken_back)
+
+
+def _changed(allowance: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:
+    if per_minute is None:
+        return None
+    if allowance is None:
+        return Allowance(per_minute, now)
+    allowance.change(per_minute, now)
+    return allowance

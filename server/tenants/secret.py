@@ -1,0 +1,78 @@
+"""The server's secret, which the names of tenants' caches are derived from: without it they tell nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ssd.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+OPTION: Final = "--secret-file"
+VARIABLE: Final = "SSD_SECRET"
+STATE_DIRECTORY: Final = ".ssd"
+"""Below the cache directory; no namespace has a name that begins with a dot."""
+
+_LEAST_BYTES: Final = 16
+_MOST_BYTES: Final = 4096
+
+
+def find_secret(path: Path | None, environment: Mapping[str, str], cache_directory: Path | None) -> bytes:
+    """The secret of a file, of ``$SSD_SECRET``, or of its own: kept below ``cache_directory``, else of this process.
+
+    Raises ConfigError where one is given that cannot be used.
+    """
+    if path is not None:
+        return _checked(_read(path), f"{OPTION} {path}")
+    if environment.get(VARIABLE):
+        return _checked(environment[VARIABLE].encode("utf-8", "surrogateescape"), f"${VARIABLE}")
+    if cache_directory is None:
+        return secrets.token_bytes(32)
+    return _own(cache_directory / STATE_DIRECTORY / "secret")
+
+
+def _own(path: Path) -> bytes:
+    """The secret that was made for a cache directory, made now where there is none."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            made = path.with_name(f"secret.{secrets.token_hex(4)}.tmp")
+            made.touch(0o600, exist_ok=False)
+            made.write_text(secrets.token_hex(32))
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(made, path)
+            made.unlink()
+        return _checked(_read(path), str(path))
+    except OSError as error:
+        log.warning(
+            "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
+            path, error.strerror, OPTION, VARIABLE,
+        )  # fmt: skip
+        return secrets.token_bytes(32)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise ConfigError(f"{OPTION} {path} cannot be read: {error.strerror}") from error
+    if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        log.warning("%s may be read by other users: chmod 600 it", path)
+    return content.strip()
+
+
+def _checked(secret: bytes, source: str) -> bytes:
+    if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
+        raise ConfigError(
+            f"{source} must hold {_LEAST_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` makes a good one"
+        )
+    return secret

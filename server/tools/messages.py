@@ -1,0 +1,119 @@
+"""The messages of a request's choices, taken apart as they come: what every writer of answers reads."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from server.tools.message import MessageDelta, MessageParser
+
+_CHARACTERS = string.ascii_letters + string.digits
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One call of a message. ``pieces`` : of its arguments, as they came."""
+
+    id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """The JSON text of an object, or its beginning where the output was cut."""
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
+class Message:
+    """What a choice has said so far. Texts in pieces, as they came."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """``reason``, or "tool_calls" where the output ended by itself and calls functions."""
+        return "tool_calls" if reason == "stop" and self.tool_calls else reason
+
+
+class Messages:
+    """The messages of all choices of one request; either streamed, by `push`, or `whole`.
+
+    ``show_reasoning`` : what was thought is part of the message; else it is dropped. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        make_parser: Callable[[], MessageParser],
+        *,
+        parallel: bool = True,
+        only_calls: bool = False,
+        show_reasoning: bool = True,
+        make_id: Callable[[], str] | None = None,
+    ) -> None:
+        """``parallel`` : a message may call more than one function; else calls after its first are dropped.
+
+        ``only_calls`` : a grammar holds it to calls, so that there is no content but the beginning of a call that was
+        cut, which is dropped.
+        """
+        self._make_parser = make_parser
+        self._most_calls = None if parallel else 1
+        self._only_calls = only_calls
+        self._show_reasoning = show_reasoning
+        self._make_id = make_id or call_id
+        self._parsers: dict[int, MessageParser] = {}
+        self._messages: dict[int, Message] = {}
+
+    def push(self, index: int, text: str, *, ended: bool) -> MessageDelta:
+        """What the next text of choice ``index`` adds to its message; ``ended`` : it is the last."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = self._make_parser()
+        delta = parser.push(text)
+        if ended:
+            delta = _joined(delta, parser.finish())
+        return self._taken(self.of(index), delta)
+
+    def of(self, index: int) -> Message:
+        """The message of a choice as far as it was pushed; a call's id is there with its name."""
+        return self._messages.setdefault(index, Message())
+
+    def whole(self, index: int, text: str) -> Message:
+        """The message that all the text of a choice is."""
+        self.push(index, text, ended=True)
+        return self.of(index)
+
+    def _taken(self, message: Message, delta: MessageDelta) -> MessageDelta:
+        content = "" if self._only_calls else delta.content
+        reasoning = delta.reasoning if self._show_reasoning else ""
+        calls = delta.tool_calls
+        if self._most_calls is not None:
+            calls = tuple(call for call in calls if call.index < self._most_calls)
+        delta = MessageDelta(content=content, reasoning=reasoning, tool_calls=calls)
+        if delta.content:
+            message.content.append(delta.content)
+        if delta.reasoning:
+            message.reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.name is not None:
+                message.tool_calls.append(ToolCall(self._make_id(), call.name))
+            message.tool_calls[call.index].pieces.append(call.arguments)
+        return delta
+
+
+def _joined(first: MessageDelta, second: MessageDelta) -> MessageDelta:
+    if not second:
+        return first
+    return MessageDelta(
+        content=first.content + second.content,
+        reasoning=first.reasoning + second.reasoning,
+        tool_calls=first.tool_calls + second.tool_calls,
+    )
+
+
+def call_id(length: int = 24, prefix: str = "call_") -> str:
+    """A name for a call that no other has."""
+    return prefix + "".join(secrets.choice(_CHARACTERS) for _ in range(length))

@@ -1,0 +1,203 @@
+"""Reading a text that is still arriving: whatever is decided would be decided the same had all of it been there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+Result = TypeVar("Result")
+Steps: TypeAlias = Generator[None, None, Result]
+"""Reads on and gives a result; it pauses where that depends on text that has not come."""
+
+Sink: TypeAlias = Callable[[str], object]
+
+_ANY = re.compile(r"(?s:.+)")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_OUTSIDE_STRING = re.compile(r'[^"{}\[\]]+')
+_INSIDE_STRING = re.compile(r'[^"\\]+')
+_SCALAR = re.compile(r'[^\s,:"{}\[\]]+')
+_CLOSES = {"{": "}", "[": "]"}
+
+
+class Markers:
+    """Strings to be sought in a text, together."""
+
+    def __init__(self, *markers: str) -> None:
+        longest_first = sorted(markers, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self.beginnings = frozenset(marker[:end] for marker in markers for end in range(1, len(marker)))
+        self.longest = len(longest_first[0])
+
+
+class Scanner:
+    """The text that has arrived and was not read, and the trail: what was read and belongs to nobody yet.
+
+    Everything read is O(characters) over the whole text: what was looked at is read at once, or is the beginning of one
+    marker.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._trail: list[str] = []
+
+    def feed(self, text: str) -> None:
+        """More text; only where all steps before pause."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def end(self) -> None:
+        """No more will come."""
+        self._ended = True
+
+    def forget(self) -> None:
+        """The trail was of use: it begins anew here."""
+        self._trail = []
+
+    def trail(self) -> str:
+        """The trail, which begins anew here."""
+        text = "".join(self._trail)
+        self._trail = []
+        return text
+
+    def keep(self, text: str) -> None:
+        """Text that was read into another place belongs to the trail as well."""
+        self._trail.append(text)
+
+    def _take(self, end: int, sink: Sink | None = None) -> str:
+        """Read up to ``end``, into the trail where there is no other place."""
+        text = self._text[self._at : end]
+        self._at = end
+        if text:
+            (sink or self._trail.append)(text)
+        return text
+
+    def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Steps[bool]:
+        """All characters that ``pattern``, a repeated set, matches; whether there was one."""
+        found = False
+        while True:
+            if match := pattern.match(self._text, self._at):
+                found |= match.end() > match.start()
+                self._take(match.end(), sink)
+            if self._at < len(self._text) or self._ended:
+                return found
+            yield
+
+    def word(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """All characters that ``pattern``, a repeated set, matches."""
+        letters: list[str] = []
+        yield from self.run(pattern, letters.append)
+        word = "".join(letters)
+        self.keep(word)
+        return word
+
+    def space(self) -> Steps[bool]:
+        """White space."""
+        return (yield from self.run(_SPACE))
+
+    def rest(self, sink: Sink) -> Steps[None]:
+        """All text to the end."""
+        yield from self.run(_ANY, sink)
+
+    def peek(self) -> Steps[str]:
+        """The next character, which is not read; empty at the end."""
+        return (yield from self.ahead(1))
+
+    def ahead(self, count: int) -> Steps[str]:
+        """The next ``count`` characters, which are not read; fewer where the text ends."""
+        while len(self._text) - self._at < count and not self._ended:
+            yield
+        return self._text[self._at : self._at + count]
+
+    def literal(self, *options: str, sink: Sink | None = None) -> Steps[str]:
+        """The longest of ``options`` that comes next; empty, and nothing is read, where none does."""
+        while True:
+            rest = self._text[self._at : self._at + max(map(len, options))]
+            longer = [option for option in options if len(option) > len(rest) and option.startswith(rest)]
+            if not longer or self._ended:
+                break
+            yield
+        found = max((option for option in options if rest.startswith(option)), key=len, default="")
+        self._take(self._at + len(found), sink)
+        return found
+
+    def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True) -> Steps[str]:
+        """All text before the first marker, and into the trail the marker itself; empty where the text ends first."""
+        while True:
+            match = markers.pattern.search(self._text, self._at)
+            unsure = len(self._text) if self._ended else self._unsure_from(markers)
+            if match and match.start() < unsure:
+                self._take(match.start(), sink)
+                if read_marker:
+                    self._take(match.end())
+                return match[0]
+            self._take(unsure, sink)
+            if self._ended:
+                return ""
+            yield
+
+    def _unsure_from(self, markers: Markers) -> int:
+        """Where the first thing begins that may become a longer marker."""
+        end = len(self._text)
+        for begin in range(max(self._at, end - markers.longest + 1), end):
+            if self._text[begin:] in markers.beginnings:
+                return begin
+        return end
+
+    def string(self, sink: Sink | None = None) -> Steps[str | None]:
+        """A JSON string, decoded; None where none comes next, it does not end or is not one that can be encoded."""
+        if not (yield from self.literal('"', sink=sink)):
+            return None
+        pieces: list[str] = []
+
+        def keep(text: str) -> None:
+            pieces.append(text)
+            (sink or self._trail.append)(text)
+
+        if not (yield from self._rest_of_string(keep)):
+            return None
+        try:
+            decoded = json.loads('"' + "".join(pieces), strict=False)
+            decoded.encode()
+        except ValueError:  # a wrong escape, or half of a pair of surrogates
+            return None
+        return str(decoded)
+
+    def _rest_of_string(self, sink: Sink) -> Steps[bool]:
+        """A JSON string after its first quotation mark; whether it ended."""
+        while True:
+            yield from self.run(_INSIDE_STRING, sink)
+            mark = yield from self.peek()
+            if mark != "\\":
+                return bool((yield from self.literal('"', sink=sink)))
+            while self._at + 2 > len(self._text) and not self._ended:
+                yield
+            self._take(min(self._at + 2, len(self._text)), sink)
+
+    def value(self, sink: Sink | None = None) -> Steps[bool]:
+        """A JSON value as it is written; whether it is complete, its brackets in pairs and its strings ended."""
+        first = yield from self.peek()
+        if first == '"':
+            yield from self.literal('"', sink=sink)
+            return (yield from self._rest_of_string(sink or self._trail.append))
+        if first not in _CLOSES:
+            return (yield from self.run(_SCALAR, sink))
+        to_close: list[str] = []
+        while True:
+            yield from self.run(_OUTSIDE_STRING, sink)
+            mark = yield from self.peek()
+            if not mark or (mark in "}]" and mark != to_close[-1]):
+                return False
+            yield from self.literal(mark, sink=sink)
+            if mark == '"':
+                if not (yield from self._rest_of_string(sink or self._trail.append)):
+                    return False
+            elif mark in _CLOSES:
+                to_close.append(_CLOSES[mark])
+            else:
+                to_close.pop()
+                if not to_close:
+                    return True

@@ -1,0 +1,93 @@
+"""The pictures of docs/page.md, taken of a real server with the bundled model: ``python -m tests.server.pictures``."""
+
+from __future__ import annotations
+
+import io
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from PIL import Image
+from selenium.webdriver import ActionChains
+from selenium.webdriver.common.keys import Keys
+
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, EngineConfig, IndexConfig
+from ssd.engine import Engine
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+from tests.server.browser import Page, chromium
+from tests.server.client import greedy_completion
+from tests.server.failing_engine import serving
+
+_PLACE = Path(__file__).parents[2] / "docs" / "pictures"
+_SEALED_AFTER_S = 6.0
+
+_ASKED_BEFORE = (
+    "class Queue:\n    def put(self, item):\n",
+    "def read(path):\n",
+    "import os\nimport sys\n\ndef main(argv):\n",
+)
+_ASKED_LATELY = 'class Deque:\n    """A queue with two ends."""\n\n    def __init__(self, items):\n'
+_ASKED = 'class Stack:\n    """A queue with one end."""\n\n    def __init__(self, items):\n'
+
+
+def _load(resources: ExitStack) -> Engine:
+    codec = TextCodec.load(str(MODEL_PATH))
+    caches = CacheSet(CacheConfig(index=IndexConfig(rebuild_interval_s=_SEALED_AFTER_S)), codec.fingerprint)
+    resources.callback(caches.close)
+    config = EngineConfig(max_num_seqs=4)
+    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
+
+
+def _take(page: Page, name: str) -> None:
+    taken = Image.open(io.BytesIO(page.driver.get_screenshot_as_png())).convert("RGB")
+    few = taken.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(_PLACE / f"{name}.png", optimize=True)
+
+
+def _rest(page: Page) -> None:
+    """Nothing is pointed at, nothing has the focus."""
+    page.script("document.activeElement.blur(); scrollTo(0, 0)")
+    ActionChains(page.driver).move_to_element(page["state"]).perform()
+
+
+def main() -> None:
+    """Ask, some of it long ago, and take the page in light, in dark and on a phone."""
+    _PLACE.mkdir(exist_ok=True)
+    with serving(_load, model=str(MODEL_PATH), model_names=("ssd-bundled",)) as server, chromium() as page:
+        page.open(server.url, height=880)
+        time.sleep(2)
+        _take(page, "page-empty")
+        for prompt in _ASKED_BEFORE:
+            greedy_completion(server.port, prompt=prompt, max_tokens=220)
+            time.sleep(1)
+        time.sleep(2 * _SEALED_AFTER_S)
+        greedy_completion(server.port, prompt=_ASKED_LATELY, max_tokens=220)
+        page["prompt"].send_keys(_ASKED)
+        page["run"].click()
+        page.wait_for_answer()
+        page.all(".stream")[0].send_keys(*[Keys.ARROW_RIGHT] * 24)
+        time.sleep(2)
+        page.resize(1280, 1120)
+        _rest(page)
+        _take(page, "page-light")
+        page.script("document.querySelectorAll('#theme').forEach(button => { button.click(); button.click() })")
+        page["again"].click()
+        page.wait(lambda: len(page.all("#asks li")) == 2)
+        time.sleep(2)
+        _rest(page)
+        _take(page, "page-dark")
+        page.open(server.url, width=390, height=844)
+        page.script("document.querySelector('input[value=chat]').click()")
+        page["prompt"].send_keys("Return the base name of a path.")
+        page["run"].click()
+        page.wait_for_answer()
+        time.sleep(2)
+        page.resize(390, 1180)
+        _rest(page)
+        _take(page, "page-phone")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""One line a request, and what the counts say of it."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.observe.logs import JsonFormatter, LaterHandler, set_up_logging
+from server.running.engine_thread import WorkerState
+from tests.server.client import ask, get, post, wait_until
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
+
+KEY = "sk-very-secret-key"
+AUTHORISED = {"authorization": f"Bearer {KEY}"}
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
+
+
+class Log:
+    """What was logged as JSON."""
+
+    def __init__(self, stream: io.StringIO, handler: LaterHandler) -> None:
+        self._stream, self._handler = stream, handler
+
+    @property
+    def text(self) -> str:
+        self._handler.flush()
+        return self._stream.getvalue()
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.text.splitlines()]
+
+    def of(self, request_id: str) -> dict[str, Any]:
+        """The one line of a request, once it is there."""
+        wait_until(lambda: any(line.get("request_id") == request_id for line in self.lines))
+        (line,) = [line for line in self.lines if line.get("request_id") == request_id]
+        return line
+
+
+@contextmanager
+def logging_to(level: str = "info", kind: Any = "json") -> Iterator[Log]:
+    """The log of the process, and the one it had before afterwards."""
+    root = logging.getLogger()
+    names = [None, "ssd", "server", "cache_builder"]
+    before = root.handlers[:], [logging.getLogger(name).level for name in names], logging.raiseExceptions
+    stream = io.StringIO()
+    handler = set_up_logging(level, kind, stream)
+    try:
+        yield Log(stream, handler)
+    finally:
+        logging.captureWarnings(False)
+        root.handlers[:], levels, logging.raiseExceptions = before
+        for name, each in zip(names, levels, strict=True):
+            logging.getLogger(name).setLevel(each)
+        handler.close()
+
+
+@pytest.fixture(scope="module")
+def log() -> Iterator[Log]:
+    with logging_to() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(log: Log) -> Iterator[RunningServer]:
+    with serving(lambda _: FailingEngine(step_s=0.002), api_keys=(KEY,)) as running:
+        yield running
+
+
+def send(server: RunningServer, request_id: str, body: Any, *, path: str = "/v1/completions", **headers: str) -> int:
+    return ask(server.port, "POST", path, body, headers={**AUTHORISED, "x-request-id": request_id, **headers}).status
+
+
+def test_the_line_of_a_request_holds_its_counts_and_times(server: RunningServer, log: Log) -> None:
+    status = send(server, "plain-1", {"prompt": "abcdef", "max_tokens": 4, "n": 2})
+    line = log.of("plain-1")
+    assert status == line["status"] == 200
+    assert (line["method"], line["path"], line["message"]) == ("POST", "/v1/completions", "request")
+    assert (line["prompt_tokens"], line["output_tokens"], line["choices"]) == (6, 8, 2)
+    assert (line["finish"], line["model"], line["stream"]) == (["length"], "test-model", False)
+    assert line["total_s"] > 0 and "reason" not in line and "disconnected" not in line
+    assert line["response_id"].startswith("cmpl-")
+
+
+def test_a_stream_leaves_its_line_at_its_end(server: RunningServer, log: Log) -> None:
+    send(server, "stream-1", {"prompt": "abc", "max_tokens": 5, "stream": True})
+    line = log.of("stream-1")
+    assert (line["stream"], line["output_tokens"], line["finish"]) == (True, 5, ["length"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_said_to_have_left(server: RunningServer, log: Log, stream: bool) -> None:
+    name = f"gone-{stream}"
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        body = json.dumps({"prompt": "x" * 300, "max_tokens": 200, "stream": stream})
+        connection.request("POST", "/v1/completions", body, {**AUTHORISED, "x-request-id": name})
+        if stream:
+            connection.getresponse().read(10)
+        else:
+            wait_until(lambda: server.engine_thread.num_requests > 0)
+    line = log.of(name)
+    assert line["disconnected"] is True
+    assert line["status"] == (200 if stream else 499)
+    assert line["output_tokens"] < 200 and "finish" not in line
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "reason"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 0}, {}, 400, "invalid"),
+        ("/v1/completions", {"prompt": "a" * 600}, {}, 400, "too_long"),
+        ("/v1/completions", {"prompt": "a", "model": "who"}, {}, 404, "not_found"),
+        ("/nothing/here", {}, {}, 404, "not_found"),
+        ("/v1/models", {}, {}, 405, "method"),
+        ("/v1/completions", {"prompt": "a"}, {"authorization": "Bearer wrong"}, 401, "auth"),
+    ],
+)
+def test_refused_requests_say_why_and_are_counted(
+    server: RunningServer, log: Log, path: str, body: Any, headers: dict[str, str], status: int, reason: str
+) -> None:
+    name = f"refused-{status}-{reason}-{len(path)}"
+    before = refusals(server).get(reason, 0)
+    assert send(server, name, body, path=path, **headers) == status
+    line = log.of(name)
+    assert (line["status"], line["reason"]) == (status, reason)
+    assert line["path"] in ("/v1/completions", "/v1/models", "other")
+    assert refusals(server)[reason] == before + 1
+
+
+def refusals(server: RunningServer) -> dict[str, int]:
+    lines = get(server.port, "/metrics").content.decode().splitlines()
+    found = [line for line in lines if line.startswith("ssd:requests_refused_total{")]
+    return {line.split('reason="')[1].split('"')[0]: int(float(line.rsplit(" ", 1)[1])) for line in found}
+
+
+def test_a_full_queue_is_a_reason_of_its_own(log: Log) -> None:
+    with serving(lambda _: FailingEngine(max_waiting=0)) as full:
+        assert post(full.port, "/v1/completions", {"prompt": "a"}, headers={"x-request-id": "full-1"}).status == 503
+        assert log.of("full-1")["reason"] == "queue_full"
+        assert refusals(full)["queue_full"] == 1
+
+
+def test_the_trace_of_a_client_is_in_the_line(server: RunningServer, log: Log) -> None:
+    send(server, "traced", {"prompt": "abc", "max_tokens": 1}, traceparent=f"00-{TRACE}-{PARENT}-01")
+    line = log.of("traced")
+    assert (line["trace_id"], line["span_id"]) == (TRACE, PARENT)
+    send(server, "untraced", {"prompt": "abc", "max_tokens": 1}, traceparent=f"00-{'0' * 32}-{PARENT}-01")
+    assert "trace_id" not in log.of("untraced")
+
+
+def test_probes_leave_no_line_unless_they_fail(log: Log) -> None:
+    with serving(lambda _: FailingEngine(), wait=False) as starting:
+        starting.wait_until(WorkerState.READY)
+        for path in ("/live", "/health", "/metrics"):
+            assert get(starting.port, path, headers={"x-request-id": f"probe{path}"}).status == 200
+        post(starting.port, "/v1/completions", {"prompt": "a"}, headers={"x-request-id": "after-probes"})
+        log.of("after-probes")
+        assert not any(str(line.get("request_id")).startswith("probe") for line in log.lines)
+
+
+def test_no_lines_where_nobody_wants_them(log: Log) -> None:
+    with serving(lambda _: FailingEngine(), logs_requests=False) as quiet:
+        before = len(log.lines)
+        assert post(quiet.port, "/v1/completions", {"prompt": "a"}).status == 200
+        assert len(log.lines) == before
+        assert "http_requests_total{" in get(quiet.port, "/metrics").content.decode()
+
+
+@given(secret=st.text(min_size=6, max_size=40), where=st.integers(0, 8))
+def test_neither_log_nor_metrics_hold_what_a_client_wrote(
+    server: RunningServer, log: Log, secret: str, where: int
+) -> None:
+    """Whatever it is and wherever it stands: text, salt, key, model, path, query, names of fields and headers."""
+    marked = f"MARK{secret}KRAM"
+    body: dict[str, Any] = {"prompt": "abc", "max_tokens": 1}
+    path, headers = "/v1/completions", dict(AUTHORISED)
+    header_safe = "MARK" + "".join(c for c in secret if " " <= c < "\x7f") + "KRAM"
+    if where == 0:
+        body["prompt"] = marked
+    elif where == 1:
+        body["cache_salt"] = marked
+    elif where == 2:
+        body["model"] = marked
+    elif where == 3:
+        body[marked] = marked
+    elif where == 4:
+        headers["authorization"] = f"Bearer {header_safe}"
+    elif where == 5:
+        path = "/MARK" + "".join(f"%{byte:02x}" for byte in secret.encode("utf-8", "replace"))
+    elif where == 6:
+        path += "?q=MARK" + "".join(f"%{byte:02x}" for byte in secret.encode("utf-8", "replace"))
+    elif where == 7:
+        body |= {"user": marked, "stop": [marked], "metadata": {"a": marked}, "temperature": marked}
+    else:
+        headers |= {
+            "traceparent": header_safe,
+            "x-request-id": f"{header_safe} with a space",
+            "tracestate": header_safe,
+        }
+    answer = ask(server.port, "POST", path, body, headers=headers)
+    assert answer.status in (200, 400, 401, 404)
+    metrics = get(server.port, "/metrics").content.decode()
+    for told in (log.text, metrics):
+        assert "MARK" not in told and KEY not in told
+
+
+def test_text_lines_are_one_line_each_whatever_is_in_them() -> None:
+    with logging_to(kind="text") as log, serving(lambda _: FailingEngine(), model_names=("a model=\n1",)) as running:
+        post(running.port, "/v1/completions", {"prompt": "abc", "max_tokens": 2}, headers={"x-request-id": "t1"})
+        wait_until(lambda: "request_id=t1" in log.text)
+        (line,) = [line for line in log.text.splitlines() if "request_id=t1" in line]
+        assert "INFO server.observe.access: request method=POST path=/v1/completions status=200" in line
+        assert 'model="a model=\\n1"' in line and "output_tokens=2" in line
+
+
+def test_a_log_that_is_not_read_costs_lines_and_no_time() -> None:
+    class Stuck(logging.Handler):
+        def __init__(self) -> None:
+            super().__init__()
+            self.setFormatter(JsonFormatter())
+            self.may_go, self.written = threading.Event(), list[str]()
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.may_go.wait()
+            self.written.append(self.format(record))
+
+    stuck = Stuck()
+    handler = LaterHandler(stuck, most_waiting=10)
+    for number in range(50):
+        handler.handle(logging.LogRecord("server", logging.INFO, "", 0, "line %d", (number,), None))
+    assert 38 <= handler.num_dropped <= 40
+    stuck.may_go.set()
+    handler.flush()
+    handler.close()
+    assert any("log lines were dropped" in line for line in stuck.written)
+
+
+def test_a_traceback_shows_code_and_no_values() -> None:
+    with logging_to() as log:
+        try:
+            try:
+                int("what a user wrote")
+            except ValueError as error:
+                raise RuntimeError("the pass failed") from error
+        except RuntimeError:
+            logging.getLogger("server").exception("unforeseen")
+        (line,) = log.lines
+    assert "what a user wrote" not in line["exception"].replace('int("what a user wrote")', "")
+    assert "ValueError" in line["exception"] and "RuntimeError: the pass failed" in line["exception"]
+    assert line["level"] == "error" and line["message"] == "unforeseen"
+
+
+def test_libraries_are_heard_from_warnings_on_even_when_we_debug() -> None:
+    with logging_to("debug") as log:
+        logging.getLogger("numba.core").debug("noise")
+        logging.getLogger("ssd.engine").debug("ours")
+        logging.getLogger("urllib3").warning("matters")
+        assert [line["message"] for line in log.lines] == ["ours", "matters"]

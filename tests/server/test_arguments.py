@@ -1,0 +1,185 @@
+"""The command line: names of ``vllm serve``, hints, and options from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.command.arguments import Options, build_parser, parse_arguments
+from server.command.assembly import make_settings
+from ssd.bundled import MODEL_PATH
+
+
+def parse(*words: str) -> Options:
+    return parse_arguments(words, {})
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parse(*words)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and message.count("\n") == 1 and message.startswith("ssd-serve: error: ")
+    return message
+
+
+def test_options_mean_what_they_mean_to_vllm() -> None:
+    options = parse(
+        "some/model", "--dtype", "half", "--max-model-len", "32k", "--gpu-memory-utilization", "0.8", "--seed", "3",
+        "--kv-cache-memory-bytes", "4G", "--tokenizer", "other", "--revision", "v1", "--download-dir", "models",
+        "--allowed-origins", '["https://a", "https://b"]', "--allow-credentials", "--root-path", "/llm/",
+        "--tensor-parallel-size", "1", "--trust-remote-code", "--enable-chunked-prefill", "--tokenizer-mode", "auto",
+    )  # fmt: skip
+    assert options.model.path == options.model.name == "some/model"
+    assert options.model.dtype == "float16"
+    assert options.model.hub.arguments() == {"revision": "v1", "cache_dir": "models", "trust_remote_code": True}
+    assert options.model.tokenizer == "other" and options.model.tokenizer_hub.revision is None
+    config = options.engine.config
+    assert (config.max_model_len, config.kv_cache_memory_bytes) == (32_000, 4 << 30)
+    assert (config.gpu_memory_utilization, options.engine.seed) == (0.8, 3)
+    cors = options.network.cors
+    assert (cors.origins, cors.credentials, cors.methods) == (("https://a", "https://b"), True, ("*",))
+    assert options.network.root_path == "/llm"
+    assert parse("--dtype", "float").model.dtype == "float32"
+    assert parse("--max-model-len", "auto").engine.config.max_model_len is None
+    assert parse("--revision", "v1").model.tokenizer_hub.revision == "v1"
+
+
+def test_the_word_serve_and_the_option_model_are_understood() -> None:
+    assert parse("serve", "some/model").model.path == "some/model"
+    assert parse("serve").model.path == str(MODEL_PATH)
+    assert parse("--model", "some/model").model.name == "some/model"
+    assert parse("./serve").model.path == "./serve"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--max-body-byte", "3"), "did you mean --max-body-bytes?"),
+        (("--nothing-like-it-at-all",), "unrecognized argument --nothing-like-it-at-all (see"),
+        (("nonsense", "model"), "unrecognized argument model"),
+        (("a", "--model", "b"), "given twice"),
+        (("",), "MODEL is empty"),
+        (("--served-model-name", ""), "--served-model-name"),
+        (("--served-model-name", "a", " "), "--served-model-name"),
+        (("--kv-cache-memory-bytes", "4Q"), "4GiB"),
+        (("--max-model-len", "1.5K5"), "32k"),
+        (("--gpu-memory-utilization", "1.5"), "gpu_memory_utilization"),
+        (("--allowed-origins", "*", "--allow-credentials"), "name them"),
+        (("--allowed-origins", "[1]"), "texts"),
+        (("--obfuscation", "always", "--per-request-spec-decode-metrics", "summary"), "leave one out"),
+        (("--allowed-origins", '["a'), "JSON"),
+        (("--root-path", "llm"), "begins with /"),
+        (("--ssl-keyfile", "x"), "--ssl-certfile"),
+        (("--ssl-certfile", "no-such-file"), "no such file"),
+        (("--ssl-certfile", "pyproject.toml"), "cannot be used for TLS"),
+        (("--ssl-certfile", "pyproject.toml", "--ssl-cert-reqs", "2"), "--ssl-ca-certs"),
+        (("--chat-template", "no-such-file"), "--chat-template no-such-file"),
+        (("--hf-token", "secret"), "$HF_TOKEN"),
+        (("--kv-cache-dtype", "fp8"), "leave the option out or say auto"),
+        (("--speculative-config", "{}"), "--draft-model"),
+        (("--config", "no-such-file"), "No such file"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    words: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = complaint(capsys, *words)
+    assert hint in message and "secret" not in message
+
+
+def test_every_option_of_the_help_has_a_meaning() -> None:
+    shown = build_parser().format_help()
+    assert "--tokenizer-mode" not in shown and "--allowed-origins" in shown
+    for action in build_parser()._actions:
+        assert action.help and (action.help != "(default: %(default)s)" or action.choices)
+
+
+SETTINGS: dict[str, Any] = {
+    "port": 8001,
+    "max_num_seqs": 3,
+    "max-model-len": "2K",
+    "served-model-name": ["one", "two"],
+    "enable-prefix-caching": False,
+    "enforce-eager": True,
+    "no-speculation": False,
+    "warm": ["a", "b"],
+    "allowed-origins": ["https://a", "https://b"],
+    "chat-template": "{{ messages }}",
+    "namespace": "-odd",
+}
+
+
+def check(options: Options) -> None:
+    assert (options.network.port, options.engine.config.max_num_seqs) == (8001, 3)
+    assert options.engine.config.max_model_len == 2048
+    assert options.service.model_names == ("one", "two")
+    assert not options.engine.config.enable_prefix_caching and options.engine.config.enforce_eager
+    assert options.speculation.draft.num_speculative_tokens == 64
+    assert options.cache.warm_directories == (Path("a"), Path("b"))
+    assert options.network.cors.origins == ("https://a", "https://b")
+    assert options.model.chat_template == "{{ messages }}" and options.cache.namespace == "-odd"
+
+
+def test_a_file_holds_options_by_their_names(tmp_path: Path) -> None:
+    files = {"a.yaml": json.dumps(SETTINGS), "a.toml": "\n".join(f"{k} = {json.dumps(v)}" for k, v in SETTINGS.items())}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        options = parse("--config", str(tmp_path / name))
+        check(options)
+        assert options.model.path == str(MODEL_PATH)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(json.dumps({**SETTINGS, "model": "filed", "port": 1, "warm": ["c"], "max_num_seqs": 9}))
+    words = ("--port", "8001", "--warm", "a", "--warm", "b", "--max-num-seqs=3")
+    for model in ((), ("given",), ("--model", "given")):
+        options = parse(*words, "--config", str(path), *model)
+        check(options)
+        assert options.model.path == (model[-1] if model else "filed")
+    path.write_text(json.dumps({"model": "filed", "served-model-name": ["one"]}))
+    assert parse("--config", str(path), "--served-model-name", "two").service.model_names == ("two",)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("prot: 8001", "did you mean port?"),
+        ("port: [", "cannot be read"),
+        ("- port", "got a list"),
+        ("port: true", "port: expected a value, got true"),
+        ("port:", "port: expected a value, got nothing"),
+        ("enforce-eager: 1", "expected true or false"),
+        ("config: other.yaml", "there is no option 'config'"),
+        ("port: http", "a port is a number"),
+        ("3: 4", "there is no option '3'"),
+    ],
+)
+def test_a_wrong_file_is_explained(text: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    assert hint in complaint(capsys, "--config", str(path))
+
+
+def test_a_file_with_a_key_is_for_its_owner_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("api-key: sesame\n")
+    path.chmod(0o600)
+    assert parse("--config", str(path)).service.api_keys == ("sesame",) and not caplog.records
+    path.chmod(0o644)
+    parse("--config", str(path))
+    assert "chmod 600" in caplog.text and "sesame" not in caplog.text
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("# nothing yet\n")
+    assert parse("--config", str(path)) == parse()
+
+
+def test_settings_come_from_the_options() -> None:
+    settings = make_settings(parse("--root-path", "/llm", "--allowed-origins", "*", "--share-prefix-cache"))
+    assert (settings.root_path, settings.cors.origins, settings.share_prefix_cache) == ("/llm", ("*",), True)

@@ -1,0 +1,162 @@
+"""What cannot work is said before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.command import hub
+from server.command.arguments import parse_arguments
+from server.command.checks import check_before_loading
+from ssd.bundled import MODEL_PATH
+from ssd.errors import ConfigError, ModelError, SSDError
+from ssd.retrieval.static import StaticWriter
+from ssd.text.codec import TextCodec
+from tests.redis_server import RedisServer
+from tests.redis_server import redis_server as redis_server  # a fixture
+
+
+def check(*words: str) -> None:
+    check_before_loading(parse_arguments(words, {}))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the bundled model that may be broken."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_PATH / name, copy)
+    return copy
+
+
+def test_what_can_work_passes(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with StaticWriter(tmp_path / "warm", fingerprint="0" * 32) as writer:
+        writer.append([1, 2, 3])
+    check()
+    check(str(model), "--max-model-len", "2048", "--warm", str(tmp_path / "warm"), "--cache-dir", str(tmp_path / "new"))
+    check(str(model), "--chat-template", "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+          "{% continue %}{% endfor %}")  # fmt: skip
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--namespace", "../other"), "namespace"),
+        (("--redis", "nowhere"), "is not a Redis URL"),
+        (("--warm", "tests"), "ssd-cache build"),
+        (("--warm", "no-such-directory"), "no-such-directory"),
+        (("--cache-tokens", "1000t"), "--cache-tokens"),
+        (("--cache-dir", "pyproject.toml"), "Not a directory"),
+        (("--cache-dir", "pyproject.toml/below"), "Not a directory"),
+        (("--max-model-len", "1m"), "--max-model-len 1000000 exceeds the model's context of 2048"),
+        (("--draft-model", "./no-such-directory"), "no-such-directory"),
+        (("--chat-template", "{% if %}"), "--chat-template, line 1"),
+        (("tests",), "config.json"),
+        (("pyproject.toml",), "is a file"),
+        (("nonsense model",), "neither a directory here nor a model's id"),
+        (("a/b/c",), "there is no directory a/b/c"),
+    ],
+)
+def test_what_cannot_work_is_refused(words: tuple[str, ...], hint: str, no_hub: None) -> None:
+    with pytest.raises(SSDError, match=hint.replace("(", r"\(")) as error:
+        check(*words)
+    assert isinstance(error.value, (ConfigError, ModelError)) and "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")), reason="a GPU")
+def test_a_device_that_is_not_there_is_missed_at_once() -> None:
+    with pytest.raises(ModelError, match="use --device cpu"):
+        check("--device", "cuda")
+
+
+def test_a_damaged_warm_directory_is_found(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(SSDError, match="damaged"):
+        check("--warm", str(tmp_path))
+
+
+def test_files_of_a_model_that_are_missing_are_named(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}})
+    )
+    with pytest.raises(ModelError, match=r"lacks 1 of the 2 files .* model-1.safetensors"):
+        check(str(model))
+    (model / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ModelError, match="cannot be read"):
+        check(str(model))
+    (model / "model.safetensors.index.json").unlink()
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no weights"):
+        check(str(model))
+    (model / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        check(str(model))
+
+
+def test_the_cache_of_a_server_that_does_not_draft_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    check("--no-speculation", "--redis", "redis://127.0.0.1:1")
+    assert "--redis of no use" in caplog.text
+
+
+def test_a_redis_that_may_come_later_is_a_warning(caplog: pytest.LogCaptureFixture, redis_server: RedisServer) -> None:
+    with caplog.at_level(logging.INFO):
+        check("--redis", "redis://:secret@127.0.0.1:1/0")
+        assert "127.0.0.1:1/0 does not answer" in caplog.text and "secret" not in caplog.text
+        caplog.clear()
+        check("--redis", redis_server.url)
+        assert "answers" in caplog.text
+
+
+# The hub
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine where the hub takes no connection."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    yield
+
+
+def test_an_id_without_a_network_is_refused_without_a_wait(no_hub: None, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelError, match=r"nor in the hub's cache, and .* cannot be reached"):
+        check("owner/name")
+    with pytest.raises(ModelError, match="owner/other"):
+        check("--tokenizer", "owner/other")
+    assert not caplog.records
+
+
+def test_what_is_in_the_cache_is_used_without_a_network(
+    no_hub: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    shutil.copy(MODEL_PATH / "config.json", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    check("owner/name", "--max-model-len", "128", "--download-dir", str(tmp_path / "hub"))
+    assert "cannot be reached" in caplog.text
+    options = parse_arguments(["owner/name", "--download-dir", str(tmp_path / "hub")], {}).model
+    assert hub.find_generation_config(options.path, options.hub) is None
+
+
+def test_a_template_and_another_tokenizer_are_taken() -> None:
+    codec = TextCodec.load(str(MODEL_PATH), chat_template="{{ messages[0].content }}!")
+    assert codec.decode(codec.encode_chat([{"role": "user", "content": "x = 1"}])) == "x = 1!"
+    lone = TextCodec.load(str(MODEL_PATH / "tokenizer.json"), model=str(MODEL_PATH))
+    assert lone.fingerprint == codec.fingerprint and lone.eos_token_ids == codec.eos_token_ids

@@ -1,0 +1,183 @@
+"""What a conversation's answer is held to and taken apart by, for models of several formats."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from server.base.limits import Limits
+from server.intake.conversations import AnswerPlan, plan_answer
+from server.intake.message_formats import MessageFormat, MessageFormats
+from server.schema.chat import ChatBody
+from server.tools.registry import REASONING_PARSERS
+from ssd.config import SamplingParams
+from ssd.errors import RequestError
+from ssd.text.codec import TextCodec
+from ssd.text.grammar import GrammarCompiler
+from ssd.text.stream import TextStream
+from tests.tokenizers_for_tests import byte_level_tokenizer
+
+PLAIN_ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+SPECIAL_ADDED = (
+    "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>",
+)  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+FORM = {"type": "json_schema", "json_schema": {"schema": {"const": "yes"}}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+@cache
+def codec() -> TextCodec:
+    backend = byte_level_tokenizer()
+    backend.add_tokens([AddedToken(text, special=False) for text in PLAIN_ADDED])
+    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_ADDED])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    end = backend.token_to_id("<|end|>")
+    assert end is not None
+    return TextCodec(tokenizer, (end,))
+
+
+@cache
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(codec(), vocab_size=codec().vocab_size, eos_token_ids=codec().eos_token_ids)
+
+
+def plan(form: MessageFormat, *, prompt: str = "hello", limits: Limits | None = None, **fields: Any) -> AnswerPlan:
+    body = ChatBody.parse({"messages": [{"role": "user", "content": "x"}], **fields})
+    return plan_answer(body, form, codec(), codec().encode_completion(prompt), limits or Limits())
+
+
+def accepts(found: AnswerPlan, text: str) -> bool:
+    """Whether a model may say ``text`` and end."""
+    assert found.output is not None
+    ids = codec().encode_completion(text)
+    masks = grammars().compile(found.output).masks(ids)
+    return len(masks) == len(ids) + 1 and bool(masks[-1][codec().eos_token_ids[0]])
+
+
+def test_where_nothing_can_be_called_or_thought_nobody_takes_anything_apart() -> None:
+    assert plan(MessageFormat("hermes", None)) == AnswerPlan(None, None)
+    assert plan(MessageFormat("hermes", None), tools=[TOOL], tool_choice="none") == AnswerPlan(None, None)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "allowed", "refused"),
+    [
+        (None, "", [CALL, f"{CALL}\n{CALL}"], ["", "<think>a</think>" + CALL, CALL + "x"]),
+        ("qwen3", "", [CALL, "<think>{ hm\n</think>\n\n" + CALL], ["", "<think>hm</think>", "hm" + CALL]),
+        ("qwen3", "<think>\n", ["hm</think>" + CALL], [CALL, "hm"]),
+        ("qwen3", "<think>\n\n</think>\n\n", [CALL], ["<think>a</think>" + CALL]),
+        ("deepseek_r1", "", ["hm</think>" + CALL, "<think>hm</think>" + CALL], [CALL]),
+        ("mistral", "", [CALL, "[THINK]hm[/THINK]" + CALL], ["[THINK]hm" + CALL]),
+    ],
+)
+def test_forced_calls_may_follow_what_is_thought(
+    reasoning: str | None, prompt: str, allowed: list[str], refused: list[str]
+) -> None:
+    found = plan(MessageFormat("hermes", reasoning), prompt=prompt, tools=[TOOL], tool_choice="required")
+    assert [accepts(found, text) for text in allowed + refused] == [True] * len(allowed) + [False] * len(refused)
+
+
+@pytest.mark.parametrize("reasoning", [*REASONING_PARSERS])
+def test_every_kind_of_reasoning_can_go_before_a_call(reasoning: str) -> None:
+    found = plan(MessageFormat("hermes", reasoning), tools=[TOOL], tool_choice="required")
+    assert found.output is not None
+    grammars().compile(found.output)
+
+
+def test_without_parallel_calls_exactly_one_is_made() -> None:
+    found = plan(MessageFormat("hermes"), tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+    assert accepts(found, CALL)
+    assert not accepts(found, f"{CALL}\n{CALL}")
+
+
+def test_a_format_without_a_grammar_of_its_own_is_made_to_write_json() -> None:
+    found = plan(MessageFormat("pythonic"), tools=[TOOL], tool_choice="required")
+    written = '[{"name": "f", "parameters": {"x": 2}}]'
+    assert accepts(found, written)
+    assert found.messages is not None
+    (call,) = found.messages.whole(0, written).tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("f", {"x": 2})
+
+
+def test_an_answer_of_a_schema_may_be_a_call_instead_where_calls_are_possible() -> None:
+    found = plan(MessageFormat("hermes", "qwen3"), tools=[TOOL], response_format=FORM)
+    assert [accepts(found, text) for text in (CALL, '"yes"', '<think>x</think>"yes"', "yes", CALL + '"yes"')] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+    with pytest.raises(RequestError, match="not possible in this model's format"):
+        plan(MessageFormat("pythonic"), tools=[TOOL], response_format=FORM)
+
+
+def test_an_answer_of_a_schema_may_follow_what_is_thought() -> None:
+    for fields in ({"response_format": FORM}, {"guided_choice": ['"yes"']}, {"guided_regex": '"yes"'}):
+        found = plan(MessageFormat(None, "qwen3"), **fields)
+        assert accepts(found, '"yes"')
+        assert accepts(found, '<think>is it "no"?</think>"yes"')
+        assert not accepts(found, '<think>is it "no"?</think>"no"')
+
+
+def test_special_tokens_that_a_format_is_written_with_stay_in_its_text() -> None:
+    found = plan(MessageFormat("mistral"), tools=[TOOL], tool_choice="required")
+    written = '[TOOL_CALLS]f[ARGS]{"x": 1}'
+    assert accepts(found, written)
+    sampling = SamplingParams(shown_special_ids=found.shown_special_ids)
+    stream = TextStream.following(codec(), sampling)
+    ids = codec().encode_completion("<|user|>" + written + "<|end|>")
+    text = stream.push(ids) + stream.finish()
+    assert text == written
+    assert found.messages is not None
+    (call,) = found.messages.whole(0, text).tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("f", {"x": 1})
+    assert call.id.isalnum() and len(call.id) == 9  # its template takes no others
+    everything = TextStream(codec(), skip_special_tokens=False)
+    assert everything.push(ids) + everything.finish() == f"<|user|>{written}<|end|>"
+
+
+def test_what_was_thought_is_counted_in_tokens() -> None:
+    def count(form: str, prompt: str, text: str) -> int:
+        found = plan(MessageFormat(None, form), prompt=prompt)
+        assert found.count_reasoning is not None
+        return found.count_reasoning(codec().encode_completion(text))
+
+    thought = len(codec().encode_completion("<think>some thought</think>"))
+    assert count("qwen3", "", "<think>some thought</think>and more") == thought
+    assert count("qwen3", "<think>", "some thought</think>and more") == thought - 1
+    assert count("qwen3", "", "<think>some thought") == thought - 1
+    assert count("qwen3", "", "no thought") == 0
+    assert count("qwen3", "<think></think>", "no</think>") == 0
+    assert count("deepseek_r1", "", "some thought</think>") == thought - 1
+    assert count("openai_gptoss", "", "<|channel|>final<|message|>x") == 0
+    assert count("qwen3", "", "") == 0
+
+
+def test_grammars_of_too_many_functions_are_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="name fewer") as caught:
+        plan(MessageFormat("hermes"), limits=Limits(max_grammar_characters=20), tools=[TOOL], tool_choice="required")
+    assert caught.value.param == "tools"
+    plan(MessageFormat("hermes"), limits=Limits(max_grammar_characters=20), tools=[TOOL])
+
+
+@pytest.mark.parametrize(
+    ("options", "template", "expected"),
+    [
+        (("auto", "auto"), "no such thing", MessageFormat("hermes", None, True)),
+        (("auto", "auto"), "{{ tools }} <tool_call> <think>", MessageFormat("hermes", "qwen3", False)),
+        (("auto", "none"), "{{ tools }} [TOOL_CALLS] [THINK]", MessageFormat("mistral", None, False)),
+        (("auto", "auto"), "{{ tools }}", MessageFormat(None, None, False)),
+        (("none", "auto"), "{{ tools }} <tool_call>", MessageFormat(None, None, False)),
+        (("mistral", "none"), "no such thing", MessageFormat("mistral", None, False)),
+        (("hermes", "none"), "no such thing", MessageFormat("hermes", None, True)),
+        (("none", "none"), "{{ tools }} <tool_call>", MessageFormat()),
+    ],
+)
+def test_the_format_is_the_templates_unless_it_is_given(
+    options: tuple[str, str], template: str, expected: MessageFormat
+) -> None:
+    assert MessageFormats(*options).of(codec(), template, with_tools=True) == expected

@@ -1,0 +1,150 @@
+"""What a real engine's requests leave behind: metrics, access lines, spans' times, the drafts of an answer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.base.record import Record
+from server.observe.namespaces import MOST_NAMED, OTHERS, NamespaceFamilies
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, EngineConfig
+from ssd.engine import Engine
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_state import CacheStats
+from ssd.text.codec import TextCodec
+from tests.server.client import get, greedy_completion, post, wait_until
+from tests.server.failing_engine import RunningServer, serving
+from tests.server.test_access_log import Log, logging_to
+
+REPEATS = {"prompt": [7, 8, 9] * 20, "max_tokens": 40, "ignore_eos": True}
+SPANS: list[Record] = []
+
+
+def load(resources: ExitStack) -> Engine:
+    codec = TextCodec.load(str(MODEL_PATH))
+    caches = CacheSet(CacheConfig(), codec.fingerprint)
+    resources.callback(caches.close)
+    config = EngineConfig(max_num_seqs=4, max_model_len=512)
+    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
+
+
+def keep_span(record: Record, path: str, ended_s: float) -> tuple[str, str]:
+    SPANS.append(record)
+    return "1" * 32, "2" * 16
+
+
+@pytest.fixture(scope="module")
+def log() -> Iterator[Log]:
+    with logging_to() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server(log: Log) -> Iterator[RunningServer]:
+    with serving(load, span=keep_span, spec_decode_metrics="detailed") as running:
+        yield running
+
+
+def metrics(server: RunningServer) -> dict[str, float]:
+    """Values by name, of families with one sample of that name."""
+    text = get(server.port, "/metrics").content.decode()
+    return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+
+
+def test_the_line_says_where_time_and_tokens_went(server: RunningServer, log: Log) -> None:
+    answer = post(server.port, "/v1/completions", {**REPEATS, "temperature": 0}, headers={"x-request-id": "real-1"})
+    line = log.of("real-1")
+    usage = answer.json["usage"]
+    assert (line["prompt_tokens"], line["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert 0 <= line["queue_s"] < line["ttft_s"] <= line["total_s"]
+    assert line["passes"] + line["accepted"] == line["output_tokens"]
+    assert line["accepted_per_pass"] == pytest.approx(line["accepted"] / line["passes"], abs=1e-5)
+    assert sum(line["sources"].values()) == line["accepted"] > 0
+    assert (line["trace_id"], line["span_id"], line["namespace"]) == ("1" * 32, "2" * 16, "default")
+    record = SPANS[-1]
+    times = [record.received_s, record.submitted_s, record.started_s, record.first_token_s, record.last_token_s]
+    assert times == sorted(times) and times[0] > 0
+
+
+def test_an_answer_says_how_its_drafts_fared_where_the_operator_lets_it(server: RunningServer) -> None:
+    body = {**REPEATS, "temperature": 0}
+    whole = post(server.port, "/v1/completions", body).json["metrics"]["speculative_decoding"]
+    accepted, drafted = whole["per_step_accepted"], whole["per_step_drafted"]
+    assert len(accepted) == len(drafted) == whole["num_spec_steps"] == sum(whole["acceptance_histogram"]) > 0
+    assert sum(accepted) == whole["num_accepted_draft_tokens"]
+    assert sum(accepted) == sum(size * times for size, times in enumerate(whole["acceptance_histogram"]))
+    assert sum(drafted) == whole["num_draft_tokens"]
+    assert math.isclose(whole["mean_acceptance_length"], 1 + sum(accepted) / len(accepted))
+    assert math.isclose(whole["draft_acceptance_rate"], sum(accepted) / sum(drafted))
+    stream = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    events = post(server.port, "/v1/completions", stream).events
+    assert [event for event in events if "metrics" in event] == events[-1:]
+    assert "metrics" not in post(server.port, "/v1/completions", {**body, "n": 2}).json
+
+
+def test_vllm_s_histograms_are_there_and_count_requests(server: RunningServer) -> None:
+    before = metrics(server)
+    for _ in range(2):
+        greedy_completion(server.port, **REPEATS)
+    after = metrics(server)
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    for name in ("queue", "prefill", "decode", "inference"):
+        assert grown[f"vllm:request_{name}_time_seconds_count"] == 2
+        assert grown[f"vllm:request_{name}_time_seconds_sum"] >= 0
+    assert grown["vllm:request_prompt_tokens_sum"] == 120
+    assert grown["vllm:request_generation_tokens_sum"] == grown["vllm:request_params_max_tokens_sum"] == 80
+    assert (grown["vllm:request_params_n_count"], grown["vllm:request_params_n_sum"]) == (2, 2)
+    assert grown["vllm:inter_token_latency_seconds_count"] == grown["ssd:verify_steps_total"] - 2
+    assert grown["vllm:iteration_tokens_total_sum"] >= 80
+    parts = grown["vllm:request_prefill_time_seconds_sum"] + grown["vllm:request_decode_time_seconds_sum"]
+    assert parts == pytest.approx(grown["vllm:request_inference_time_seconds_sum"])
+    assert grown["vllm:inter_token_latency_seconds_sum"] == pytest.approx(grown["vllm:request_decode_time_seconds_sum"])
+
+
+def test_the_process_and_its_build_are_described(server: RunningServer) -> None:
+    found = metrics(server)
+    assert found["process_resident_memory_bytes"] > 1e7 and found["process_open_fds"] > 3
+    assert found["ssd:build_info"] == found["vllm:cache_config_info"] == 1
+    text = get(server.port, "/metrics").content.decode()
+    (config,) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
+    assert 'block_size="512"' in config and 'num_gpu_blocks="4"' in config
+    wait_until(lambda: metrics(server)["ssd:event_loop_lag_seconds_count"] > 0)
+
+
+def test_every_family_says_what_it_is(server: RunningServer) -> None:
+    families = list(text_string_to_metric_families(get(server.port, "/metrics").content.decode()))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names))
+    for family in families:
+        assert family.documentation.endswith(".") and len(family.documentation) > 8, family.name
+        assert re.fullmatch(r"(vllm:|ssd:|process_|http_)[a-z0-9_]+", family.name), family.name
+
+
+def stats_of(tokens: int) -> CacheStats:
+    return CacheStats(**dict.fromkeys(CacheStats.__dataclass_fields__, tokens))
+
+
+def test_many_namespaces_are_few_series_and_their_counts_never_shrink() -> None:
+    families = NamespaceFamilies("ssd:cache", {}, ("m", "0"))
+
+    def values(stats: dict[str, CacheStats], name: str) -> dict[str, float]:
+        found: list[Any] = [family for family in families.collect(stats) if family.name == name]
+        return {sample.labels["namespace"]: sample.value for sample in found[0].samples}
+
+    stats = {f"n{number}": stats_of(1) for number in range(MOST_NAMED + 10)}
+    appended = values(stats, "ssd:cache_appended_tokens")
+    assert len(appended) == MOST_NAMED + 1 and appended[OTHERS] == 10
+    del stats["n70"]
+    stats["n71"] = stats_of(5)
+    assert values(stats, "ssd:cache_appended_tokens")[OTHERS] == 14
+    assert values(stats, "ssd:cache_tokens")[OTHERS] == 8 + 5
+    stats["n70"] = stats_of(2)  # another one of that name
+    assert values(stats, "ssd:cache_appended_tokens")[OTHERS] == 16
+    assert set(values({"n70": stats_of(2)}, "ssd:cache_appended_tokens")) == {OTHERS}

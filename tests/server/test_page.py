@@ -1,0 +1,218 @@
+"""The page at /, as far as HTTP goes: its files and headers, its counters, and the drafts in streams that it shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.answers.drafts import DraftWriter
+from server.command.arguments import parse_arguments
+from server.page.files import page_files
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, EngineConfig
+from ssd.engine import Engine, RequestOutput, RequestStats, VerifiedDraft
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+from ssd.text.stream import TextStream
+from tests.server.client import Answer, ask, get, post
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
+
+PROMPT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SOURCES = {"own", "tail", "segment", "warm", "prediction", "model"}
+
+
+def load(resources: ExitStack) -> Engine:
+    codec = TextCodec.load(str(MODEL_PATH))
+    caches = CacheSet(CacheConfig(), codec.fingerprint)
+    resources.callback(caches.close)
+    config = EngineConfig(max_num_seqs=4, max_model_len=512)
+    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(load, model=str(MODEL_PATH)) as running:
+        yield running
+
+
+def drafted(port: int, path: str = COMPLETIONS, **fields: Any) -> Answer:
+    options = {"include_drafts": True, "include_usage": True}
+    body = {"max_tokens": 80, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": options, **fields}
+    return post(port, path, {"prompt": PROMPT, **body} if path == COMPLETIONS else body)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return choice["text"] if "text" in choice else choice["delta"].get("content", "")
+
+
+# -- drafts in streams ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {}),
+        (COMPLETIONS, {"temperature": 1.0, "seed": 3, "n": 3}),
+        (COMPLETIONS, {"stop": ["str(x)", "zzz"]}),
+        (COMPLETIONS, {"prompt": PROMPT + "é 你", "prediction": {"type": "content", "content": PROMPT}}),
+        (CHAT, {"messages": [{"role": "user", "content": "Return the path."}]}),
+    ],
+)
+def test_texts_of_drafts_are_the_text_and_tokens_of_every_pass_are_counted(
+    server: RunningServer, path: str, fields: dict[str, Any]
+) -> None:
+    *chunks, last = drafted(server.port, path, return_token_ids=True, **fields).events
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    passes: dict[int, list[dict[str, Any]]] = {}
+    num_tokens = 0
+    for choice in choices:
+        draft = choice.get("draft")
+        if draft is None:
+            assert not text_of(choice)
+            continue
+        passes.setdefault(choice["index"], []).append(draft)
+        assert "".join(draft["texts"]) == text_of(choice)
+        assert len(draft["texts"]) == len(choice["token_ids"])
+        assert draft["num_accepted"] <= min(draft["num_drafted"], len(draft["texts"]))
+        assert (draft["source"] in SOURCES) if draft["num_drafted"] else draft["source"] is None
+        num_tokens += len(draft["texts"])
+    assert num_tokens == last["usage"]["completion_tokens"]
+    for of_choice in passes.values():
+        assert [draft["pass"] for draft in of_choice] == [*range(1, len(of_choice) + 1)]
+
+
+def test_a_text_said_before_is_drafted_from_the_index_and_counted_in_the_stats(server: RunningServer) -> None:
+    prompt = "def read(path):\n"
+    first = drafted(server.port, prompt=prompt).events
+    before = get(server.port, "/page/stats").json
+    again = drafted(server.port, prompt=prompt).events
+    accepted: dict[str, int] = {}
+    for chunk in again:
+        for choice in chunk["choices"]:
+            draft = choice["draft"]
+            accepted[draft["source"]] = accepted.get(draft["source"], 0) + draft["num_accepted"]
+    assert sum(accepted.get(source, 0) for source in ("tail", "segment")) > 40
+    assert len(again) < len(first)
+    after = get(server.port, "/page/stats").json
+    for source, number in accepted.items():
+        if number:
+            counted = after["sources"][source]["accepted"] - before["sources"].get(source, {"accepted": 0})["accepted"]
+            assert counted == number
+    assert after["tokens"] - before["tokens"] == 80
+    assert after["passes"] - before["passes"] == len(again) - 1
+    assert sum(after["namespaces"]["default"].values()) > sum(before["namespaces"]["default"].values()) > 0
+
+
+def test_without_speculation_every_token_is_a_pass_of_its_own(server: RunningServer) -> None:
+    plain = drafted(server.port, num_speculative_tokens=0).events
+    drafts = [choice["draft"] for chunk in plain for choice in chunk["choices"]]
+    assert [(draft["source"], draft["num_drafted"], len(draft["texts"])) for draft in drafts] == [(None, 0, 1)] * 80
+    said = "".join(text for draft in drafts for text in draft["texts"])
+    assert said == "".join(text_of(choice) for chunk in drafted(server.port).events for choice in chunk["choices"])
+
+
+def test_streams_that_did_not_ask_say_nothing_of_drafts(server: RunningServer) -> None:
+    events = drafted(server.port, stream_options=None).events
+    assert all("draft" not in choice for chunk in events for choice in chunk["choices"])
+
+
+def test_drafts_are_not_told_where_they_are_to_be_hidden(server: RunningServer) -> None:
+    refused = drafted(server.port, stream_options={"include_drafts": True, "include_obfuscation": True})
+    assert (refused.status, refused.error["param"]) == (400, "stream_options")
+    assert "include_obfuscation" in refused.error["message"]
+
+
+CODEC = TextCodec.load(str(MODEL_PATH))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4095), min_size=1, max_size=6), min_size=1, max_size=8),
+    st.lists(st.sampled_from(["\n", "e", "the ", "ab"]), max_size=2).map(tuple),
+)
+@settings(max_examples=200, deadline=None)
+def test_texts_of_any_tokens_make_up_the_text_of_their_chunk(passes: list[list[int]], stop: tuple[str, ...]) -> None:
+    sent, writer = TextStream(CODEC, stop=stop), DraftWriter(lambda: TextStream(CODEC, stop=stop))
+    for number, tokens in enumerate(passes, 1):
+        text = sent.push(tokens) + (sent.finish() if number == len(passes) else "")
+        draft = VerifiedDraft(number, "own", 4, len(tokens) - 1)
+        output = RequestOutput(request_id="a", token_ids=tuple(tokens), text=text, draft=draft, stats=RequestStats())
+        described = writer.describe(0, output)
+        assert described is not None
+        assert len(described["texts"]) == len(tokens)
+        assert "".join(described["texts"]) == text
+
+
+# -- the page's own files ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[RunningServer]:
+    with serving(lambda _: FailingEngine(), api_keys=("secret",)) as running:
+        yield running
+
+
+def test_every_file_is_open_and_answers_with_headers_that_keep_strangers_out(locked: RunningServer) -> None:
+    for path, file in page_files().items():
+        found = get(locked.port, path)
+        assert (found.status, found.content, found.headers["content-type"]) == (200, file.content, file.media_type)
+        policy = found.headers["content-security-policy"]
+        assert "default-src 'self'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+        assert found.headers["x-content-type-options"] == "nosniff"
+        assert found.headers["referrer-policy"] == "no-referrer"
+        assert found.headers["x-frame-options"] == "DENY"
+        head = ask(locked.port, "HEAD", path)
+        assert (head.status, head.content, head.headers["etag"]) == (200, b"", found.headers["etag"])
+        known = get(locked.port, path, headers={"if-none-match": found.headers["etag"]})
+        assert (known.status, known.content) == (304, b"")
+    assert get(locked.port, "/page/../files.py").status in (401, 404)
+
+
+def test_files_name_no_other_origin_and_nothing_inline() -> None:
+    files = page_files()
+    for path, file in files.items():
+        text = file.content.decode()
+        links = re.findall(r"""(?:src|href)="([^"#][^"]*)"|from "\./([^"]+)\"""", text)
+        for link in links:
+            assert f"/{link[0]}" in files or f"/page/{link[1]}" in files, (path, link)
+        assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
+        assert not re.search(r"""["'`]/\w""", text)  # a proxy may have put a path before all of them
+        assert "innerHTML" not in text and "eval(" not in text and "style=" not in text and " onclick" not in text
+
+
+def test_the_page_is_no_more_than_can_be_read_in_an_hour() -> None:
+    files = {path: file for path, file in page_files().items() if path != "/favicon.ico"}
+    assert sum(file.content.count(b"\n") for file in files.values()) < 1000
+    assert sum(len(file.content) for file in files.values()) < 60_000
+
+
+def test_counters_need_a_key_where_there_are_keys(locked: RunningServer) -> None:
+    refused = get(locked.port, "/page/stats")
+    assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+    found = get(locked.port, "/page/stats", headers={"authorization": "Bearer secret"})
+    assert (found.status, found.json["state"], found.headers["cache-control"]) == (200, "ready", "no-store")
+
+
+def test_no_page_leaves_nothing_and_refuses_the_details_of_drafts() -> None:
+    body = {"prompt": "abc", "stream": True, "stream_options": {"include_drafts": True}}
+    with serving(lambda _: FailingEngine(), page=False) as running:
+        for path in [*page_files(), "/page/stats"]:
+            assert get(running.port, path).status == 404
+        refused = post(running.port, COMPLETIONS, body)
+        assert (refused.status, refused.error["param"]) == (400, "stream_options.include_drafts")
+        assert "--no-page" in refused.error["message"] and "--allow-draft-details" in refused.error["message"]
+    with serving(lambda _: FailingEngine(), page=False, allow_draft_details=True) as running:
+        assert get(running.port, "/").status == 404
+        assert post(running.port, COMPLETIONS, body).status == 200
+
+
+def test_the_command_line_switches_the_page_off() -> None:
+    on, off = parse_arguments([], {}), parse_arguments(["--no-page", "--allow-draft-details"], {})
+    assert (on.page.page, on.page.allow_draft_details) == (True, False)
+    assert (off.page.page, off.page.allow_draft_details) == (False, True)

@@ -1,0 +1,419 @@
+"""Tenants as an operator writes them, what they use of their quotas, and what their caches are called."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.base.errors import ApiError, TenantLimit
+from server.base.settings import ServerSettings
+from server.tenants.account import Account, Admission
+from server.tenants.allowance import Allowance, duration
+from server.tenants.generations import Generations
+from server.tenants.namespace_names import NamespaceNames
+from server.tenants.opening import TenantSources, open_tenants
+from server.tenants.registry import SALTED_TOKENS, Tenants
+from server.tenants.rules import Quotas, Tenant, digest_of
+from server.tenants.rules_file import parse_rules, read_rules
+from server.tenants.secret import find_secret
+from server.tenants.watch import Watch
+from ssd.errors import ConfigError, RequestError
+from tests.server.client import wait_until
+
+SECRET = b"0123456789abcdef0123"
+SETTINGS = ServerSettings(model_names=("m",), model="m")
+RULES = f"""
+[defaults]
+max_running = 2
+reads_shared = true
+
+[tenants.alice]
+keys = ["alices-key", "sha256:{digest_of("alices-other-key")}"]
+requests_per_minute = 60
+cache_tokens = 8192
+
+[tenants.bob]
+keys = ["bobs-key"]
+max_running = 1
+reads_shared = false
+
+[tenants.ops]
+keys = ["ops-key"]
+operator = true
+"""
+
+
+def opened(path: Path, *, keys: tuple[str, ...] = (), directory: Path | None = None) -> Tenants:
+    return open_tenants(TenantSources(keys=keys, path=path), SETTINGS, SECRET, cache_directory=directory)
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.toml"
+    path.write_text(RULES)
+    path.chmod(0o600)
+    return path
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_says_who_there_is_and_what_each_may(rules: Path) -> None:
+    tenants = opened(rules, keys=("simple-key",))
+    alice, bob, simple = (tenants.find(key) for key in ("alices-key", "bobs-key", "simple-key"))
+    assert alice is not None and bob is not None and simple is not None
+    assert tenants.find("alices-other-key") is alice and tenants.find("") is None and tenants.find("wrong") is None
+    assert alice.tenant.quotas == Quotas(max_running=2, requests_per_minute=60, cache_tokens=8192)
+    assert (bob.tenant.quotas.max_running, bob.tenant.reads_shared, alice.tenant.reads_shared) == (1, False, True)
+    assert simple.tenant.quotas == Quotas(max_running=2) and simple.name.startswith("key-")
+    assert "simple" not in simple.name and digest_of("simple-key")[:8] not in simple.name
+    assert [account.name for account in tenants.accounts() if account.tenant.is_operator] == ["ops"]
+    assert not any(key in str(tenants.describe()) for key in ("alices-key", "simple-key", digest_of("bobs-key")))
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        ("[tenants.a]\nkeys = [1]", "tenant 'a': keys must be a list of strings"),
+        ("[tenants.a]", "tenant 'a': keys must be a list"),
+        ("[tenants.a]\nkeys = ['k']\nmax_running = 0", "tenant 'a': max_running must be a whole number within 1.."),
+        ("[tenants.a]\nkeys = ['k']\nmax_running = true", "max_running must be a whole number"),
+        ("[tenants.a]\nkeys = ['k']\nmax_runing = 1", "tenant 'a': 'max_runing' is not known: take keys"),
+        ("[tenants.a]\nkeys = ['k']\noperator = 1", "tenant 'a': operator must be true or false"),
+        ("[tenants.a]\nkeys = ['k']\ncache_tokens = 5", "cache_tokens must be a whole number within 4096.."),
+        ("[tenants.a]\nkeys = ['sha256:12']", "keys: entry 1 must be sha256: and 64"),
+        ('[tenants.a]\nkeys = ["good", "secr\\u00e9t"]', "entry 2 must be printable"),
+        ("[tenants.a]\nkeys = ['secret']\n[tenants.b]\nkeys = ['secret']", "tenant 'b': keys: one of them is a key of"),
+        ("[tenants.'a b']\nkeys = ['k']", "tenant 'a b': take 1 to 64 characters"),
+        ("[tenant.a]\nkeys = ['k']", "'tenant' is not known"),
+        ("[defaults]\noperator = true", "defaults: 'operator' is not known"),
+        ("tenants = 3", "tenants must be a table"),
+        ("keys = secret", "not TOML \\(at line 1"),
+        (b"\xff", "not TOML"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_one_line_that_names_it_and_no_key(content: str | bytes, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint) as error:
+        parse_rules(content if isinstance(content, bytes) else content.encode(), "--tenants f")
+    message = str(error.value)
+    assert message.startswith("--tenants f") and "\n" not in message and "secr" not in message
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_any_bytes_are_rules_or_one_line(content: bytes) -> None:
+    try:
+        parse_rules(content, "f")
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_file_that_is_not_there_or_is_everybodys_is_said(rules: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_rules(rules.with_name("other"))
+    rules.chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        read_rules(rules)
+    assert "chmod 600" in caplog.text
+    with pytest.raises(ConfigError, match="is given as a key of its own as well"):
+        opened(rules, keys=("bobs-key",))
+    rules.write_text("[defaults]\n")
+    with pytest.raises(ConfigError, match="names no tenant"):
+        opened(rules)
+
+
+# -- reloading ---------------------------------------------------------------------------------------------------------
+
+
+def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
+    rules: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tenants = opened(rules)
+    watch = Watch(tenants, [rules], interval_s=0.02)
+    alice = tenants.find("alices-key")
+    assert alice is not None
+    admission = alice.admit(num_choices=1, num_prompt_tokens=3, num_slots=4)
+    watch.start()
+    try:
+        rules.write_text(RULES.replace("alices-key", "alices-new-key").replace("requests_per_minute = 60", ""))
+        wait_until(lambda: tenants.find("alices-new-key") is alice)
+        assert tenants.find("alices-key") is None and alice.headers() == {}
+        assert alice.use.num_in_flight == 1
+        with caplog.at_level(logging.ERROR):
+            rules.write_text("[tenants.alice]\nkeys = 'secret'")
+            wait_until(lambda: "stay as they were" in caplog.text)
+            rules.unlink()
+            wait_until(lambda: "cannot be read" in caplog.text)
+        assert "secret" not in caplog.text
+        assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2  # one a change
+        assert tenants.find("alices-new-key") is alice and tenants.find("bobs-key") is not None
+        rules.write_text("[defaults]\nmax_running = 1\n")
+        wait_until(lambda: "no key left" in caplog.text)
+        rules.write_text(RULES.replace("tenants.alice", "tenants.carol"))
+        wait_until(lambda: tenants.find("bobs-key") is not None and tenants.find("alices-new-key") is None)
+        admission.end(5)  # of a tenant that is gone
+        assert (alice.use.num_in_flight, alice.use.num_output_tokens) == (0, 5)
+    finally:
+        watch.stop()
+
+
+# -- quotas ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time as a test says it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def account(clock: Clock, **quotas: int) -> Account:
+    return Account(Tenant(name="a", seed="a", digests=frozenset(), quotas=Quotas(**quotas)), clock)
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["admit", "end", "take back", "wait", "change"]), st.integers(0, 7), st.integers(0, 90))
+)
+
+
+@given(steps)
+def test_every_quota_comes_back_however_requests_end(given_steps: list[tuple[str, int, int]]) -> None:
+    """Against a list of what is in flight and a log of what was used when."""
+    clock = Clock()
+    tenant = account(clock, max_running=2, max_waiting=3, tokens_per_minute=100, requests_per_minute=4)
+    most, flying, used, sent = 5, list[tuple[Admission, int, int, int]](), 0, 0
+    for what, number, amount in given_steps:
+        if what == "admit":
+            assert tenant._tokens is not None
+            left = tenant._tokens.left(clock())
+            try:
+                admission = tenant.admit(num_choices=1 + number, num_prompt_tokens=amount, num_slots=2)
+            except RequestError:
+                assert 1 + number > most
+            except TenantLimit as limit:
+                assert int(limit.headers["retry-after"]) >= 1 and limit.status == 429
+            else:
+                assert sum(choices for _, choices, _, _ in flying) + 1 + number <= most
+                assert amount <= left + 1e-6
+                flying.append((admission, 1 + number, amount, sent))
+                used, sent = used + amount, sent + 1
+        elif what in ("end", "take back") and flying:
+            admission, _, prompt, _ = flying.pop(number % len(flying))
+            if what == "end":
+                admission.end(amount)
+                used += amount
+            else:
+                admission.take_back()
+                used, sent = used - prompt, sent - 1
+            admission.end(50)  # again: nothing
+        elif what == "wait":
+            clock.now += amount
+        elif what == "change":
+            most = min(2, 2 + number) + 3
+            tenant.change(
+                Tenant(
+                    name="a",
+                    seed="a",
+                    digests=frozenset(),
+                    quotas=Quotas(max_running=2, max_waiting=3, tokens_per_minute=100, requests_per_minute=4),
+                )
+            )
+        assert tenant.use.num_in_flight == sum(choices for _, choices, _, _ in flying)
+        assert tenant.use.num_prompt_tokens + tenant.use.num_output_tokens == used
+        assert tenant.use.num_requests == sent
+        assert used <= 100 * (1 + clock.now / 60) + 90 * len(given_steps)  # prompts wait, outputs may leave a debt
+    for admission, *_ in flying:
+        admission.end(0)
+    assert tenant.use.num_in_flight == 0
+    clock.now += 10_000
+    tenant.admit(num_choices=5, num_prompt_tokens=100, num_slots=2)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50))), st.integers(1, 1000))
+def test_an_allowance_is_never_above_its_rate(takings: list[tuple[float, float]], per_minute: int) -> None:
+    """Who takes only what is there has at no time taken more than a minute's worth and what came since."""
+    allowance, now, taken = Allowance(per_minute, 0.0), 0.0, 0.0
+    for amount, passed in takings:
+        now += passed
+        wait_s = allowance.wait_s(amount, now)
+        assert (wait_s == 0) == (allowance.left(now) >= min(amount, per_minute))
+        if wait_s == 0 and amount <= per_minute:
+            allowance.take(amount, now)
+            taken += amount
+        assert taken <= per_minute * (1 + now / 60) + 1e-6
+        assert allowance.left(now + wait_s + 1e-6) >= min(amount, per_minute) - 1e-3 or wait_s == 0
+
+
+def test_what_is_refused_says_when_it_will_not_be() -> None:
+    clock = Clock()
+    tenant = account(clock, requests_per_minute=2, tokens_per_minute=60)
+    for _ in range(2):
+        tenant.admit(num_choices=1, num_prompt_tokens=5, num_slots=2).end(10)
+    with pytest.raises(TenantLimit) as limit:
+        tenant.require_allowance(2)
+    assert limit.value.headers == {
+        "retry-after": "30", "x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "1m0s", "x-ratelimit-limit-tokens": "60", "x-ratelimit-remaining-tokens": "30",
+        "x-ratelimit-reset-tokens": "30s",
+    }  # fmt: skip
+    clock.now = 30.0
+    tenant.require_allowance(2)
+    tenant.admit(num_choices=1, num_prompt_tokens=60, num_slots=2).end(60)  # a debt of a minute
+    clock.now = 60.0
+    with pytest.raises(TenantLimit) as limit:
+        tenant.admit(num_choices=1, num_prompt_tokens=1, num_slots=2)
+    assert limit.value.headers["retry-after"] == "31"
+    with pytest.raises(RequestError, match="60 a minute"):
+        tenant.admit(num_choices=1, num_prompt_tokens=61, num_slots=2)
+    assert tenant.use.num_refused == {"requests": 1, "tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0ms"), (0.0121, "13ms"), (1, "1s"), (59.2, "1m0s"), (90, "1m30s"), (3600, "60m0s")]
+)
+def test_times_are_written_as_openai_writes_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+# -- names and deletion ------------------------------------------------------------------------------------------------
+
+
+def test_names_of_caches_tell_apart_what_is_apart_and_tell_nothing() -> None:
+    names = NamespaceNames(SECRET)
+    found = [
+        names.tenant("default", "tenant:a", 0), names.tenant("default", "tenant:b", 0),
+        names.tenant("x", "tenant:a", 0), names.tenant("default", "tenant:a", 1), names.counter("default", "tenant:a"),
+        names.salted("default", "s"), names.salted("default", "t"),
+        names.salted(names.tenant("default", "tenant:a", 0), "s"),
+    ]  # fmt: skip
+    assert len(set(found)) == len(found) and not any("a:" in name or "default" in name for name in found)
+    assert NamespaceNames(SECRET).tenant("default", "tenant:a", 0) == found[0]
+    assert NamespaceNames(b"another secret of it").tenant("default", "tenant:a", 0) != found[0]
+
+
+def test_each_tenant_has_a_cache_of_its_own_and_a_salt_one_inside_it(rules: Path) -> None:
+    tenants = opened(rules)
+    alice, bob, ops = (tenants.find(key) for key in ("alices-key", "bobs-key", "ops-key"))
+    uses = [tenants.cache_use(account, "default", salt) for account in (alice, bob, ops) for salt in (None, "s", "t")]
+    assert len({use.namespace for use in uses}) == 9
+    assert uses[6].namespace == "default" and not uses[6].terms.reads_shared
+    assert uses[0].terms.capacity_tokens == 8192 and uses[0].terms.reads_shared and uses[0].terms.is_kept
+    for salted, main in ((uses[1], uses[0]), (uses[4], uses[3])):
+        assert salted.terms.group == main.namespace and not salted.terms.is_kept
+        assert salted.terms.reads_shared == main.terms.reads_shared
+    assert (uses[1].terms.capacity_tokens, uses[4].terms.capacity_tokens) == (8192, SALTED_TOKENS)
+    assert tenants.cache_use(alice, None, "s").namespace is None
+    shared = open_tenants(TenantSources(path=rules), ServerSettings(
+        model_names=("m",), model="m", share_cache_across_keys=True), SECRET)  # fmt: skip
+    assert {shared.cache_use(shared.find(key), "default", None).namespace for key in ("alices-key", "bobs-key")} == {
+        "default"
+    }
+    assert tenants.labels() == {uses[0].namespace: "alice", uses[3].namespace: "bob"}
+
+
+class Gone:
+    """Notes what is discarded."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def discard(self, name: str) -> None:
+        self.names.append(name)
+
+    forget = discard
+
+
+def test_a_deleted_cache_has_another_name_afterwards_also_after_a_restart(rules: Path, tmp_path: Path) -> None:
+    tenants, caches, log = opened(rules, directory=tmp_path), Gone(), Gone()
+    tenants.caches, tenants.sharing = lambda: caches, lambda: log
+    alice = tenants.find("alices-key")
+    before = tenants.cache_use(alice, "default", None).namespace
+    assert tenants.delete_cache("alice")["deleted"] and caches.names == log.names == [before]
+    after = tenants.cache_use(alice, "default", None).namespace
+    assert after != before
+    tenants.sweep()  # what came late goes as well
+    assert caches.names == [before, before]
+    again = opened(rules, directory=tmp_path)
+    assert again.cache_use(again.find("alices-key"), "default", None).namespace == after
+    assert stat.S_IMODE((tmp_path / ".ssd" / "generations.json").stat().st_mode) == 0o600
+    for name, code in (("nobody", 404), ("ops", 409)):
+        with pytest.raises(ApiError) as error:
+            tenants.delete_cache(name)
+        assert error.value.status == code
+
+
+class Counters:
+    """What replicas count with, when it is there."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.is_there = True
+
+    def read(self, names: list[str]) -> list[int]:
+        if not self.is_there:
+            raise ConnectionError
+        return [self.numbers.get(name, 0) for name in names]
+
+    def add(self, name: str, amount: int) -> int:
+        self.read([])
+        self.numbers[name] = self.numbers.get(name, 0) + amount
+        return self.numbers[name]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["advance", "absorb", "cut", "mend", "empty"]))))
+def test_replicas_agree_on_what_was_deleted_and_none_goes_back(given_steps: list[tuple[int, str]]) -> None:
+    counters = Counters()
+    replicas = [Generations(None, counters) for _ in range(3)]
+    for which, what in given_steps:
+        before = [replica.of("a") for replica in replicas]
+        if what == "advance":
+            number, is_told = replicas[which].advance("a")
+            assert number > max(before[which], 0) and (not is_told or counters.numbers["a"] >= number)
+        elif what == "absorb":
+            replicas[which].absorb(["a"])
+        elif what == "empty":
+            counters.numbers.clear()
+        else:
+            counters.is_there = what == "mend"
+        assert all(replica.of("a") >= number for replica, number in zip(replicas, before, strict=True))
+    counters.is_there = True
+    newest = max(replica.of("a") for replica in replicas)
+    for replica in (*replicas, *replicas):
+        replica.absorb(["a"])
+    assert {replica.of("a") for replica in replicas} == {max(newest, counters.numbers.get("a", 0))}
+
+
+# -- the secret --------------------------------------------------------------------------------------------------------
+
+
+def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b" a secret of some length \n")
+    path.chmod(0o600)
+    assert find_secret(path, {"SSD_SECRET": "x" * 20}, tmp_path) == b"a secret of some length"
+    assert find_secret(None, {"SSD_SECRET": "x" * 20}, tmp_path) == b"x" * 20
+    made = find_secret(None, {}, tmp_path / "cache")
+    assert made == find_secret(None, {}, tmp_path / "cache") != find_secret(None, {}, tmp_path / "other")
+    kept = tmp_path / "cache" / ".ssd"
+    assert [file.name for file in kept.iterdir()] == ["secret"]
+    assert stat.S_IMODE((kept / "secret").stat().st_mode) == 0o600
+    assert find_secret(None, {}, None) != find_secret(None, {}, None)
+    path.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="16 to 4096 bytes"):
+        find_secret(path, {}, None)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        find_secret(tmp_path / "none", {}, None)
+
+
+def test_a_secret_that_cannot_be_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / ".ssd").write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        assert len(find_secret(None, {}, tmp_path)) == 32
+    assert "--secret-file" in caplog.text

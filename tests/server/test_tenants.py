@@ -1,0 +1,348 @@
+"""Tenants over HTTP: caches apart, quotas that come back, operators, and replicas that forget together."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from server.base.settings import ServerSettings
+from server.tenants.account import Account
+from server.tenants.opening import TenantSources, open_tenants
+from server.tenants.registry import Tenants
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, EngineConfig, IndexConfig
+from ssd.engine import Engine
+from ssd.retrieval.cache import CacheSet
+from ssd.sharing.connection import connect
+from ssd.sharing.counters import KEY as COUNTERS
+from ssd.text.codec import TextCodec
+from tests.redis_server import RedisServer, redis_server
+from tests.server.client import Answer, ask, get, post, wait_until
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.server.test_cache import metric
+from tests.server.test_process import SMALL, START_S, answers, refused, running
+
+__all__ = ["redis_server"]  # the fixture
+
+SECRET = b"0123456789abcdef0123"
+RULES = """
+[tenants.alice]
+keys = ["alices-key"]
+reads_shared = true
+cache_tokens = 65536
+
+[tenants.bob]
+keys = ["bobs-key"]
+
+[tenants.slow]
+keys = ["slow-key"]
+max_running = 1
+max_waiting = 1
+
+[tenants.rated]
+keys = ["rated-key"]
+requests_per_minute = 2
+tokens_per_minute = 1000
+
+[tenants.ops]
+keys = ["ops-key"]
+operator = true
+"""
+PROMPT = "class Queue:\n    def __init__(self):\n"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def write_rules(directory: Path, text: str = RULES) -> Path:
+    path = directory / "tenants.toml"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def tenants_in(directory: Path) -> Tenants:
+    settings = ServerSettings(model_names=("m",), model="m")
+    return open_tenants(TenantSources(path=write_rules(directory)), settings, SECRET)
+
+
+# -- quotas ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quota_server(directory: Path, **engine: Any) -> Iterator[tuple[RunningServer, Tenants]]:
+    tenants = tenants_in(directory)
+    with serving(lambda _: FailingEngine(**engine), tenants=tenants) as server:
+        yield server, tenants
+
+
+def complete(server: RunningServer, key: str, **fields: Any) -> Answer:
+    body = {"prompt": "abc", "max_tokens": 2, **fields}
+    return post(server.port, "/v1/completions", body, headers=bearer(key))
+
+
+def test_what_a_tenant_has_used_up_is_its_own_429_and_nobody_elses(tmp_path: Path) -> None:
+    with quota_server(tmp_path) as (server, _):
+        first = complete(server, "rated-key")
+        assert first.status == 200 and first.headers["x-ratelimit-remaining-requests"] == "1"
+        assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+        assert complete(server, "rated-key").status == 200
+        third = complete(server, "rated-key")
+        assert (third.status, third.error["code"], third.error["type"]) == (429, "rate_limit_exceeded", "requests")
+        assert 1 <= int(third.headers["retry-after"]) <= 31 and third.headers["x-ratelimit-remaining-requests"] == "0"
+        assert [complete(server, "bobs-key").status for _ in range(5)] == [200] * 5
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="rated-key", max_retries=0)
+        with closing(client), pytest.raises(openai.RateLimitError):
+            client.completions.create(model="test-model", prompt="abc")
+        assert metric(server, "ssd:tenant_refused_total", tenant="rated", reason="requests") == 2
+        assert metric(server, "ssd:tenant_requests_total", tenant="bob") == 5
+        assert metric(server, "ssd:tenant_output_tokens_total", tenant="bob") == 10
+
+
+def test_requests_beyond_a_tenants_slots_and_queue_are_refused_and_others_come_in(tmp_path: Path) -> None:
+    with quota_server(tmp_path, step_s=0.02) as (server, tenants):
+        account = tenants.find("slow-key")
+        assert account is not None
+        options: dict[str, Any] = {"args": (server, "slow-key"), "kwargs": {"max_tokens": 60}}
+        several = [threading.Thread(target=complete, **options) for _ in range(2)]
+        for thread in several:
+            thread.start()
+        wait_until(lambda: account.use.num_in_flight == 2)
+        refused_one = complete(server, "slow-key")
+        assert (refused_one.status, refused_one.headers["retry-after"]) == (429, "1")
+        assert complete(server, "bobs-key").status == 200
+        too_many = complete(server, "slow-key", n=3)
+        assert (too_many.status, too_many.error["param"]) == (400, "n")
+        for thread in several:
+            thread.join()
+        assert account.use.num_in_flight == 0 and complete(server, "slow-key").status == 200
+
+
+def bobs(tenants: Tenants) -> Account:
+    account = tenants.find("bobs-key")
+    assert account is not None
+    return account
+
+
+def test_every_way_a_request_ends_gives_its_quota_back(tmp_path: Path) -> None:
+    with quota_server(tmp_path, step_s=0.005, max_waiting=3) as (server, tenants):
+        account = bobs(tenants)
+        assert complete(server, "bobs-key", prompt="x" * 600).status == 400  # too long
+        assert complete(server, "bobs-key", n=9).status == 503  # the server is full; nothing is counted
+        assert (account.use.num_in_flight, account.use.num_requests) == (0, 0)
+        wait_until(lambda: complete(server, "bobs-key").status == 200)  # those that were refused have left
+        for stream in (True, False):
+            with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+                body = {"prompt": "abc", "max_tokens": 500, "stream": stream}
+                headers = {"content-type": "application/json", **bearer("bobs-key")}
+                connection.request("POST", "/v1/completions", json.dumps(body), headers)
+                wait_until(lambda: account.use.num_in_flight == 1)
+                if stream:
+                    connection.getresponse().read(10)
+            wait_until(lambda: account.use.num_in_flight == 0)
+        assert account.use.num_output_tokens > 0  # what was made for who went away counts too
+        complete(server, "bobs-key", stream=True)
+        wait_until(lambda: account.use.num_in_flight == 0)
+    with quota_server(tmp_path, fail_at_step=2) as (server, tenants):
+        account = bobs(tenants)
+        assert complete(server, "bobs-key").status == 500
+        wait_until(lambda: account.use.num_in_flight == 0)
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_operators_manage_and_nobody_sees_a_key(tmp_path: Path) -> None:
+    with quota_server(tmp_path) as (server, _):
+        for method, path in (
+            ("GET", "/admin/tenants"),
+            ("POST", "/admin/reload"),
+            ("DELETE", "/admin/tenants/bob/cache"),
+        ):
+            assert ask(server.port, method, path).status == 401
+            for key in ("alices-key", "bobs-key"):
+                answer = ask(server.port, method, path, headers=bearer(key))
+                assert (answer.status, answer.error["code"]) == (403, "not_an_operator")
+        listed = get(server.port, "/admin/tenants", headers=bearer("ops-key"))
+        assert [each["name"] for each in listed.json["data"]] == ["alice", "bob", "ops", "rated", "slow"]
+        assert b"-key" not in listed.content
+        assert b"-key" not in get(server.port, "/metrics").content
+        text = RULES.replace("bobs-key", "bobs-new-key")
+        write_rules(tmp_path, text)
+        assert ask(server.port, "POST", "/admin/reload", headers=bearer("ops-key")).json["tenants"] == 5
+        assert [complete(server, key).status for key in ("bobs-key", "bobs-new-key")] == [401, 200]
+        write_rules(tmp_path, text + "[tenants.eve]")
+        broken = ask(server.port, "POST", "/admin/reload", headers=bearer("ops-key"))
+        assert broken.status == 409 and "tenant 'eve': keys" in broken.error["message"]
+        assert complete(server, "bobs-new-key").status == 200
+    with serving(lambda _: FailingEngine()) as server:  # without keys there are no operators
+        for method, path in (("GET", "/admin/tenants"), ("DELETE", "/v1/cache")):
+            assert ask(server.port, method, path).status == 403
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+def load(resources: ExitStack) -> Engine:
+    codec = TextCodec.load(str(MODEL_PATH))
+    index = IndexConfig(capacity_tokens=1 << 18, rebuild_interval_s=0.05)
+    caches = CacheSet(CacheConfig(index=index), codec.fingerprint)
+    resources.callback(caches.close)
+    config = EngineConfig(max_num_seqs=3, max_model_len=256)
+    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
+
+
+@pytest.fixture(scope="module")
+def cached_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with serving(load, tenants=tenants_in(tmp_path_factory.mktemp("tenants"))) as server:
+        yield server
+
+
+def drafted(server: RunningServer, key: str, **fields: Any) -> float:
+    """Tokens that were drafted from caches for a request."""
+    before = metric(server, "ssd:source_draft_tokens_total", source="index")
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, **fields}
+    answer = post(server.port, "/v1/completions", body, headers=bearer(key))
+    assert answer.status == 200, answer.content
+    return metric(server, "ssd:source_draft_tokens_total", source="index") - before
+
+
+def drafts_soon(server: RunningServer, key: str, **fields: Any) -> None:
+    """Asks until something is drafted: a cache is opened, and prices are learned, beside the requests."""
+    wait_until(lambda: drafted(server, key, **fields) > 0, 30)
+
+
+def caches_of(server: RunningServer) -> CacheSet:
+    caches = server.engine_thread.engine.caches
+    assert caches is not None
+    return caches
+
+
+def test_what_one_key_said_is_not_drafted_for_another(cached_server: RunningServer) -> None:
+    drafts_soon(cached_server, "bobs-key")
+    for key, salt in (("alices-key", "s"), ("bobs-key", "s"), ("bobs-key", "t"), ("ops-key", "s")):
+        assert drafted(cached_server, key, cache_salt=salt, ignore_eos=False, max_tokens=8) == 0
+    for key in ("alices-key", "slow-key"):
+        assert drafted(cached_server, key, max_tokens=8) == 0
+    drafts_soon(cached_server, "bobs-key", cache_salt="s")
+    assert metric(cached_server, "ssd:cache_tokens", namespace="bob") > 60
+    assert metric(cached_server, "ssd:cache_tokens", namespace="default") == 0
+
+
+def test_readers_draft_from_what_an_operator_said_and_others_do_not(cached_server: RunningServer) -> None:
+    fields = {"prompt": "def mean(values):\n"}
+    drafts_soon(cached_server, "ops-key", **fields)
+    caches_of(cached_server).flush()
+    assert metric(cached_server, "ssd:cache_tokens", namespace="default") > 60
+    assert metric(cached_server, "ssd:cache_borrowed_tokens", namespace="alice") > 60
+    assert metric(cached_server, "ssd:cache_borrowed_tokens", namespace="bob") == 0
+    assert drafted(cached_server, "slow-key", **fields, max_tokens=2) == 0
+    drafts_soon(cached_server, "alices-key", **fields)
+
+
+def test_a_deleted_cache_is_drafted_from_no_more(cached_server: RunningServer) -> None:
+    fields = {"prompt": "import socket\n\n"}
+    for path, key in (("/admin/tenants/bob/cache", "ops-key"), ("/v1/cache", "bobs-key")):
+        drafts_soon(cached_server, "bobs-key", **fields)
+        drafts_soon(cached_server, "bobs-key", **fields, cache_salt="s")
+        answer = ask(cached_server.port, "DELETE", path, headers=bearer(key))
+        assert (answer.status, answer.json["deleted"], answer.json["replicas_told"]) == (200, True, True)
+        assert metric(cached_server, "ssd:cache_tokens", namespace="bob") == 0
+        assert drafted(cached_server, "bobs-key", **fields) == drafted(
+            cached_server, "bobs-key", **fields, cache_salt="s"
+        ) == 0  # fmt: skip
+
+
+def test_all_keys_share_a_cache_where_the_operator_says_so() -> None:
+    with serving(load, api_keys=("a", "b"), share_cache_across_keys=True) as server:
+        drafted(server, "a")
+        drafts_soon(server, "b")
+        assert ask(server.port, "DELETE", "/v1/cache", headers=bearer("a")).status == 409
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--tenants", "/no/such/file"), "--tenants /no/such/file cannot be read"),
+        (("--api-key", "k", "--redis", "redis://localhost:1/0"), "--secret-file"),
+        (("--secret-file", "/no/such/file"), "--secret-file /no/such/file cannot be read"),
+    ],
+)
+def test_tenants_of_no_use_end_the_start_in_one_line(arguments: tuple[str, ...], hint: str) -> None:
+    assert hint in refused("--port", "0", *arguments)
+
+
+class Process:
+    """A server process, by its port."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def tokens(self, tenant: str) -> float:
+        """What its cache holds for a tenant."""
+        text = get(self.port, "/metrics").content.decode()
+        lines = [line for line in text.splitlines() if line.startswith("ssd:cache_tokens{")]
+        return sum(float(line.split()[-1]) for line in lines if f'namespace="{tenant}"' in line)
+
+    def ask(self, key: str, prompt: str) -> None:
+        """A request of 60 tokens."""
+        body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        assert post(self.port, "/v1/completions", body, headers=bearer(key)).status == 200
+
+
+@pytest.mark.slow
+def test_replicas_share_tenant_by_tenant_and_forget_together(tmp_path: Path, redis_server: RedisServer) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    common = ["--redis", redis_server.url, "--secret-file", str(secret), "--tenants", str(write_rules(tmp_path))]
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(running(*SMALL, *common, "--cache-dir", str(tmp_path / name)))
+            for name in ("one", "two")
+        ]
+        for _, port in started:
+            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
+        one, two = (Process(port) for _, port in started)
+        two.ask("bobs-key", "x")  # opens bob's cache there
+        two.ask("alices-key", "x")
+        before = [two.tokens("bob"), two.tokens("alice")]
+        one.ask("bobs-key", PROMPT)
+        wait_until(lambda: two.tokens("bob") > before[0] + 60, 20)
+        assert two.tokens("alice") == before[1]
+        assert len(redis_keys(redis_server)) == 2
+        deleted = ask(one.port, "DELETE", "/admin/tenants/bob/cache", headers=bearer("ops-key"))
+        assert deleted.json["replicas_told"]
+        assert one.tokens("bob") == 0
+        wait_until(lambda: two.tokens("bob") == 0, 20)
+        wait_until(lambda: len(redis_keys(redis_server)) == 1, 20)
+        two.ask("bobs-key", "y")
+        wait_until(lambda: one.tokens("bob") == 0)
+        for process, _ in started:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        kept = {path.name for name in ("one", "two") for path in (tmp_path / name).iterdir()}
+        assert len([name for name in kept if name.startswith("t")]) == 2  # alice's, and bob's new one
+
+
+def redis_keys(server: RedisServer) -> list[bytes]:
+    """Streams and whatever else is there."""
+    client = connect(server.url)
+    try:
+        found: Any = client.scan_iter()
+        return [key for key in found if key != COUNTERS.encode()]
+    finally:
+        client.close()
