@@ -6,7 +6,7 @@ from typing import Any
 
 _ATTACKS = {
     "greedy": "which of {prompts} known prompts was asked, from sizes and times of a stream's records; greedy",
-    "sampled": "the same, at temperature 0.3",
+    "sampled": "the same, at temperature {temperature}",
     "own key": "was a text asked before, from the time of the attacker's own request; asked under its own key",
     "another key": "the same, asked under another key",
     "cache_salt": "the same, asked under another key with a `cache_salt`",

@@ -39,7 +39,7 @@ _SLACK = 2.0
 _PACED_AT_ONCE = 4
 _PROMPT_CHARACTERS = 400
 _CALIBRATING_TEXTS = 8
-_SAMPLED = {"temperature": 0.3}
+_TEMPERATURE = 0.3
 _VICTIMS = {
     "own key": Victim("attacker"),
     "another key": Victim("victim"),
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _serving(*options) as port:
             if guard == "off":
                 interval_s = _interval(port, prompts[:8], args.max_tokens)
-            for sampling, fields in (("greedy", {"temperature": 0}), ("sampled", _SAMPLED)):
+            for sampling, fields in (("greedy", {"temperature": 0}), ("sampled", {"temperature": _TEMPERATURE})):
                 asked = {"max_tokens": args.max_tokens, **fields}
                 at_once = 1 if guard == "off" else _PACED_AT_ONCE
                 # All under one key, so that drafts come from one cache; after a first round all have been asked before.
@@ -84,7 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for whose, victim in _VICTIMS.items() if guard == "off" else [("own key", _VICTIMS["own key"])]:
                 share = attack.rate(texts, victim, num_texts=args.texts, num_own=_CALIBRATING_TEXTS)
                 _report(rows, "asked before", whose, guard, share, 2 * args.texts, 0.5)
-    result = {**head("side_channels"), "parameters": {**parameters, "interval_s": interval_s}, "rows": rows}
+    result = {
+        **head("side_channels"),
+        "parameters": {**parameters, "temperature": _TEMPERATURE, "interval_s": interval_s},
+        "rows": rows,
+    }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.json:
