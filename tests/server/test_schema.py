@@ -261,3 +261,29 @@ def test_sampling_defaults_are_read_from_a_generation_config(tmp_path: Any) -> N
 def test_version_is_that_of_the_distribution() -> None:
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     assert tomllib.loads(project.read_text())["project"]["version"] == VERSION
+
+
+def test_tools_and_documents_reach_the_template() -> None:
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    fields = {
+        "messages": MESSAGES,
+        "tools": [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}],
+        "documents": [{"title": "t", "text": "x"}],
+        "chat_template_kwargs": {"enable_thinking": False, "tools": "none of these"},
+        "reasoning_effort": "low",
+    }
+    assert ChatBody.parse(fields).template_arguments()["template_kwargs"] == {
+        "enable_thinking": False,
+        "reasoning_effort": "low",
+        "documents": [{"title": "t", "text": "x"}],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},
+            {"type": "function", "function": {"name": "g"}},
+        ],
+    }
+    one = {"type": "function", "function": {"name": "g"}}
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [one]}}
+    for choice in (one, some):
+        use = ChatBody.parse({**fields, "tool_choice": choice}).tool_use()
+        assert use is not None
+        assert ([function.name for function in use.functions], use.mode) == (["g"], "required")
