@@ -17,7 +17,7 @@ _CALLS = (
     ("internlm", ("<|action_start|>", "<|plugin|>")),
     ("lfm2", ("<|tool_list_start|>",)),
     ("olmo3", ("<function_calls>",)),
-    ("granite-20b-fc", ("<function_call>", "Question:")),
+    ("granite-20b-fc", ("<function_call>",)),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
     ("phi4_mini_json", ("<|tool|>",)),
     ("phi4_mini_json", ("functools[",)),
