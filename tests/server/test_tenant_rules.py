@@ -417,3 +417,15 @@ def test_a_secret_that_cannot_be_kept_is_said(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         assert len(find_secret(None, {}, tmp_path)) == 32
     assert "--secret-file" in caplog.text
+
+
+def test_what_a_tenant_said_to_each_adapter_is_apart_and_deleted_together(rules: Path) -> None:
+    settings = ServerSettings(model_names=("m",), model="m", adapters={"sql": "adapters/sql"})
+    tenants, caches = open_tenants(TenantSources(path=rules), settings, SECRET), Gone()
+    tenants.caches = lambda: caches
+    alice = tenants.find("alices-key")
+    names = [tenants.cache_use(alice, base, None).namespace for base in settings.namespaces]
+    assert len(set(names)) == 2 and set(tenants.labels()) > {*names}
+    assert tenants.labels()[names[1] or ""] == "alice/default.sql"
+    tenants.delete_cache("alice")
+    assert caches.names == names
