@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic_core
@@ -146,7 +147,9 @@ class EventWriter:
         else:
             contents = bodies.text_chunks(index, output)
         if not contents:
-            return b""
+            if self._drafts is None:
+                return b""
+            contents = [bodies.text_chunk(index, replace(output, text=""))]
         *first, last = contents
         choices = [bodies.chunk_choice(index, content) for content in first]
         choices.append(bodies.chunk_choice(index, last, output.token_ids, ended))

@@ -10,21 +10,28 @@ from starlette.responses import JSONResponse, Response
 
 from server.base.lanes import Lane
 from server.base.settings import ServerSettings
+from server.intake.gate import tenant_of
 from server.page.files import SECURITY_HEADERS, PageFile
 from server.page.stats import page_stats
 from server.running.engine_thread import Worker
+from server.tenants.registry import Tenants
 
 
 def add_page(
-    app: FastAPI, files: Mapping[str, PageFile], worker: Worker, settings: ServerSettings, aside: Lane
+    app: FastAPI,
+    files: Mapping[str, PageFile],
+    worker: Worker,
+    settings: ServerSettings,
+    tenants: Tenants,
+    aside: Lane,
 ) -> None:
     """The files, open to everybody; the counters need a key where there are keys. ``aside`` : where they are read."""
     for path, file in files.items():
         app.add_route(path, _answers(file), methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.get("/page/stats", include_in_schema=False)
-    async def stats() -> Response:
-        found = await aside.run(page_stats, worker, settings)
+    async def stats(request: Request) -> Response:
+        found = await aside.run(page_stats, worker, settings, tenants, tenant_of(request.scope))
         return JSONResponse(found, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 from server.base.settings import ServerSettings
 from server.running.engine_thread import Worker
+from server.tenants.account import Account
+from server.tenants.registry import Tenants
 
 
-def page_stats(worker: Worker, settings: ServerSettings) -> dict[str, Any]:
+def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account | None) -> dict[str, Any]:
     """Counters that only grow, but for what runs and waits and the sizes of caches; without an engine the state alone.
 
+    ``account`` : who asks. A tenant sees the sizes of its own cache alone, the operator all of them, as metrics do.
     "time_s" is of a clock that never goes back, to divide differences by. O(sources + segments of all namespaces).
     """
     found: dict[str, Any] = {
@@ -35,13 +38,18 @@ def page_stats(worker: Worker, settings: ServerSettings) -> dict[str, Any]:
         },
     }
     if engine.caches is not None:
+        labels = tenants.labels()
+        own = None
+        if account is not None and not account.tenant.is_operator:
+            own = tenants.cache_use(account, settings.namespace, None).namespace
         found["namespaces"] = {
-            name: {
+            labels.get(name, name): {
                 "tail": cache.num_tail_tokens,
                 "segments": cache.num_tokens - cache.num_tail_tokens - cache.num_kept_tokens,
                 "kept": cache.num_kept_tokens,
                 "warm": cache.num_static_tokens,
             }
             for name, cache in engine.caches.stats().items()
+            if own is None or name == own
         }
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from server.command.arguments import parse_arguments
 from server.page.files import page_files
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine, RequestOutput, RequestStats, VerifiedDraft
+from ssd.engine import Engine, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
 from tests.server.client import Answer, ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.server.saying_engine import SayingEngine
 
 PROMPT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -123,6 +125,27 @@ def test_streams_that_did_not_ask_say_nothing_of_drafts(server: RunningServer) -
     assert all("draft" not in choice for chunk in events for choice in chunk["choices"])
 
 
+class DraftingEngine(SayingEngine):
+    """Says the prompt in drafts of which all but the last token were accepted."""
+
+    def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
+        output = super()._advance(request, stats)
+        return replace(output, draft=VerifiedDraft(stats.num_output_tokens, "tail", 4, len(output.token_ids) - 1))
+
+
+def test_passes_are_told_of_though_a_call_that_they_spell_is_not_shown_yet() -> None:
+    said = 'I ask.<tool_call>{"name": "read", "arguments": {"path": "a"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
+    with serving(lambda _: DraftingEngine("{{ tools }} <tool_call>")) as running:
+        fields = {"messages": [{"role": "user", "content": said}], "tools": tools, "ignore_eos": False}
+        *chunks, last = drafted(running.port, CHAT, max_tokens=100, **fields).events
+    drafts = [choice["draft"] for chunk in chunks for choice in chunk["choices"] if choice.get("draft")]
+    assert "".join(text for draft in drafts for text in draft["texts"]) == said
+    assert sum(len(draft["texts"]) for draft in drafts) == last["usage"]["completion_tokens"] == len(said)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert {} in deltas and "".join(delta.get("content") or "" for delta in deltas) == "I ask."
+
+
 def test_drafts_are_not_told_where_they_are_to_be_hidden(server: RunningServer) -> None:
     refused = drafted(server.port, stream_options={"include_drafts": True, "include_obfuscation": True})
     assert (refused.status, refused.error["param"]) == (400, "stream_options")
@@ -197,6 +220,20 @@ def test_counters_need_a_key_where_there_are_keys(locked: RunningServer) -> None
     assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
     found = get(locked.port, "/page/stats", headers={"authorization": "Bearer secret"})
     assert (found.status, found.json["state"], found.headers["cache-control"]) == (200, "ready", "no-store")
+
+
+def test_a_tenant_sees_the_sizes_of_its_own_cache_alone() -> None:
+    with serving(load, model=str(MODEL_PATH), api_keys=("alice", "bob")) as running:
+        shown = {}
+        for key in ("alice", "bob"):
+            bearer = {"authorization": f"Bearer {key}"}
+            body = {"prompt": f"{PROMPT}{key}", "max_tokens": 8 if key == "alice" else 64}
+            assert post(running.port, COMPLETIONS, body, headers=bearer).status == 200
+            shown[key] = get(running.port, "/page/stats", headers=bearer).json["namespaces"]
+        sizes = {key: [sum(parts.values()) for parts in found.values()] for key, found in shown.items()}
+        assert len(sizes["alice"]) == len(sizes["bob"]) == 1
+        assert 0 < sizes["alice"][0] < sizes["bob"][0]
+        assert shown["alice"].keys().isdisjoint(shown["bob"])
 
 
 def test_no_page_leaves_nothing_and_refuses_the_details_of_drafts() -> None:

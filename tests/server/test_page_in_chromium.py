@@ -22,12 +22,17 @@ from tests.server.failing_engine import FailingEngine, RunningServer, serving
 pytestmark = pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="no chromium with chromedriver here")
 
 PROMPT = test_page.PROMPT
+TAUGHT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n"
+"""The second example of the page."""
 QUESTION = "Return True if the path is a directory."
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
+    """It has said before what it is asked for here: drafts are made where they pay, and then they do on any machine."""
     with serving(test_page.load, model=str(MODEL_PATH)) as running:
+        for prompt in (PROMPT, TAUGHT):
+            post(running.port, "/v1/completions", {"prompt": prompt, "max_tokens": 220, "temperature": 0, "seed": 0})
         yield running
 
 
@@ -124,9 +129,10 @@ def test_a_conversation_goes_on(page: Page, server: RunningServer) -> None:
 
 
 def test_examples_show_accepted_drafts(page: Page) -> None:
-    page.all(".example")[0].click()
-    assert "the same" in page.wait_for_answer()
-    assert len(page.all("#lanes .draft")) > 4
+    page.all(".example")[1].click()
+    assert "fewer passes, the same" in page.wait_for_answer()
+    assert page["prompt"].get_attribute("value") == TAUGHT
+    assert len(page.all("#lanes .t")) > 40
     assert not page["empty"].is_displayed()
 
 
@@ -250,7 +256,7 @@ def test_thousands_of_tokens_are_drawn_with_few_elements(page: Page) -> None:
         });
         """
     )
-    assert drawn[0] <= 6002 and drawn[1]
+    assert drawn[0] <= 4002 and drawn[1]
 
 
 # -- other servers -------------------------------------------------------------------------------------------------
@@ -296,6 +302,17 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Page) -> None:
         assert not browser["key-form"].is_displayed()
         kept = browser.script("return [Object.values(sessionStorage), Object.values(localStorage), document.cookie]")
         assert kept == [["secret"], [], ""]
+
+
+def test_a_proxy_may_put_a_path_before_the_page(browser: Page) -> None:
+    with serving(lambda _: Drafting(), api_keys=("secret",), root_path="/llm") as running:
+        for url in (f"{running.url}/llm/", f"{running.url}/"):
+            browser.open(url)
+            browser.wait(lambda: browser["state"].text == "key needed")
+            browser["key"].send_keys("secret", Keys.ENTER)
+            assert "the same 3 tokens" in ask_for(browser, "abc", max_tokens=3)
+            asked = browser.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+            assert all(name.startswith(url) for name in asked)
 
 
 def test_escape_stops_both_lanes(browser: Page) -> None:

@@ -7,6 +7,7 @@ import { TokenStream } from "./tokens.js";
 export class Lane {
   #figures = {};
   #legend;
+  #numShown = -1;
   #stream;
   #view;
 
@@ -67,6 +68,8 @@ export class Lane {
     this.#figures.passes.textContent = count(answer.passes);
     this.#figures.tokens.textContent = count(answer.tokens.length);
     this.#figures.rate.textContent = count(Math.round(rate));
+    if (answer.tokens.length === this.#numShown) return;
+    this.#numShown = answer.tokens.length;
     const sources = Object.entries(answer.bySource);
     const own = answer.tokens.length - sources.reduce((sum, [, number]) => sum + number, 0);
     this.#legend.replaceChildren(...[...sources, ["target", own]].map(([source, number]) => {

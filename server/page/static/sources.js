@@ -4,7 +4,7 @@ export const SOURCES = {
   own: ["own text", "the prompt and the answer so far"],
   tail: ["ring", "learned lately, not yet sorted"],
   segment: ["segments", "the sorted cache"],
-  warm: ["warm-up", "corpora made by ssd-cache"],
+  warm: ["warm-up", "corpora, and what tenants share"],
   prediction: ["prediction", "what the request expected"],
   model: ["draft model", "a smaller model"],
 };

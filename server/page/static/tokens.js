@@ -2,7 +2,7 @@
 
 import { element, nameOf } from "./sources.js";
 
-const MOST_NODES = 6000; // beyond it the oldest lose their colours, so that a long answer stays smooth
+const MOST_NODES = 4000; // beyond it the oldest lose their colours, so that a long answer stays smooth
 
 export class TokenStream {
   #place;
