@@ -130,9 +130,11 @@ def serve(
     )
     address = url_of(listener, options.network)
     timeout_s = options.network.shutdown_timeout_s
-    server = _Server(
-        config, worker, loader.progress, lambda engine: summary_of(engine, options, settings), address, timeout_s
-    )
+
+    def summary(engine: Engine) -> str:
+        return summary_of(engine, options, settings, len(tenants.accounts()))
+
+    server = _Server(config, worker, loader.progress, summary, address, timeout_s)
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)
     worker.start()
     if tenants.is_closed:

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from ssd.engine import Engine
 
 
-def summary_of(engine: Engine, options: Options, settings: ServerSettings) -> str:
-    """Model, device, slots, cache, store and keys, as ``name=value`` words."""
+def summary_of(engine: Engine, options: Options, settings: ServerSettings, num_tenants: int) -> str:
+    """Model, device, slots, cache, store and tenants, as ``name=value`` words."""
     target = engine.target
-    model = type(target.model).__name__
     facts: dict[str, object] = {
         "model": settings.model,
-        "class": model,
+        "adapters": len(settings.adapters) or "none",
+        "class": type(target.model).__name__,
         "way": target.way.replace(" ", "-"),
         "device": target.device,
         "dtype": str(target.dtype).removeprefix("torch."),
         "slots": target.num_slots,
         "context": engine.max_model_len,
         **_drafting(engine, options),
-        "keys": len(settings.api_keys) or "none",
+        "tenants": num_tenants or "none",
     }
     return " ".join(f"{name}={value}" for name, value in facts.items())
 

@@ -13,10 +13,14 @@ from server.command.adapter_names import read_adapters
 from server.command.arguments import parse_arguments
 from server.command.assembly import EngineLoader, make_settings
 from server.command.checks import check_before_loading
+from server.running.engine_thread import WorkerState
 from ssd.errors import ConfigError
 from tests.server.client import get, post
 from tests.server.failing_engine import RunningServer, serving
 from tests.test_adapters import SETTINGS, make_adapter, plain_model
+
+START_S = 240.0
+"""Long, for a busy machine with all kernels to compile."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
@@ -32,7 +36,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     )  # fmt: skip
     check_before_loading(options)
     settings = make_settings(options)
-    with serving(EngineLoader(options), model_names=("base",), adapters=settings.adapters) as running:
+    with serving(EngineLoader(options), wait=False, model_names=("base",), adapters=settings.adapters) as running:
+        running.wait_until(WorkerState.READY, START_S)
         yield running
 
 

@@ -144,7 +144,7 @@ def test_a_start_says_what_it_is(tmp_path: Path) -> None:
             pytest.skip("a machine without IPv6")
         ready = next(line for line in log.read_text().splitlines() if "ready after" in line)
         facts = ("http://[::1]:", "device=cpu", "dtype=float32", "slots=2", "context=256", "cache_tokens=64K")
-        for fact in (*facts, f"cache_dir={tmp_path}", "redis=none", "keys=none"):
+        for fact in (*facts, f"cache_dir={tmp_path}", "redis=none", "tenants=none"):
             assert fact in ready
     finally:
         process.kill()
