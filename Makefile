@@ -1,4 +1,4 @@
-# make serve | quick | test | fuzz | bench | bench-vllm | lint: each sets up .venv in the checkout first.
+# make serve | quick | test | fuzz | bench | bench-vllm | bench-clients | lint: each sets up .venv in the checkout first.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -12,11 +12,14 @@ PEERS_PINS := benchmarks/peers
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 VLLM_PINS := benchmarks/vllm
+CLIENTS := .venv-clients
+CLIENTS_READY := $(CLIENTS)/.ready
+CLIENTS_PINS := benchmarks/clients
 TRACES := agent_react agent_tools sql code chat
 CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
 	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
 
-.PHONY: serve quick test fuzz bench bench-peers bench-vllm lint format clean
+.PHONY: serve quick test fuzz bench bench-peers bench-vllm bench-clients lint format clean
 
 # Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 $(READY): pyproject.toml constraints.txt
@@ -122,5 +125,18 @@ $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.t
 		|| { echo "bench-vllm: vLLM was installed but does not draft with ours, see above" >&2; exit 1; }
 	touch $@
 
+# Other people's clients against our server, in an environment of their own: three minutes and 2 GB, then two to run.
+bench-clients: $(READY) $(CLIENTS_READY)
+	$(BIN)/python -m benchmarks.clients $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/clients.json
+
+$(CLIENTS_READY): $(CLIENTS_PINS)/requirements.txt $(CLIENTS_PINS)/constraints.txt
+	@echo "bench-clients: installing into $(CLIENTS)"
+	@$(PYTHON) -m venv --clear $(CLIENTS) \
+		&& export PIP_CONSTRAINT=$(CLIENTS_PINS)/constraints.txt \
+		&& $(CLIENTS)/bin/pip install --quiet torch==2.13.0 \
+		&& $(CLIENTS)/bin/pip install --quiet --requirement $(CLIENTS_PINS)/requirements.txt \
+		|| { echo "bench-clients: the installation failed, see above" >&2; exit 1; }
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) $(VLLM) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(VLLM) $(CLIENTS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -84,7 +84,8 @@ def _build(options: argparse.Namespace) -> int:
     check_namespace(options.namespace)
     fields = FieldNames.parse(options.field)
     num_bytes = check_inputs(options.inputs)
-    codec = TextCodec.load(options.tokenizer)
+    template = None if options.chat_template is None else options.chat_template.read_text()
+    codec = TextCodec.load(options.tokenizer, chat_template=template)
     with _progress(num_bytes, "B") as progress:
         result = build(
             options.inputs,
@@ -172,6 +173,9 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="DIR_OR_MODEL",
         help="the served model's directory or id, or a tokenizer.json",
+    )
+    command.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
     )
     command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="name kept in the files (default: %(default)s)")

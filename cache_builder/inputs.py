@@ -69,10 +69,13 @@ def read_records(name: str, format: Format, progress: Callable[[int], None]) -> 
                 yield from _documents(shown, file, first)
             else:
                 first = first or file.readline()
+                num_blank = 0
+                while first and not first.strip():
+                    first, num_blank = file.readline(), num_blank + 1
                 if first.lstrip().startswith("["):
                     yield from _elements(shown, file, first)
                     return
-                for number, line in enumerate(chain([first], file), start=1):
+                for number, line in enumerate(chain([first], file), start=1 + num_blank):
                     if line.strip():
                         yield Record(f"{shown}:{number}", line, is_json=True)
     except UnicodeDecodeError as error:

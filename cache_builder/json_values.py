@@ -20,17 +20,19 @@ def array_elements(file: IO[str], begun: str = "") -> Iterator[str]:
     if rest.next_mark() != "[":
         raise ValueError("an array was expected")
     rest.skip_mark()
-    if rest.next_mark() == "]":
-        return
-    while True:
+    mark = rest.next_mark()
+    while mark != "]":
         yield rest.element()
         mark = rest.next_mark()
-        if mark == "]":
-            return
-        if mark != ",":
+        if mark == ",":
+            rest.skip_mark()
+            if rest.next_mark() == "]":
+                raise ValueError("an element was expected after ','")
+        elif mark != "]":
             raise ValueError(f"',' or ']' was expected after an element, got {mark!r}")
-        rest.skip_mark()
-        rest.next_mark()
+    rest.skip_mark()
+    if rest.has_more():
+        raise ValueError("there is more after its end")
 
 
 class _Rest:
@@ -57,6 +59,14 @@ class _Rest:
                 return self._text[self._at]
             if not self._more(_CHUNK_CHARS):
                 raise ValueError("the array does not end")
+
+    def has_more(self) -> bool:
+        """Whether anything but white space comes."""
+        try:
+            self.next_mark()
+        except ValueError:
+            return False
+        return True
 
     def skip_mark(self) -> None:
         """Go on behind it."""

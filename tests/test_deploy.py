@@ -28,7 +28,7 @@ from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
 from ssd.sharing.redis_log import SharingStats
 from ssd.text.codec import TextCodec
-from tests.server.client import ask, get, greedy_completion, wait_until
+from tests.server.client import ask, get, wait_until
 from tests.server.failing_engine import RunningServer, serving
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +36,8 @@ DEPLOY = ROOT / "deploy"
 DRAIN_S = 30
 """What requests under way have by default."""
 START_S = 240.0
+KEY = "a-key"
+AUTHORISED = {"authorization": f"Bearer {KEY}"}
 SPECULATION = {
     "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "ssd:source_draft_tokens_total",
@@ -104,15 +106,15 @@ def sharing_stats() -> dict[str, SharingStats]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load, sharing_stats=sharing_stats) as running:
+    with serving(load, sharing_stats=sharing_stats, api_keys=(KEY,)) as running:
         yield running
 
 
 def ask_of_all_kinds(server: RunningServer) -> None:
     """Traffic that every panel has something to show of."""
-    for _ in range(2):
-        greedy_completion(server.port, prompt=[7, 8, 9] * 20, max_tokens=40, ignore_eos=True)
-    ask(server.port, "POST", "/v1/completions", {"prompt": "a", "n": 0})
+    repeats = {"prompt": [7, 8, 9] * 20, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    for body, status in ((repeats, 200), (repeats, 200), ({"prompt": "a", "n": 0}, 400)):
+        assert ask(server.port, "POST", "/v1/completions", body, headers=AUTHORISED).status == status
 
 
 def test_every_metric_that_is_drawn_or_watched_is_exported(server: RunningServer) -> None:
@@ -270,15 +272,15 @@ def test_systemd_waits_longer_than_requests_have() -> None:
 @pytest.mark.slow
 def test_the_unit_s_command_starts_and_its_signal_ends_it(tmp_path: Path) -> None:
     port = free_port()
-    (tmp_path / "api-keys").write_text("a-key\n")
+    (tmp_path / "api-keys").write_text(f"{KEY}\n")
     (tmp_path / "api-keys").chmod(0o400)
     line = setting("ExecStart").replace("%d", str(tmp_path)).replace("%S", str(tmp_path)).replace("8000", str(port))
     arguments = shlex.split(line.replace("$SSD_ARGUMENTS", "--max-num-seqs 2 --max-model-len 256"))[1:]
     process = subprocess.Popen([sys.executable, "-m", "server", *arguments], cwd=ROOT)
     try:
         wait_until(lambda: is_healthy(port), START_S)
-        key = {"authorization": "Bearer a-key"}
-        assert ask(port, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 2}, headers=key).status == 200
+        asked = {"prompt": "a", "max_tokens": 2}
+        assert ask(port, "POST", "/v1/completions", asked, headers=AUTHORISED).status == 200
         process.terminate()
         assert process.wait(int(setting("TimeoutStopSec"))) == 0
     finally:
@@ -320,9 +322,11 @@ def test_the_manifest_fits_the_server(server: RunningServer) -> None:
         assert get(server.port, container[probe]["httpGet"]["path"]).status == 200
     assert container["livenessProbe"]["httpGet"]["path"] == "/live"  # a server that is loading is not to be killed
     _, *arguments = json.loads(dict(instructions())["ENTRYPOINT"])
-    (variable,) = container["env"]
-    options = options_of([*arguments, *container["args"]], **{variable["name"]: "redis://:p@ssd-redis:6379/0"})
-    assert options.cache.config.redis_url == "redis://:p@ssd-redis:6379/0"
+    given = {"redis-url": "redis://:p@ssd-redis:6379/0", "server-secret": "0123456789abcdef"}
+    environment = {each["name"]: given[each["valueFrom"]["secretKeyRef"]["key"]] for each in container["env"]}
+    options = options_of([*arguments, *container["args"]], **environment)
+    assert options.cache.config.redis_url == given["redis-url"]
+    assert options.service.secret == given["server-secret"]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert str(options.service.api_key_file).startswith("/etc/ssd/") and "/etc/ssd" in mounts
     claims = [claim["metadata"]["name"] for claim in resources()["StatefulSet", "ssd"]["spec"]["volumeClaimTemplates"]]

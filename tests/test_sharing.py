@@ -342,7 +342,7 @@ def test_a_push_that_cannot_work_says_why(tmp_path: Path) -> None:
     write_directory(tmp_path / "warm", [[1]])
     with pytest.raises(TokenizerMismatch):
         push_segments(tmp_path / "warm", "redis://127.0.0.1:1/0", "default", fingerprint="f" * 32)
-    with pytest.raises(StoreUnavailable, match="did not take") as caught:
+    with pytest.raises(StoreUnavailable, match="did not take the push: it failed at the first entries") as caught:
         push_segments(tmp_path / "warm", "redis://:hidden@127.0.0.1:1/0", "default", fingerprint=FINGERPRINT)
     assert "hidden" not in str(caught.value)
 

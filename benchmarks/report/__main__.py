@@ -12,18 +12,23 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.api import api_section
+from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
-from benchmarks.report.reference import fields_section, flags_section
+from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
+from benchmarks.report.service import connections_section, side_channels_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BENCHMARKS, ENGINES, SERVING, TUNING = (f"docs/{name}.md" for name in ("benchmarks", "engines", "serving", "tuning"))
+API, BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING = (
+    f"docs/{name}.md" for name in ("api", "benchmarks", "clients", "engines", "serving", "tuning")
+)
 
 
 def main() -> None:
@@ -35,7 +40,8 @@ def main() -> None:
 def pages() -> dict[str, str]:
     """The text that every page with figures should have, by its path below the root."""
     texts = {
-        name: (ROOT / name).read_text() for name in ("README.md", "SECURITY.md", BENCHMARKS, ENGINES, SERVING, TUNING)
+        name: (ROOT / name).read_text()
+        for name in ("README.md", "SECURITY.md", API, BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING)
     }
 
     def put(page: str, name: str, section: str) -> None:
@@ -53,6 +59,8 @@ def pages() -> dict[str, str]:
     if (replay := _result("replay")) is not None:
         curves = curve_section(curve, _result("replay-tree")) if curve is not None else ""
         put(BENCHMARKS, "replay", "\n".join([replay_section(replay), "", curves]))
+    if (clients := _result("clients")) is not None:
+        put(CLIENTS, "clients", clients_section(clients))
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]
     if runs:
         put(BENCHMARKS, "index", index_section(sorted(runs, key=stored_tokens)))
@@ -62,8 +70,12 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "start", start_section(start))
     if (faults := _result("faults")) is not None:
         put("SECURITY.md", "faults", faults_section(faults))
+    if (side_channels := _result("side-channels")) is not None:
+        put("SECURITY.md", "side-channels", side_channels_section(side_channels))
+    if (connections := _result("connections")) is not None:
+        put(SERVING, "connections", connections_section(connections))
     put(SERVING, "flags", flags_section())
-    put(SERVING, "fields", fields_section())
+    put(API, "api", api_section())
     put(TUNING, "constants", constants_section(ROOT))
     return texts
 

@@ -6,7 +6,8 @@
    victim asks each; from sizes and times of the records of the encrypted stream alone the attacker guesses which it
    was. Greedy and sampled, with streams as they come and with ``--obfuscation always``.
 2. *Was it asked before?* An attacker with a key times its own requests for texts, half of which a victim has asked:
-   under the attacker's own key, under another, and with a ``cache_salt`` of the victim's.
+   under the attacker's own key, under another, and with a ``cache_salt`` of the victim's; with the guard on under its
+   own, where nothing else keeps them apart.
 
 Both against a real server of the bundled model in float32. Chance is 1/N and 1/2. Ends with a table and, with --json,
 one JSON line.
@@ -37,8 +38,8 @@ _SLACK = 2.0
 """The clock leaves this many times what the model takes for a piece without drafts, alone."""
 _PACED_AT_ONCE = 4
 _PROMPT_CHARACTERS = 400
-_CALIBRATING_TEXTS = 12
-_SAMPLED = {"temperature": 0.3}
+_CALIBRATING_TEXTS = 8
+_TEMPERATURE = 0.3
 _VICTIMS = {
     "own key": Victim("attacker"),
     "another key": Victim("victim"),
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _serving(*options) as port:
             if guard == "off":
                 interval_s = _interval(port, prompts[:8], args.max_tokens)
-            for sampling, fields in (("greedy", {"temperature": 0}), ("sampled", _SAMPLED)):
+            for sampling, fields in (("greedy", {"temperature": 0}), ("sampled", {"temperature": _TEMPERATURE})):
                 asked = {"max_tokens": args.max_tokens, **fields}
                 at_once = 1 if guard == "off" else _PACED_AT_ONCE
                 # All under one key, so that drafts come from one cache; after a first round all have been asked before.
@@ -80,10 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 share, distance = fingerprints.rate(known, seen)
                 _report(rows, "which prompt", sampling, guard, share, len(seen), 1 / args.prompts, by=distance)
             attack = Attack(port, args.max_tokens, "attacker")
-            for whose, victim in _VICTIMS.items():
+            for whose, victim in _VICTIMS.items() if guard == "off" else [("own key", _VICTIMS["own key"])]:
                 share = attack.rate(texts, victim, num_texts=args.texts, num_own=_CALIBRATING_TEXTS)
                 _report(rows, "asked before", whose, guard, share, 2 * args.texts, 0.5)
-    result = {**head("side_channels"), "parameters": {**parameters, "interval_s": interval_s}, "rows": rows}
+    result = {
+        **head("side_channels"),
+        "parameters": {**parameters, "temperature": _TEMPERATURE, "interval_s": interval_s},
+        "rows": rows,
+    }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.json:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from benchmarks.side_channels.wire import Trace
+from server.answers.stream import DONE
 
 Distance = Callable[[Trace, Trace], float]
 
@@ -25,9 +26,10 @@ def _pauses(trace: Trace) -> list[float]:
 def _ends(trace: Trace, envelope: int) -> frozenset[int]:
     """Where the text stood after each record, which has so many bytes around each piece of text."""
     text, ends = 0, []
-    for size in trace.sizes[:-1]:  # the last has the end mark, and perhaps nothing else
-        text += size % envelope
-        ends.append(text)
+    for size in (*trace.sizes[:-1], trace.sizes[-1] - len(DONE)):  # which may be a record of its own
+        if size >= envelope:
+            text += size % envelope
+            ends.append(text)
     return frozenset(ends)
 
 

@@ -12,7 +12,9 @@ from itertools import islice
 from statistics import median
 from typing import Any, Literal
 
-from benchmarks.side_channels.wire import watch
+from benchmarks.side_channels.wire import watch, watch_all
+
+_VICTIMS_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class Attack:
         Every text is tried once: afterwards it has been asked.
         """
         asked, others, own = (list(islice(texts, number)) for number in (num_texts, num_texts, num_own))
-        for text in asked * 2:
-            watch(self.port, {**self._body(text), **(victim.fields or {})}, victim.key)
+        victims = {**self._fields, **(victim.fields or {})}
+        watch_all(self.port, asked, victims, victim.key, times=2, at_once=_VICTIMS_AT_ONCE)
         time.sleep(1)  # by now what was said can be drafted from
         limit, right = self._limit(own), 0
         for known, unknown in zip(asked, others, strict=True):
@@ -57,8 +59,9 @@ class Attack:
 
     def _slowness(self, text: str) -> float:
         """How long the answer took after its first record, as reading the prompt is another matter; or how many."""
-        times = watch(self.port, self._body(text), self.key).times
+        times = watch(self.port, {**self._fields, "prompt": text}, self.key).times
         return times[-1] - times[0] if self.by == "seconds" else len(times)
 
-    def _body(self, text: str) -> dict[str, Any]:
-        return {"prompt": text, "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True}
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.answers.draft_metrics import draft_counts
 from server.answers.logprobs import LogprobsWriter
+from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation
 
@@ -36,7 +37,8 @@ class Bodies(ABC):
         prompt_logprobs: LogprobsWriter | None = None,
     ) -> None:
         """``logprobs``, ``prompt_logprobs`` : write them; None where they were not asked for."""
-        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        # As vLLM does, so that an answer is found by the id of its request, which clients choose: two may be alike.
+        self.id = self.id_prefix + (current_record().request_id or uuid.uuid4().hex)
         self.return_token_ids = return_token_ids
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs

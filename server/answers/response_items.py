@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from server.tools.message import MessageDelta, ToolCallDelta
 from server.tools.messages import Messages, ToolCall
+
+_LITTLE = re.compile(r"[\w ]+|[^\w ]")
+"""Words, or one character of another kind."""
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
+Part = Literal["content", "reasoning"] | ToolCall
+"""Of a message: what some text belongs to."""
 
 
 class _Item(ABC):
@@ -159,14 +164,47 @@ class ResponseItems:
         """
         events: list[Event] = []
         self._logprobs += logprobs
-        delta = MessageDelta(text) if self._messages is None else self._messages.push(0, text, ended=ended)
-        if delta.reasoning:
-            events += self._reason(delta.reasoning)
-        if delta.content or (self._logprobs and isinstance(self._open, _Message) and not delta.tool_calls):
-            events += self._say(delta.content)
-        for call in delta.tool_calls:
-            events += self._call(call)
+        for part, said in self._runs(text, ended=ended):
+            if part == "content":
+                events += self._say(said)
+                continue
+            self._logprobs.clear()
+            events += self._reason(said) if part == "reasoning" else self._call(part, said)
+        if self._logprobs and isinstance(self._open, _Message):
+            events += self._say("")
         return events
+
+    def _runs(self, text: str, *, ended: bool) -> list[tuple[Part, str]]:
+        """What the text adds to which part, in the order it says so.
+
+        A parser that is given much at once does not tell what came first, so it is given little, and no words together
+        with what may be a mark: the items are the same however the text was cut.
+        """
+        if self._messages is None:
+            return [("content", text)] if text else []
+        runs: list[tuple[Part, list[str]]] = []
+
+        def add(part: Part, said: str) -> None:
+            if not runs or runs[-1][0] is not part:
+                runs.append((part, []))
+            runs[-1][1].append(said)
+
+        parts = _LITTLE.findall(text) or [""]
+        for number, little in enumerate(parts, 1):
+            num_begun = len(self._messages.of(0).tool_calls)
+            delta = self._messages.push(0, little, ended=ended and number == len(parts))
+            calls = self._messages.of(0).tool_calls
+            if delta.reasoning:
+                add("reasoning", delta.reasoning)
+            for piece in delta.tool_calls:  # the end of one that is known
+                if piece.index < num_begun:
+                    add(calls[piece.index], piece.arguments)
+            if delta.content:
+                add("content", delta.content)
+            for piece in delta.tool_calls:
+                if piece.index >= num_begun:
+                    add(calls[piece.index], piece.arguments)
+        return [(part, "".join(pieces)) for part, pieces in runs]
 
     def finish(self, status: Status) -> list[Event]:
         """The events that end the last item, which is an empty message where nothing was said."""
@@ -176,7 +214,6 @@ class ResponseItems:
         return events + self._end(status)
 
     def _reason(self, text: str) -> list[Event]:
-        self._logprobs.clear()
         events: list[Event] = []
         if not isinstance(self._open, _Reasoning):
             events += self._begin(_Reasoning(self._next_index))
@@ -191,15 +228,12 @@ class ResponseItems:
         logprobs, self._logprobs = self._logprobs, []
         return [*events, self._open.said(text, logprobs)]
 
-    def _call(self, piece: ToolCallDelta) -> list[Event]:
-        assert self._messages is not None  # who makes calls of text
-        self._logprobs.clear()
-        call = self._messages.of(0).tool_calls[piece.index]
+    def _call(self, call: ToolCall, arguments: str) -> list[Event]:
         events: list[Event] = []
         if not isinstance(self._open, _Call) or self._open.call is not call:
             events += self._begin(_Call(self._next_index, call))
         assert isinstance(self._open, _Call)
-        return [*events, self._open.delta(piece.arguments)] if piece.arguments else events
+        return [*events, self._open.delta(arguments)] if arguments else events
 
     def _begin(self, item: _Item) -> list[Event]:
         events = self._end("completed")

@@ -74,6 +74,8 @@ class Lanes:
         self.grammars = Lane("compiling grammars", num_threads=1, max_waiting=16)
         self.tools = Lane("/tokenize and /detokenize", num_threads=1, max_waiting=16)
         """What belongs to no generation."""
+        self.management = Lane("managing tenants", num_threads=1, max_waiting=16)
+        """What waits for files and for Redis: deletions."""
         self.answers = Lane("writing answers", num_threads=2, max_waiting=4096)
         """Submits many choices, counts predictions, writes whole answers and metrics."""
 

@@ -52,6 +52,9 @@ class ServerSettings:
     namespace: str | None = "default"
     """Cache namespace of every request; None neither drafts from a cache nor learns."""
 
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """LoRA adapters by the names that requests call them by, and where each came from."""
+
     api_keys: tuple[str, ...] = ()
     """Any of these opens the service; empty leaves it open."""
 
@@ -118,6 +121,25 @@ class ServerSettings:
     def model_name(self) -> str:
         """The name in responses and metrics."""
         return self.model_names[0]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Everything that a request may name: the model, then its adapters."""
+        return (*self.model_names, *self.adapters)
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a request's model name means; None for the model itself."""
+        return name if name in self.adapters else None
+
+    def namespace_of(self, name: str | None) -> str | None:
+        """The cache namespace of requests for a model name: each adapter has its own."""
+        adapter = self.adapter_of(name)
+        return self.namespace if adapter is None or self.namespace is None else f"{self.namespace}.{adapter}"
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """Those of the model and of its adapters."""
+        return tuple(name for each in (None, *self.adapters) if (name := self.namespace_of(each)) is not None)
 
     @property
     def system_fingerprint(self) -> str:

@@ -42,9 +42,19 @@ def _check_model(options: Options) -> None:
     check_weights_are_there(model.path)
     if model.tokenizer != model.path:
         check_tokenizer_is_there(model.tokenizer, model.tokenizer_hub)
+    for name, path in model.adapters.items():
+        _check_adapter(name, path)
     if options.speculation.draft_model is not None:
         read_config(find_config(options.speculation.draft_model, options.speculation.draft_hub))
         check_weights_are_there(options.speculation.draft_model)
+
+
+def _check_adapter(name: str, path: str) -> None:
+    directory = Path(path)
+    if directory.is_dir() and (directory / "adapter_config.json").exists():
+        return
+    if directory.exists() or directory.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") != 1:
+        raise ConfigError(f"--lora-modules {name}={path}: there is no directory with an adapter_config.json")
 
 
 def _check_template(model: ModelOptions) -> None:

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.command.adapter_names import read_adapters
 from ssd.errors import ConfigError
 from ssd.text.hub import HubOptions
 
@@ -31,6 +32,8 @@ class ModelOptions:
     tokenizer_hub: HubOptions
     chat_template: str | None
     """A template in place of the tokenizer's."""
+    adapters: dict[str, str]
+    """LoRA adapters, directories or ids, by their names."""
     dtype: str
     device: str
     generation_config: str
@@ -57,6 +60,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--trust-remote-code", action="store_true",
         help="run Python code that comes with a model; who wrote it can then do here what you can",
+    )  # fmt: skip
+    add(
+        "--lora-modules", nargs="+", default=(), metavar="NAME=PATH",
+        help="LoRA adapters, each a model name and a cache namespace of its own; JSON as for vLLM too",
     )  # fmt: skip
     add(
         "--dtype", type=lambda name: _DTYPE_NAMES.get(name, name), default="auto", choices=_DTYPES,
@@ -89,6 +96,7 @@ def model_options_of(found: argparse.Namespace) -> ModelOptions:
             trust_remote_code=found.trust_remote_code,
         ),
         chat_template=None if found.chat_template is None else read_template(found.chat_template),
+        adapters=read_adapters(found.lora_modules, model_names=(*(found.served_model_name or [name]),)),
         dtype=found.dtype,
         device=found.device,
         generation_config=found.generation_config,

@@ -15,7 +15,7 @@ from ssd.errors import ConfigError
 
 def add_admin(app: FastAPI, service: Service) -> None:
     """/admin, for operators' keys alone, and ``DELETE /v1/cache``."""
-    tenants, lane = service.tenants, service.lanes.tools
+    tenants, lane = service.tenants, service.lanes.management
 
     @app.get("/admin/tenants", include_in_schema=False)
     async def list_tenants(request: Request) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from server.observe.metrics import NamespaceStats
 from server.page.files import page_files
 from server.page.routes import add_page
 from server.running.engine_thread import Worker
+from server.tenants.allowance import RATE_HEADERS
 from server.tenants.opening import tenants_of
 from server.tenants.registry import Tenants
 from ssd.errors import SSDError
@@ -97,5 +98,5 @@ def _allow_other_sites(app: FastAPI, cors: Cors) -> None:
             allow_methods=cors.methods,
             allow_headers=cors.headers,
             allow_credentials=cors.credentials,
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
         )

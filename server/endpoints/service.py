@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import cache
@@ -24,9 +25,9 @@ from server.base.lanes import Lanes
 from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.intake.body_reader import BodyReader
-from server.intake.conversations import AnswerPlan, plan_answer
+from server.intake.chats import Chats
+from server.intake.conversations import AnswerPlan
 from server.intake.learning import may_learn
-from server.intake.message_formats import MessageFormats
 from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
 from server.running.engine_thread import Worker
@@ -75,7 +76,7 @@ class Service:
             trust_request_chat_template=settings.trust_request_chat_template,
             allow_special_tokens=settings.allow_special_tokens,
         )
-        self._formats = MessageFormats(settings.tool_call_parser, settings.reasoning_parser)
+        self._chats = Chats(self._texts, self.lanes, settings)
         self._queued = Budget(settings.limits.max_queued_tokens, "prompt tokens")
         self._token_texts: TokenTexts | None = None
 
@@ -108,7 +109,7 @@ class Service:
 
     def engine_for(self, body: Body) -> Engine:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
-        if body.model is not None and body.model not in self.settings.model_names:
+        if body.model is not None and body.model not in self.settings.all_names:
             raise model_not_found(body.model, self.settings.model_name)
         current_record().model = body.model or self.settings.model_name
         return self.worker.engine
@@ -126,7 +127,7 @@ class Service:
         asked, limit = body.prompts(), COMPLETION_MAX_TOKENS
         prompts = await self._texts.prompts(engine, asked, special=body.add_special_tokens)
         echo = await self._texts.echoes(engine, asked) if body.echo else None
-        bodies = CompletionBodies(self.settings, echo=echo, **await self._body_options(engine, body))
+        bodies = CompletionBodies(self._named(body), echo=echo, **await self._body_options(engine, body))
         return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
     async def chat(
@@ -137,21 +138,12 @@ class Service:
         tenant : whose request it is. response : what the conversation was made of, and is answered as.
         """
         engine = self._engine_for(body, tenant)
-        codec = codec_of(engine)
-        if (use := body.tool_use()) and use.mode == "none" and self.settings.exclude_tools_when_tool_choice_none:
-            body = body.without_tools()
-        form = self._formats.of(codec, body.chat_template, with_tools=use is not None)
-        prompt = await self._texts.messages(engine, body, tools_in_words=form.in_words)
-        if use is not None and (use.mode == "required" or body.response_format is not None):  # a grammar of all tools
-            plan = await self.lanes.answers.run(plan_answer, body, form, codec, prompt, self.settings.limits)
-        else:
-            plan = plan_answer(body, form, codec, prompt, self.settings.limits)
+        prompt, plan = await self._chats.prepare(engine, body)
         options = {"messages": plan.messages, **await self._body_options(engine, body)}
         if response is None:
-            is_older = use is not None and use.is_older
-            bodies = ChatBodies(self.settings, as_function_call=is_older, **options)
+            bodies = ChatBodies(self._named(body), as_function_call=bool(body.functions), **options)
         else:
-            bodies = ResponseBodies(self.settings, response, **options)
+            bodies = ResponseBodies(self._named(body), response, **options)
         generation = await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant, plan=plan)
         return generation, bodies
 
@@ -189,11 +181,10 @@ class Service:
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
         engine = self.engine_for(body)
-        in_words = False
         if isinstance(body, TokenizeChatBody):
-            form = self._formats.of(codec_of(engine), body.chat_template, with_tools=body.tool_use() is not None)
-            in_words = form.in_words
-        tokens, texts = await self._texts.tokenize(engine, body, tools_in_words=in_words)
+            tokens, texts = await self._chats.tokenize(engine, body)
+        else:
+            tokens, texts = await self._texts.tokenize(engine, body)
         return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": texts}
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
@@ -263,6 +254,8 @@ class Service:
         )
         generation.messages, generation.count_reasoning = plan.messages, plan.count_reasoning
 
+        prefix = f"{bodies.id}-{secrets.token_hex(8)}"  # other requests may have been given the same id
+
         def submit() -> None:
             ruled = {
                 "bad_words": bad_words,
@@ -273,7 +266,7 @@ class Service:
             generation.submit(
                 [
                     self._request(
-                        body, sampling(len(prompt)), prompt, prediction or (), choice, f"{bodies.id}-{i}", tenant
+                        body, sampling(len(prompt)), prompt, prediction or (), choice, f"{prefix}-{i}", tenant
                     )
                     for i, prompt in enumerate(prompt_ids)
                     for choice in range(body.n)
@@ -287,6 +280,8 @@ class Service:
             else:
                 await self.lanes.answers.run(submit)
         except BaseException:
+            if admission is not None:
+                admission.take_back()
             generation.close()
             raise
         return generation
@@ -358,13 +353,19 @@ class Service:
             prefix_scope=base if self.settings.share_prefix_cache else None,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
+            adapter=self.settings.adapter_of(body.model),
             learn=body.store is not False,
             keeps_steps=self.settings.spec_decode_metrics != "none",
         )
 
+    def _named(self, body: GenerateBody) -> ServerSettings:
+        """Settings for an answer, which names the adapter where a request did."""
+        adapter = self.settings.adapter_of(body.model)
+        return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
+
     def _namespace(self, body: GenerateBody) -> str | None:
         """What the caches of a request's tenant and salt are derived from."""
-        return self.settings.namespace
+        return self.settings.namespace_of(body.model)
 
 
 def _admitted(tenant: Account | None, engine: Engine, num_choices: int, num_prompt_tokens: int) -> Admission | None:

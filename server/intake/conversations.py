@@ -12,8 +12,9 @@ from server.intake.message_formats import MessageFormat
 from server.schema.chat import ChatBody
 from server.schema.tool_fields import ToolUse
 from server.tools.call_grammars import call_grammar
+from server.tools.call_ids import call_id, short_call_id
 from server.tools.functions import Functions
-from server.tools.messages import Messages, call_id
+from server.tools.messages import Messages
 from server.tools.reasoning_grammar import reasoning_rule
 from server.tools.reasoning_tokens import count_reasoning_tokens
 from server.tools.registry import make_parser, special_tokens
@@ -27,7 +28,6 @@ _JSON_CALLS = "json"
 """The format of forced calls where the model's own has no grammar."""
 _TAIL_TOKENS = 32
 """Of the prompt: enough to see whether it ends within what the model thinks."""
-_MISTRAL_ID_LENGTH = 9
 _SCHEMAS = frozenset({"json_object", "json_schema"})
 
 
@@ -74,7 +74,7 @@ def plan_answer(
         parallel=use is None or use.parallel,
         only_calls=mode == "required",
         show_reasoning=body.include_reasoning,
-        make_id=partial(call_id, _MISTRAL_ID_LENGTH, "") if reader == "mistral" else None,
+        make_id=short_call_id if form.has_short_call_ids else call_id,
     )
     count = None
     if form.reasoning is not None:

@@ -27,6 +27,11 @@ class MessageFormat:
     reasoning: str | None = None
     in_words: bool = False
 
+    @property
+    def has_short_call_ids(self) -> bool:
+        """Whether the template takes calls of short names alone."""
+        return self.tool_call == "mistral"
+
 
 class MessageFormats:
     """The formats of the templates that are in use."""

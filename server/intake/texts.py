@@ -145,6 +145,7 @@ class Texts:
     ) -> tuple[Callable[[], list[int]], int]:
         """What tokenises a conversation, and about how many characters it has."""
         contents = [str(message.get("content")) for message in body.messages]
+        contents += [text for document in body.documents for text in document.values()]
         contents += [str(calls) for message in body.messages if (calls := message.get("tool_calls"))]
         contents += [str(function.told()) for function in (*(tool.function for tool in body.tools), *body.functions)]
         num_characters = sum(map(len, contents))
@@ -172,8 +173,9 @@ class Texts:
 
     def _require_few_values(self, messages: Sequence[dict[str, Any]]) -> None:
         """Refuse more in the arguments of tool calls, each JSON in a string, than a body may have."""
-        calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
-        functions = [*(call.get("function") for call in calls), *(message.get("function_call") for message in messages)]
+        lists = [calls for message in messages if isinstance(calls := message.get("tool_calls"), list)]
+        functions = [call.get("function") for calls in lists for call in calls if isinstance(call, dict)]
+        functions += [message.get("function_call") for message in messages]
         written = [function.get("arguments") for function in functions if isinstance(function, dict)]
         text = ",".join(arguments for arguments in written if isinstance(arguments, str))
         most = self._limits.max_body_values

@@ -19,8 +19,10 @@ from server.observe.logs import Fields
 log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/live", "/health", "/metrics"})
-"""Asked every few seconds by machines: where all is well, their lines are at level DEBUG."""
+"""Asked every few seconds by machines: where they say what they are for, their lines are at level DEBUG."""
 
+_PROBED = frozenset({200, 503})
+"""Ready, and not ready."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
 
@@ -99,7 +101,7 @@ class Access:
         elif record.trace is not None:
             ids = record.trace.trace_id, record.trace.parent_id
         if self._writes_lines:
-            level = logging.DEBUG if path in PROBES and status < 400 else logging.INFO
+            level = logging.DEBUG if path in PROBES and status in _PROBED else logging.INFO
             if log.isEnabledFor(level):
                 account = tenant_of(scope)
                 tenant = None if account is None else account.name

@@ -17,6 +17,9 @@ class ChatTemplateFields(ToolFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template: str | None = Field(default=None, max_length=1 << 16)
+    documents: Annotated[list[dict[str, str]], Field(fail_fast=True)] = Field(
+        default_factory=list, description="texts for a template that puts them into the prompt"
+    )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool = False
 
@@ -33,7 +36,9 @@ class ChatTemplateFields(ToolFields):
                 param="add_special_tokens",
             )
         use = self.tool_use()
-        told = {} if use is None else {"tools": use.told()}
+        told: dict[str, Any] = {} if use is None else {"tools": use.told()}
+        if self.documents:
+            told["documents"] = self.documents
         return {
             "add_generation_prompt": not self.continue_final_message and self.add_generation_prompt is not False,
             "continue_final_message": self.continue_final_message,

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ssd.errors import RequestError
+from server.schema import fields
 
-IGNORED = frozenset(
+_AS_ELSEWHERE = frozenset(
     {
         "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-        "prompt_cache_retention", "max_tool_calls", "background_options", "access_programs", "request_id", "session_id",
+        "prompt_cache_retention", "request_id", "session_id",
     }
 )  # fmt: skip
-"""They concern billing, routing, tools that a server runs, or features that are refused anyway."""
+
+IGNORED: Mapping[str, str] = {
+    **{name: reason for name, reason in fields.IGNORED.items() if name in _AS_ELSEWHERE},
+    "max_tool_calls": "it bounds the tools that a server runs, and here clients run them",
+    "background_options": "nothing runs in the background",
+    "access_programs": "they belong to OpenAI's accounts",
+}
+"""Fields that may be left unread, and why they are."""
 
 _NOT_STORED = "this server stores no responses. Send the whole conversation as input, with the output of earlier ones"
 _NOT_HERE = "nothing here does that"
 
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: fields.Refused = {
     "previous_response_id": ((), _NOT_STORED),
     "conversation": ((), _NOT_STORED),
     "background": ((False,), "a response that is made in the background is fetched later, but " + _NOT_STORED),
@@ -40,9 +48,7 @@ def honoured_response_fields(body: dict[str, Any]) -> dict[str, Any]:
         if value is None or name in IGNORED:
             continue
         if name in REFUSED:
-            neutral, reason = REFUSED[name]
-            if not any(type(value) is type(each) and value == each for each in neutral):
-                raise RequestError(f"{name} is not supported: {reason}", param=name)
+            fields.require_without(name, value, REFUSED)
         else:
             honoured[name] = value
     return honoured

@@ -199,5 +199,9 @@ class ResponsesBody(Body):
 
 def renamed(error: RequestError) -> RequestError:
     """An error of a chat completion, with the field at fault as it is called here."""
-    param = None if error.param is None else _CHAT_NAMES.get(error.param, error.param)
-    return type(error)(str(error), param=param)
+    if error.param not in _CHAT_NAMES:
+        return error
+    here, said = _CHAT_NAMES[error.param], str(error)
+    if said.startswith(error.param):
+        said = here + said.removeprefix(error.param)
+    return type(error)(said, param=here)

@@ -8,6 +8,12 @@ from typing import Final
 _MINUTE_S: Final = 60.0
 
 
+RATE_HEADERS: Final = tuple(
+    f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")
+)
+"""What answers say of an account's rates."""
+
+
 class Allowance:
     """A token bucket that holds a minute's worth and is full at first. What is taken may leave a debt.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from ssd.retrieval.atomic_file import write_file
+from ssd.retrieval.atomic_file import make_directory, write_file
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Generations:
 
 def _write(path: Path, numbers: Mapping[str, int]) -> None:
     """Add to what the file holds: servers of other namespaces may keep theirs in one directory. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(path.parent)
     with path.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         there = _read(path)

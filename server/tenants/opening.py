@@ -50,7 +50,7 @@ def open_tenants(
         lambda: sources.read(names),
         names=names,
         generations=Generations(path, counters),
-        bases=() if settings.namespace is None else (settings.namespace,),
+        bases=settings.namespaces,
         share_cache=settings.share_cache_across_keys,
     )
     if sources.path is not None and not tenants.is_closed:

@@ -32,6 +32,9 @@ _RETIRED_S: Final = 60.0
 """For so long after a deletion its old names are swept: a request may just have been on its way, here or elsewhere."""
 
 
+_MOST_RETIRED: Final = 1024
+
+
 class CacheUse(NamedTuple):
     """Which cache a request uses, on what terms; None neither drafts from one nor learns."""
 
@@ -241,6 +244,7 @@ class Tenants:
     def _retire(self, namespaces: list[str]) -> list[str]:
         with self._lock:
             self._retired += [(time.monotonic() + _RETIRED_S, name) for name in namespaces]
+            del self._retired[:-_MOST_RETIRED]
         return [failure for name in namespaces if (failure := self._remove(name)) is not None]
 
     def _remove(self, namespace: str) -> str | None:

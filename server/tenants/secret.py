@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ssd.errors import ConfigError
+from ssd.retrieval.atomic_file import make_directory
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def find_secret(path: Path | None, environment: Mapping[str, str], cache_directo
 def _own(path: Path) -> bytes:
     """The secret that was made for a cache directory, made now where there is none."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path.parent)
         if not path.exists():
             made = path.with_name(f"secret.{secrets.token_hex(4)}.tmp")
             made.touch(0o600, exist_ok=False)

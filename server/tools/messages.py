@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from server.tools.call_ids import call_id
 from server.tools.message import MessageDelta, MessageParser
-
-_CHARACTERS = string.ascii_letters + string.digits
 
 
 @dataclass(slots=True)
@@ -52,7 +49,7 @@ class Messages:
         parallel: bool = True,
         only_calls: bool = False,
         show_reasoning: bool = True,
-        make_id: Callable[[], str] | None = None,
+        make_id: Callable[[], str] = call_id,
     ) -> None:
         """``parallel`` : a message may call more than one function; else calls after its first are dropped.
 
@@ -63,7 +60,7 @@ class Messages:
         self._most_calls = None if parallel else 1
         self._only_calls = only_calls
         self._show_reasoning = show_reasoning
-        self._make_id = make_id or call_id
+        self._make_id = make_id
         self._parsers: dict[int, MessageParser] = {}
         self._messages: dict[int, Message] = {}
 
@@ -112,8 +109,3 @@ def _joined(first: MessageDelta, second: MessageDelta) -> MessageDelta:
         reasoning=first.reasoning + second.reasoning,
         tool_calls=first.tool_calls + second.tool_calls,
     )
-
-
-def call_id(length: int = 24, prefix: str = "call_") -> str:
-    """A name for a call that no other has."""
-    return prefix + "".join(secrets.choice(_CHARACTERS) for _ in range(length))

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
 from ssd.errors import EngineStopped, QueueFull
 from ssd.model.draft.load_draft import load_draft_model
+from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
@@ -101,6 +102,7 @@ class Engine:
         draft: DraftConfig | None = None,
         drafter: str = "ssd",
         draft_model: str | Path | None = None,
+        adapters: Mapping[str, str] | None = None,
         hub: HubOptions | None = None,
         draft_hub: HubOptions | None = None,
         draw_seed: Callable[[], int] | None = None,
@@ -109,6 +111,7 @@ class Engine:
         """Load a Hugging Face model directory or id and everything around it.
 
         draft_model : a smaller model with the same tokenizer, asked where ``drafter`` promises less than it costs.
+        adapters : directories or ids of LoRA adapters by their names, which requests may then give.
         hub, draft_hub : where their ids are fetched from. draw_seed : as for the engine.
         report : called with what is being done, in words, before each part that may take long.
         Raises ModelError when a model cannot be loaded, does not fit, or the two do not share a tokenizer.
@@ -117,6 +120,9 @@ class Engine:
         codec = codec or TextCodec.load(str(model), hub)
         report(f"reading the weights of {model}")
         loaded = load_model(model, dtype=dtype, device=device, hub=hub)
+        if adapters:
+            report(f"reading adapters {', '.join(adapters)}")
+        adapted = load_adapters(loaded, adapters or {})
         report(f"trying how to drive {type(loaded).__name__}")
         target = open_target(
             loaded,
@@ -127,6 +133,7 @@ class Engine:
             gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
             fuse_linears=config.fuse_linears,
+            adapters=adapted,
         )
         chosen = make_drafter(drafter, draft)
         if draft_model is not None:
@@ -165,6 +172,7 @@ class Engine:
             grammars=self.grammars,
             caches=self.caches,
             vocab_size=self.target.vocab_size,
+            adapters=self.target.adapter_names,
             max_length=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
             seed=self._draw_seed(),

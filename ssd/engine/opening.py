@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftAcceptance
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
@@ -22,6 +24,7 @@ def open_sequence(
     grammars: GrammarCompiler | None,
     caches: CacheSet | None,
     vocab_size: int,
+    adapters: Collection[str],
     max_length: int,
     eos_token_ids: tuple[int, ...],
     seed: int,
@@ -32,6 +35,8 @@ def open_sequence(
 
     Raises RequestError, which names the field and says what to do, where it cannot be served.
     """
+    if request.adapter is not None and request.adapter not in adapters:
+        raise RequestError(f"there is no adapter {shown(request.adapter)} here", param="model")
     _check(
         request,
         vocab_size=vocab_size,

@@ -16,7 +16,7 @@ from ssd.errors import require_fault
 from ssd.model.target import Target
 
 TokenIds = npt.NDArray[np.int32]
-Scope = tuple[str | None, str | None, str | None]
+Scope = tuple[str | None, str | None, str | None, str | None]
 
 _LEAST_COPIED = 16
 """Shorter pieces are computed unless that saves a pass: a copy costs two operations a layer, a wider pass little."""
@@ -33,18 +33,18 @@ class KeptText:
 
 
 def scope_of(request: Request) -> Scope | None:
-    """Who shares keys and values with a request: namespace, cache salt and tenant together; None shares with nobody.
+    """Who shares keys and values with a request: namespace, salt, tenant and adapter together; None shares with nobody.
 
     Reuse never shows in the output, but it shows in the time to the first token (and in ``cached_tokens``), so that a
     client could find out whether a text was asked before (arXiv 2502.07776, section 3), and read it token by token.
     Namespaces and tenants therefore never share; inside one, requests with different salts do not, as with vLLM's
-    ``cache_salt``. A request with neither namespace nor salt asked to leave no trace.
+    ``cache_salt``. An adapter's are other numbers. A request with neither namespace nor salt asked to leave no trace.
     """
     if request.namespace is None and request.cache_salt is None:
         return None
     if request.prefix_scope is not None:
-        return request.prefix_scope, request.cache_salt, None
-    return request.namespace, request.cache_salt, request.tenant
+        return request.prefix_scope, request.cache_salt, None, request.adapter
+    return request.namespace, request.cache_salt, request.tenant, request.adapter
 
 
 def shared_length(one: TokenIds, other: TokenIds) -> int:
@@ -113,6 +113,7 @@ class PrefixReuse:
         else:
             self.forget(oldest)
             sequence.slot = oldest
+            self._target.adapters[oldest] = sequence.request.adapter
             self._copy(donor, sequence, shared)
 
     def catch_up(self, sequence: Sequence, running: Iterable[Sequence]) -> None:

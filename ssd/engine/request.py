@@ -39,6 +39,7 @@ class Request:
     ``max_running`` : most requests of the tenant that run at once; None: as many as there are slots.
     ``prefix_scope`` : where given, keys and values are reused among requests of one scope and salt, whatever their
         namespace and tenant.
+    ``adapter`` : the adapter that it is computed with; None: the model as it is. Drafts are apart by namespace alone.
     ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
     ``keeps_steps`` : its statistics shall say what every draft came to.
     ``learn`` : whether its text is added to the cache of its namespace; it is drafted for either way.
@@ -59,6 +60,7 @@ class Request:
     num_speculative_tokens: int | None = None
     keeps_steps: bool = False
     learn: bool = True
+    adapter: str | None = None
 
 
 @dataclass(slots=True)

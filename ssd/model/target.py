@@ -44,6 +44,10 @@ class Target(ABC):
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self._keep_last = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+        self.adapter_names: frozenset[str] = frozenset()
+        """Adapters that slots may have."""
+        self.adapters: list[str | None] = [None] * num_slots
+        """Of each slot, the adapter that its tokens are computed with; to be set while the slot is empty."""
         self._fed: npt.NDArray[np.int32] = np.full((num_slots, max_length), -1, np.int32)
 
     @property

@@ -146,7 +146,7 @@ class TextCodec:
         if chat_template is None and not self.has_chat_template:
             raise RequestError(
                 "this model has no chat template, so messages cannot be used: send a prompt to /v1/completions, or "
-                "give a chat_template",
+                "give a chat template (--chat-template FILE)",
                 param="messages",
             )
         marks: Marks | None = None

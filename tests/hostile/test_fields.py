@@ -11,9 +11,10 @@ import pytest
 from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
-from server.schema.fields import IGNORED, NEUTRAL
+from server.schema.fields import IGNORED, REFUSED
 from server.schema.generate import StreamOptions
 from server.schema.output_fields import JsonSchemaFormat, Prediction, ResponseFormat, StructuredOutputs
+from server.schema.responses import ReasoningConfig, ResponsesBody, TextConfig
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from tests.server.client import get, post
 from tests.server.failing_engine import RunningServer, serving
@@ -36,19 +37,20 @@ WHOLE = [
 BODIES: list[tuple[str, type[Body], dict[str, Any]]] = [
     ("/v1/completions", CompletionBody, {"prompt": "x", "max_tokens": 2}),
     ("/v1/chat/completions", ChatBody, {"messages": MESSAGES, "max_tokens": 2}),
+    ("/v1/responses", ResponsesBody, {"input": "x", "max_output_tokens": 2}),
     ("/tokenize", TokenizeTextBody, {"prompt": "x"}),
     ("/tokenize", TokenizeChatBody, {"messages": MESSAGES}),
     ("/detokenize", DetokenizeBody, {"tokens": [5]}),
 ]
 PARTS: dict[str, type[Any]] = {
     "stream_options": StreamOptions, "response_format": ResponseFormat, "structured_outputs": StructuredOutputs,
-    "prediction": Prediction,
+    "prediction": Prediction, "text": TextConfig, "reasoning": ReasoningConfig,
 }  # fmt: skip
 
 
 def names_of(schema: type[Body]) -> list[str]:
-    generates = schema in (CompletionBody, ChatBody)
-    return sorted({*schema.model_fields, *(IGNORED | NEUTRAL.keys() | {"best_of"} if generates else ())})
+    generates = schema in (CompletionBody, ChatBody, ResponsesBody)
+    return sorted({*schema.model_fields, *(IGNORED.keys() | REFUSED.keys() | {"best_of"} if generates else ())})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_no_value_of_a_field_is_an_error_of_the_server(
 ) -> None:
     for name in names_of(schema):
         statuses = [survives(server, path, spelled(base, name, value)) for value in WHOLE]
-        assert 400 in statuses or name in IGNORED | {"chat_template_kwargs"}, name
+        assert 400 in statuses or name in IGNORED.keys() | {"chat_template_kwargs"}, name
     assert get(server.port, "/health").status == 200
 
 
@@ -90,9 +92,35 @@ def test_no_value_within_a_part_is_an_error_of_the_server(server: RunningServer,
             inner = f"{{{json.dumps(key)}:{value}}}"
             if name == "json_schema":
                 body = spelled(BODIES[0][2], "response_format", f'{{"type":"json_schema","json_schema":{inner}}}')
-            else:
-                body = spelled({**BODIES[0][2], "stream": name == "stream_options"}, name, inner)
-            survives(server, "/v1/completions", body)
+                survives(server, "/v1/completions", body)
+                continue
+            path, _, base = next(each for each in BODIES if name in each[1].model_fields)
+            survives(server, path, spelled({**base, "stream": name == "stream_options"}, name, inner))
+    assert get(server.port, "/health").status == 200
+
+
+@pytest.mark.parametrize("key", ["type", "function", "name", "description", "parameters", "strict", "x"])
+def test_no_value_within_a_tool_is_an_error_of_the_server(server: RunningServer, key: str) -> None:
+    base = {**BODIES[1][2], "tool_choice": "required"}
+    for value in WHOLE:
+        if key in ("type", "function"):
+            tool = f'{{"function":{{"name":"f"}},{json.dumps(key)}:{value}}}'
+        else:
+            tool = f'{{"type":"function","function":{{"name":"f",{json.dumps(key)}:{value}}}}}'
+        survives(server, "/v1/chat/completions", spelled(base, "tools", f"[{tool}]"))
+    assert get(server.port, "/health").status == 200
+
+
+@pytest.mark.parametrize(
+    "keyword", ["type", "properties", "required", "enum", "const", "anyOf", "$ref", "$defs", "x-guidance"]
+)
+def test_no_schema_of_a_tool_is_an_error_of_the_server(server: RunningServer, keyword: str) -> None:
+    base = {**BODIES[1][2], "tool_choice": "required"}
+    for value in WHOLE:
+        tool = f'{{"type":"function","function":{{"name":"f","parameters":{{{json.dumps(keyword)}:{value}}}}}}}'
+        survives(server, "/v1/chat/completions", spelled(base, "tools", f"[{tool}]"))
+        choice = f'{{"type":"function","function":{{"name":{value}}}}}'
+        survives(server, "/v1/chat/completions", spelled(base, "tool_choice", choice))
     assert get(server.port, "/health").status == 200
 
 
@@ -101,4 +129,25 @@ def test_no_value_within_a_message_is_an_error_of_the_server(server: RunningServ
     for value in WHOLE:
         message = spelled({"role": "user", "content": "x"}, key, value).decode()
         survives(server, "/v1/chat/completions", f'{{"max_tokens":1,"messages":[{message}]}}'.encode())
+    assert get(server.port, "/health").status == 200
+
+
+@pytest.mark.parametrize("kind", ["message", "function_call", "function_call_output", "reasoning"])
+def test_no_value_within_an_item_is_an_error_of_the_server(server: RunningServer, kind: str) -> None:
+    item = {"type": kind, "role": "user", "content": "x", "call_id": "c", "name": "f", "arguments": "{}", "output": "x"}
+    for key in item:
+        for value in WHOLE:
+            given = spelled(item, key, value).decode()
+            survives(server, "/v1/responses", f'{{"max_output_tokens":1,"input":[{given}]}}'.encode())
+    assert get(server.port, "/health").status == 200
+
+
+@pytest.mark.parametrize("name", ["tools", "tool_choice"])
+def test_no_value_within_a_tool_of_a_response_is_an_error_of_the_server(server: RunningServer, name: str) -> None:
+    tool = {"type": "function", "name": "f", "description": "x", "parameters": {}, "strict": True}
+    base = {"input": "x", "max_output_tokens": 1, "tools": [tool]}
+    for key in tool:
+        for value in WHOLE:
+            given = spelled(tool, key, value).decode()
+            survives(server, "/v1/responses", spelled(base, name, f"[{given}]" if name == "tools" else given))
     assert get(server.port, "/health").status == 200

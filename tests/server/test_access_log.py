@@ -91,6 +91,7 @@ def test_the_line_of_a_request_holds_its_counts_and_times(server: RunningServer,
     assert (line["finish"], line["model"], line["stream"]) == (["length"], "test-model", False)
     assert line["total_s"] > 0 and "reason" not in line and "disconnected" not in line
     assert line["response_id"].startswith("cmpl-")
+    assert line["tenant"] and KEY not in line["tenant"]
 
 
 def test_a_stream_leaves_its_line_at_its_end(server: RunningServer, log: Log) -> None:
@@ -159,8 +160,9 @@ def test_the_trace_of_a_client_is_in_the_line(server: RunningServer, log: Log) -
     assert "trace_id" not in log.of("untraced")
 
 
-def test_probes_leave_no_line_unless_they_fail(log: Log) -> None:
+def test_probes_leave_no_line_at_the_usual_level(log: Log) -> None:
     with serving(lambda _: FailingEngine(), wait=False) as starting:
+        get(starting.port, "/health", headers={"x-request-id": "probe-while-loading"})
         starting.wait_until(WorkerState.READY)
         for path in ("/live", "/health", "/metrics"):
             assert get(starting.port, path, headers={"x-request-id": f"probe{path}"}).status == 200

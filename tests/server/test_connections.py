@@ -21,7 +21,7 @@ from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
 COMPLETIONS = "/v1/completions"
 LIMITS = Limits(
-    max_head_seconds=1, max_body_seconds=1, max_idle_seconds=1.5, max_send_seconds=1, min_bytes_per_second=20_000
+    max_head_seconds=1, max_body_seconds=1, max_idle_seconds=1.5, max_send_seconds=1, min_bytes_per_second=4096
 )
 
 

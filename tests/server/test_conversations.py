@@ -14,6 +14,7 @@ from server.base.limits import Limits
 from server.intake.conversations import AnswerPlan, plan_answer
 from server.intake.message_formats import MessageFormat, MessageFormats
 from server.schema.chat import ChatBody
+from server.tools.call_ids import with_short_call_ids
 from server.tools.registry import REASONING_PARSERS
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
@@ -138,6 +139,22 @@ def test_special_tokens_that_a_format_is_written_with_stay_in_its_text() -> None
     assert call.id.isalnum() and len(call.id) == 9  # its template takes no others
     everything = TextStream(codec(), skip_special_tokens=False)
     assert everything.push(ids) + everything.finish() == f"<|user|>{written}<|end|>"
+
+
+def test_names_of_calls_are_made_short_where_a_template_takes_no_others() -> None:
+    calls = [{"id": name, "type": "function", "function": {"name": "f"}} for name in ("call_abcdefghijk", "a1b2c3d4e")]
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": [*calls, {"id": 7}, "x"]},
+        {"role": "tool", "tool_call_id": "call_abcdefghijk", "content": "x"},
+        {"role": "user", "content": "x", "tool_calls": 5},
+    ]
+    first, second, third = with_short_call_ids(messages)
+    short = first["tool_calls"][0]["id"]
+    assert len(short) == 9 and short.isalnum()
+    assert second["tool_call_id"] == short
+    assert first["tool_calls"][1:] == [calls[1], {"id": 7}, "x"]
+    assert third == messages[2]
+    assert MessageFormat("mistral").has_short_call_ids and not MessageFormat("hermes").has_short_call_ids
 
 
 def test_what_was_thought_is_counted_in_tokens() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -95,6 +97,13 @@ def test_port_in_use_is_found_before_anything_is_loaded() -> None:
         (("--cache-tokens", "0"), "capacity_tokens"),
         (("--host", "no such host"), "--host"),
         (("./no-such-directory",), "no-such-directory"),
+        (("nonsense model",), "nonsense model"),
+        (("--max-model-len", "1000000"), "--max-model-len"),
+        (("--namespace", "../other"), "namespace"),
+        (("--warm", str(ROOT / "tests")), "tests"),
+        (("--redis", "nowhere"), "Redis URL"),
+        (("--draft-model", "./no-such-directory"), "no-such-directory"),
+        (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
         ((str(ROOT / "tests"),), "config.json"),
         (("--generation-config", str(ROOT / "tests")), "generation_config.json"),
     ],
@@ -105,23 +114,41 @@ def test_unusable_arguments_end_in_one_line(arguments: tuple[str, ...], hint: st
     assert hint in refused(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (("--max-model-len", "1000000"), "max_model_len"),
-        *(
-            pytest.param(arguments, hint, marks=pytest.mark.slow)
-            for arguments, hint in [
-                (("--warm", str(ROOT / "tests")), "tests"),
-                (("--namespace", "../other"), "namespace"),
-                (("--draft-model", "./no-such-directory"), "no-such-directory"),
-                (("--cache-dir", str(ROOT / "pyproject.toml")), "Not a directory"),
-            ]
-        ),
-    ],
-)
-def test_what_only_loading_shows_ends_in_one_line(arguments: tuple[str, ...], hint: str) -> None:
-    assert hint in refused("--port", "0", "--device", "cpu", *arguments)
+def test_a_checkpoint_that_lacks_layers_is_not_served(tmp_path: Path) -> None:
+    for path in MODEL_PATH.iterdir():
+        shutil.copy(path, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 8}))
+    assert "lacks 18 of the weights" in refused("--port", "0", *SMALL, str(tmp_path))
+
+
+def test_a_start_says_what_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [
+        sys.executable,
+        "-m",
+        "server",
+        "--host",
+        "::1",
+        "--port",
+        "0",
+        *SMALL,
+        "--cache-dir",
+        str(tmp_path / "c"),
+    ]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=file)
+    try:
+        wait_until(lambda: "ready after" in log.read_text() or process.poll() is not None, START_S)
+        if "--host ::1" in log.read_text() or "cannot listen" in log.read_text():
+            pytest.skip("a machine without IPv6")
+        ready = next(line for line in log.read_text().splitlines() if "ready after" in line)
+        facts = ("http://[::1]:", "device=cpu", "dtype=float32", "slots=2", "context=256", "cache_tokens=64K")
+        for fact in (*facts, f"cache_dir={tmp_path}", "redis=none", "keys=none"):
+            assert fact in ready
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_draft_model_drafts_beside_the_cache() -> None:

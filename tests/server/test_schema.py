@@ -15,7 +15,7 @@ from server.answers.stream import PADDED_BYTES, encode_event
 from server.base.settings import VERSION, read_sampling_defaults
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
-from server.schema.fields import IGNORED, NEUTRAL
+from server.schema.fields import IGNORED, REFUSED
 from server.schema.generate import GenerateBody
 from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import ConfigError, RequestError
@@ -110,10 +110,10 @@ def test_a_body_that_is_no_object_is_refused(content: Any) -> None:
 
 def test_null_means_absent_and_fields_without_effect_are_ignored() -> None:
     plain = CompletionBody.parse({"prompt": "x"})
-    nulls = {name: None for name in [*CompletionBody.model_fields, *NEUTRAL, "best_of"] if name != "prompt"}
+    nulls = {name: None for name in [*CompletionBody.model_fields, *REFUSED, "best_of"] if name != "prompt"}
     assert CompletionBody.parse({"prompt": "x", **nulls}) == plain
     assert CompletionBody.parse({"prompt": "x", **{name: {"any": "thing"} for name in IGNORED}}) == plain
-    neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
+    neutral = {name: values[0] for name, (values, _reason) in REFUSED.items() if values}
     assert CompletionBody.parse({"prompt": "x", "best_of": 1, **neutral}) == plain
 
 
@@ -261,3 +261,29 @@ def test_sampling_defaults_are_read_from_a_generation_config(tmp_path: Any) -> N
 def test_version_is_that_of_the_distribution() -> None:
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     assert tomllib.loads(project.read_text())["project"]["version"] == VERSION
+
+
+def test_tools_and_documents_reach_the_template() -> None:
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    fields = {
+        "messages": MESSAGES,
+        "tools": [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}],
+        "documents": [{"title": "t", "text": "x"}],
+        "chat_template_kwargs": {"enable_thinking": False, "tools": "none of these"},
+        "reasoning_effort": "low",
+    }
+    assert ChatBody.parse(fields).template_arguments()["template_kwargs"] == {
+        "enable_thinking": False,
+        "reasoning_effort": "low",
+        "documents": [{"title": "t", "text": "x"}],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}},
+            {"type": "function", "function": {"name": "g"}},
+        ],
+    }
+    one = {"type": "function", "function": {"name": "g"}}
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [one]}}
+    for choice in (one, some):
+        use = ChatBody.parse({**fields, "tool_choice": choice}).tool_use()
+        assert use is not None
+        assert ([function.name for function in use.functions], use.mode) == (["g"], "required")

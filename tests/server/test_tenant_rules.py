@@ -403,7 +403,7 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
     assert made == find_secret(None, {}, tmp_path / "cache") != find_secret(None, {}, tmp_path / "other")
     kept = tmp_path / "cache" / ".ssd"
     assert [file.name for file in kept.iterdir()] == ["secret"]
-    assert stat.S_IMODE((kept / "secret").stat().st_mode) == 0o600
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (kept / "secret", kept, kept.parent)] == [0o600, 0o700, 0o700]
     assert find_secret(None, {}, None) != find_secret(None, {}, None)
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="16 to 4096 bytes"):

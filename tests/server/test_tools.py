@@ -215,6 +215,30 @@ def test_a_schema_that_cannot_be_compiled_names_the_field(server: RunningServer)
     assert (answer.status, answer.error["param"]) == (400, "tools")
 
 
+def test_documents_are_refused_where_the_template_does_not_read_them(server: RunningServer) -> None:
+    fields = {"messages": ASKED, "documents": [{"title": "Paris", "text": "It is sunny."}], "max_tokens": 1}
+    answer = post(server.port, "/v1/chat/completions", fields)
+    assert (answer.status, answer.error["param"]) == (400, "documents")
+    assert post(server.port, "/tokenize", {"messages": ASKED, "documents": []}).status == 200
+
+
+@pytest.mark.parametrize("calls", [5, "x", {}, [5], [[]], [{"function": 5}], [{"function": {"arguments": "[" * 500}}]])
+def test_malformed_calls_of_earlier_messages_are_no_fault_of_the_server(server: RunningServer, calls: Any) -> None:
+    history = [*ASKED, {"role": "assistant", "content": None, "tool_calls": calls}, *ASKED]
+    answer = post(server.port, "/v1/chat/completions", {"messages": history, "max_tokens": 1})
+    assert answer.status in (200, 400)
+    if answer.status == 400:
+        assert answer.error["param"] == "messages"
+
+
+def test_arguments_of_more_values_than_a_body_may_have_are_refused(server: RunningServer) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" + "," * (1 << 18) + "]"}}
+    history = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = post(server.port, "/v1/chat/completions", {"messages": history, "max_tokens": 1})
+    assert (answer.status, answer.error["param"]) == (400, "messages")
+    assert "values" in answer.error["message"]
+
+
 def test_special_tokens_are_text_on_request(server: RunningServer) -> None:
     engine = server.engine_thread.engine
     assert engine.codec is not None

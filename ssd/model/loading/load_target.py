@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.errors import ModelError, first_line
+from ssd.model.loading.adapters import Adapters
 from ssd.model.loading.completeness import no_load_report, require_complete
 from ssd.model.loading.kv_budget import fit_slots, usable_bytes
 from ssd.model.loading.rope import settle_rope
@@ -83,6 +84,7 @@ def open_target(
     gpu_memory_utilization: float | None = None,
     enforce_eager: bool = False,
     fuse_linears: bool = False,
+    adapters: Adapters | None = None,
 ) -> Target:
     """The fastest way to drive ``model`` that reproduces its own logits.
 
@@ -90,7 +92,8 @@ def open_target(
     model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use. gpu_memory_utilization : or share
     of all memory that may then be in use; without both half of what is free.
     enforce_eager : record no CUDA graphs. fuse_linears : on CUDA too, compute layers that read the same input as one.
-    Raises ModelError when an explicit ``max_length`` cannot be had.
+    adapters : what slots may be given beside the model itself. Raises ModelError when they, or an explicit
+    ``max_length``, cannot be had.
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
@@ -116,13 +119,21 @@ def open_target(
         slots.num_slots, slots.max_length, kv_bytes / 1e9,
     )  # fmt: skip
     if found.kind is not SlotTarget:
+        if adapters:
+            raise ModelError(
+                f"{type(model).__name__} is driven {found.kind.way} ({found.reason}), where adapters cannot be mixed: "
+                "merge one into the weights (peft's merge_and_unload) and serve these"
+            )
         log.warning("%s is driven %s: %s", type(model).__name__, found.kind.way, found.reason)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
         return other
     target = SlotTarget(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
+    if adapters:
+        adapters.attach(target, tolerance=found.tolerance)
     with one_thread_if_small(model):
         target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
-    attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager)
+    if not adapters:  # a recorded pass would have those of its recording
+        attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager)
     return target
 
 

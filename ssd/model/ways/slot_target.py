@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
+from ssd.model.layers.adapted_linear import Rows
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.steps.static_steps import StaticSteps
@@ -32,6 +34,11 @@ class SlotTarget(Target):
         self.kv_cache = SlotKVCache(num_slots, max_length + max_width, self.device)
         self.steps: StaticSteps | None = None
         """Where passes that score tokens are repeated rather than launched anew."""
+        self._adapted: Rows | None = None
+
+    def take_adapters(self, names: Iterable[str], rows: Rows) -> None:
+        """Slots may have adapters from now on. ``rows`` : where the model's layers look up which row has which."""
+        self.adapter_names, self._adapted = frozenset(names), rows
 
     def length(self, slot: int) -> int:
         """Tokens the slot holds."""
@@ -88,12 +95,19 @@ class SlotTarget(Target):
         noise: Noise | None = None,
         **kwargs: Any,
     ) -> PassOutput:
+        assert self.steps is None or self._adapted is None  # what is recorded knows of no adapters
         output = None if self.steps is None or kwargs else self.steps.run(slots, tokens, trees, noise)
         if output is None:
             rows = SlotRows.build(self.kv_cache, list(slots), tokens.shape[1], self.device, trees)
-            output = PassOutput(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs))
+            with self._adapting(slots):
+                output = PassOutput(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs))
         self.kv_cache.lengths[list(slots)] += np.asarray(counts)
         return output
+
+    def _adapting(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+        if self._adapted is None:
+            return nullcontext()
+        return self._adapted.are([self.adapters[slot] for slot in slots], self.device)
 
     def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
         """The model over new tokens, int64[B, T], of rows: logits [B, T or fewer, V]. Lengths stay as they are."""

@@ -101,7 +101,3 @@ def _latencies(server: Server, num_requests: int) -> list[float]:
         server.post({"prompt": f"x = {number}\n", "max_tokens": 1, "temperature": 0})
         found.append((time.perf_counter() - began) * 1000)
     return found
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

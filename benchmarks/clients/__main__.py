@@ -1,0 +1,70 @@
+"""Every client against one server with the bundled model: ``python -m benchmarks.clients``
+
+The clients run in processes and an environment of their own (``make bench-clients``), without a network. Prints what
+each was made to do, and ends stdout with one JSON line; exits with an error when a claim does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.clients.checks import KEY, MODEL
+from benchmarks.environment import describe
+from benchmarks.faults.processes import ROOT, Server
+from ssd.bundled import MODEL_PATH
+
+CLIENTS = ("openai", "langchain", "litellm", "agents", "lm_eval", "guidellm")
+_LONGEST_S = 600.0
+
+
+def use(name: str, url: str) -> dict[str, Any]:
+    """Run one client; what it found, or why it could not run."""
+    print(name, file=sys.stderr)
+    python = Path(os.environ.get("SSD_CLIENTS") or ROOT / ".venv-clients").absolute() / "bin" / "python"
+    offline = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+    done = subprocess.run(
+        [python, "-m", f"benchmarks.clients.use_{name}", url, MODEL_PATH],
+        cwd=ROOT,
+        env={**os.environ, **offline, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        timeout=_LONGEST_S,
+        text=True,
+    )
+    lines = done.stdout.strip().splitlines()
+    if not lines or not lines[-1].startswith("{"):
+        return {"versions": {}, "passed": [], "failed": {"it runs": f"ended with status {done.returncode}"}}
+    return json.loads(lines[-1])  # type: ignore[no-any-return]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.clients", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", choices=[[], *CLIENTS], metavar="NAME", help=f"of {', '.join(CLIENTS)}")
+    names = parser.parse_args(arguments).names or CLIENTS
+    with tempfile.TemporaryDirectory() as directory:
+        server = Server(Path(directory, "log"), "--served-model-name", MODEL, "--api-key", KEY)
+        server.start()
+        try:
+            found = {name: use(name, f"http://127.0.0.1:{server.port}/v1") for name in names}
+        finally:
+            server.terminate()
+    for name, result in found.items():
+        versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
+        print(f"{name} ({versions}): {len(result['passed'])} claims hold, {len(result['failed'])} do not")
+        for claim, got in result["failed"].items():
+            print(f"  {claim}: {got}")
+    print(json.dumps({"date": date.today().isoformat(), "environment": describe(), "clients": found}))
+    return 1 if any(result["failed"] for result in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""As many idle connections as the system allows, and a soak of half a minute: the benchmarks at a smaller size."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.connections.command import measure
+from benchmarks.soak.command import main as soak
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_idle_connections_keep_nobody_waiting() -> None:
+    found = measure(10_000, 50)
+    rows = {row["beside"]: row for row in found["rows"]}
+    assert found["connections"] >= 500
+    for kind in ("idle", "half a head"):
+        assert rows[kind]["kib_each"] < 64
+        assert rows[kind]["p99_ms"] < 5000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_answer_is_right_under_random_cancels() -> None:
+    # Memory is still growing so early; all else is judged.
+    status = soak(
+        ["--seconds", "30", "--clients", "16", "--questions", "45", "--max-tokens", "16", "--most-growth", "9"]
+    )
+    assert status == 0

@@ -1,0 +1,139 @@
+"""A response's items: from what a parser says of a text to events, and from items back to messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.answers.response_items import ResponseItems
+from server.schema.response_input import messages_of
+from server.tools.messages import Messages
+from server.tools.registry import make_parser
+from ssd.errors import RequestError
+from tests.server.test_responses import require_official
+
+PIECES = [
+    "<think>", "</think>", "hm", "Hello.", "\n",
+    '<tool_call>\n{"name": "f", "arguments": {"a": [1, "b"]}}\n</tool_call>',
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>', "<tool_call>", '{"name"', "é", "<",
+    '{"name": "f", "parameters": {"a": 1}}', '[f(a="x"), g()]', '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
+    "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "word word", "[", "]", " ",
+]  # fmt: skip
+"""Of what models write, well formed and not."""
+
+
+FORMATS = [
+    ("hermes", "qwen3"), ("qwen3_coder", None), ("llama3_json", None), ("pythonic", None), ("mistral", "mistral"),
+    ("deepseek_v3", "deepseek_r1"), ("openai", "openai_gptoss"),
+]  # fmt: skip
+
+
+def items_of(
+    texts: list[str], form: tuple[str, str | None] = FORMATS[0]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The items of a text that comes in pieces, and the events that told of them."""
+    made = iter(range(1000))
+    functions: Any = {"f": {"type": "object"}, "g": {"type": "object"}}
+    messages = Messages(lambda: make_parser(*form, functions=functions), make_id=lambda: f"call_{next(made)}")
+    items = ResponseItems(messages)
+    events = []
+    for number, text in enumerate(texts):
+        events += items.push(text, [], ended=number == len(texts) - 1)
+    events += items.finish("completed")
+    return items.done, events
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in item.items() if key != "id"} for item in items]
+
+
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12), st.sampled_from(FORMATS), st.data())
+def test_the_items_are_the_same_however_the_text_is_cut(
+    pieces: list[str], form: tuple[str, str | None], data: st.DataObject
+) -> None:
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    cut = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    items, _ = items_of([text], form)
+    others, _ = items_of(cut, form)
+    assert without_ids(items) == without_ids(others)
+    assert others
+
+
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12))
+def test_the_events_alone_tell_the_items(pieces: list[str]) -> None:
+    items, events = items_of(pieces)
+    told: list[dict[str, Any]] = []
+    texts: dict[int, str] = {}
+    for number, event in enumerate(events):
+        require_official({**event, "sequence_number": number})
+        index, kind = event["output_index"], event["type"]
+        if kind == "response.output_item.added":
+            assert index == len(told) and event["item"]["status"] == "in_progress"
+            told.append(event["item"])
+            texts[index] = ""
+        elif kind.endswith(".delta"):
+            assert event["item_id"] == told[index]["id"] and index == len(told) - 1
+            texts[index] += event["delta"]
+        elif kind == "response.output_item.done":
+            assert event["item"] == items[index]
+            item = event["item"]
+            said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+            assert texts[index] == said
+    assert [item["id"] for item in told] == [item["id"] for item in items]
+
+
+def test_nothing_said_is_an_empty_message() -> None:
+    items = ResponseItems(None)
+    items.push("", [], ended=True)
+    items.finish("completed")
+    assert [item["content"][0]["text"] for item in items.done] == [""]
+
+
+def test_items_go_back_as_the_messages_they_were() -> None:
+    text = (
+        "<think>\nhm\n</think>\nHello."
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    )
+    items, _ = items_of([text])
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
+        for item in items
+        if item["type"] == "function_call"
+    ]
+    messages = messages_of("Help.", [{"role": "user", "content": "Hi."}, *items, *results])
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool"]
+    said = messages[2]
+    assert "hm" in said["reasoning_content"] and "Hello." in said["content"]
+    assert [call["function"]["name"] for call in said["tool_calls"]] == ["f", "g"]
+    assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [{"a": 1}, {}]
+    assert [message["tool_call_id"] for message in messages[3:]] == [call["id"] for call in said["tool_calls"]]
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=2)
+)
+ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "x"]) | ANY,
+        "role": st.sampled_from(["user", "assistant"]) | ANY,
+        "content": st.lists(st.fixed_dictionaries({"type": st.just("input_text"), "text": ANY}), max_size=2) | ANY,
+        "call_id": ANY, "name": ANY, "arguments": ANY, "output": ANY,
+    },
+)  # fmt: skip
+
+
+@given(st.lists(ITEM | ANY, max_size=5))
+def test_any_items_become_messages_or_a_refusal_of_the_input(items: list[Any]) -> None:
+    try:
+        messages = messages_of(None, items)
+    except RequestError as error:
+        assert error.param == "input" and len(str(error)) < 400
+    else:
+        assert messages and all(isinstance(message["content"], str) for message in messages)
