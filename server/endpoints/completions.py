@@ -46,10 +46,10 @@ async def generate(
     generation, bodies = await start
     if body.stream:
         options = options or body.stream_options or StreamOptions()
-        return EventStream(generation, service.events(generation, bodies, options))
+        return EventStream(generation, service.answers.events(generation, bodies, options))
     try:
-        await until_disconnect(request.receive, service.finish(generation))
-        return Response(await service.answer(generation, bodies), media_type="application/json")
+        await until_disconnect(request.receive, service.answers.finish(generation))
+        return Response(await service.answers.whole(generation, bodies), media_type="application/json")
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
 from server.answers.bodies import Bodies, CompletionBodies
 from server.answers.chat_bodies import ChatBodies
-from server.answers.drafts import DraftWriter
 from server.answers.logprobs import LogprobsWriter
-from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events, padded
 from server.answers.response_bodies import ResponseBodies
-from server.answers.response_stream import ResponseEventWriter
-from server.answers.stream import EventWriter, events
-from server.base.budget import Budget
 from server.base.errors import model_not_found
-from server.base.json_text import json_text
 from server.base.lanes import Lanes
 from server.base.record import current_record
 from server.base.settings import ServerSettings
+from server.endpoints.answers import Answers
+from server.endpoints.starter import Starter
 from server.intake.body_reader import BodyReader
 from server.intake.chats import Chats
-from server.intake.conversations import AnswerPlan
 from server.intake.learning import may_learn
 from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
@@ -35,31 +28,22 @@ from server.running.generation import Generation
 from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import COMPLETION_MAX_TOKENS, CompletionBody
-from server.schema.generate import GenerateBody, StreamOptions
+from server.schema.generate import GenerateBody
 from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
-from server.tenants.account import Account, Admission
+from server.tenants.account import Account
 from server.tenants.registry import Tenants
-from ssd.config import SamplingParams
-from ssd.errors import RequestError
-from ssd.text.stream import TextStream
 from ssd.text.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
-    from ssd.engine import Request as EngineRequest
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
-_FEW_TOKENS = 1 << 14
-"""Requests of so many tokens over all choices are handed over on the event loop, in a few milliseconds."""
-_TOKENS_A_CHOICE = 256
-"""What a choice costs beside its prompt."""
-
 
 class Service:
-    """Tokenises on threads beside the event loop, then submits to the worker."""
+    """What the endpoints share: bodies are read, prompts tokenised beside the event loop, generations started."""
 
     def __init__(
         self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats | None = None
@@ -77,7 +61,8 @@ class Service:
             allow_special_tokens=settings.allow_special_tokens,
         )
         self._chats = Chats(self._texts, self.lanes, settings)
-        self._queued = Budget(settings.limits.max_queued_tokens, "prompt tokens")
+        self.answers = Answers(worker, settings, self.lanes)
+        self._starter = Starter(worker, settings, tenants, self._texts, self.lanes, self.metrics.latencies)
         self._token_texts: TokenTexts | None = None
 
     def close(self) -> None:
@@ -128,7 +113,7 @@ class Service:
         prompts = await self._texts.prompts(engine, asked, special=body.add_special_tokens)
         echo = await self._texts.echoes(engine, asked) if body.echo else None
         bodies = CompletionBodies(self._named(body), echo=echo, **await self._body_options(engine, body))
-        return await self._start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
+        return await self._starter.start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
     async def chat(
         self, body: ChatBody, tenant: Account | None, response: ResponsesBody | None = None
@@ -144,39 +129,10 @@ class Service:
             bodies = ChatBodies(self._named(body), as_function_call=bool(body.functions), **options)
         else:
             bodies = ResponseBodies(self._named(body), response, **options)
-        generation = await self._start(engine, body, [prompt], bodies, default_limit=None, tenant=tenant, plan=plan)
+        generation = await self._starter.start(
+            engine, body, [prompt], bodies, default_limit=None, tenant=tenant, plan=plan
+        )
         return generation, bodies
-
-    def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
-        """The events of a stream."""
-        settings, engine = self.settings, self.worker.loaded_engine
-        asked = options.include_obfuscation
-        is_declined = asked is False or options.include_drafts  # which tell what obfuscation hides
-        if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):
-            options = options.model_copy(update={"include_obfuscation": True})
-
-        def spelling() -> TextStream:
-            assert engine is not None and generation.sampling is not None  # every generation was submitted
-            return TextStream.following(codec_of(engine), generation.sampling)
-
-        if isinstance(bodies, ResponseBodies):
-            writer: EventWriter = ResponseEventWriter(generation, bodies, options)
-        else:
-            writer = EventWriter(generation, bodies, options, DraftWriter(spelling) if options.include_drafts else None)
-        if not writer.pad or engine is None:
-            return events(generation, bodies, writer, settings.keep_alive_s)
-        pieces = EvenPieces([spelling() for _ in generation.choices], settings.obfuscation_tokens)
-        return obfuscated_events(generation, writer, pieces, self._pace(), settings.keep_alive_s)
-
-    async def finish(self, generation: Generation) -> None:
-        """Wait for the end of a generation whose answer is not streamed."""
-        if self.settings.obfuscation == "always":
-            await finish_at_a_tick(generation, self._pace(), self.settings.obfuscation_tokens)
-        else:
-            await generation.finish()
-
-    def _pace(self) -> Pace:
-        return Pace(self.settings.obfuscation_interval_s, lambda: self.worker.hurries)
 
     async def tokenize(self, body: TokenizeTextBody | TokenizeChatBody) -> dict[str, Any]:
         """The answer of /tokenize."""
@@ -191,15 +147,6 @@ class Service:
         """The answer of /detokenize."""
         return {"prompt": await self._texts.detokenize(self.engine_for(body), body.tokens)}
 
-    async def answer(self, generation: Generation, bodies: Bodies) -> bytes:
-        """The JSON of an answer that is not streamed."""
-
-        def write() -> bytes:
-            content = json_text(bodies.whole(generation))
-            return padded(content) if self.settings.obfuscation == "always" else content
-
-        return write() if bodies.is_short(generation) else await self.lanes.answers.run(write)
-
     async def _body_options(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
         """What the answer is to hold beside the text."""
         options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
@@ -211,179 +158,7 @@ class Service:
             options |= dict.fromkeys(names, writer)
         return options
 
-    async def _start(
-        self,
-        engine: Engine,
-        body: GenerateBody,
-        prompts: list[list[int]],
-        bodies: Bodies,
-        *,
-        default_limit: int | None,
-        tenant: Account | None,
-        plan: AnswerPlan | None = None,
-    ) -> Generation:
-        if body.stream_options is not None and body.stream_options.include_drafts:
-            self._require_draft_details()
-        prediction = None if body.prediction is None else await self._texts.prediction(engine, body.prediction.text)
-        bad_words = await self._texts.bad_words(engine, body.bad_words) if body.bad_words else ()
-        plan = plan or AnswerPlan(None, body.structured_output())
-        output = plan.output
-        if output is not None and engine.grammars is not None:
-            await self.lanes.grammars.run(engine.grammars.compile, output)  # and kept there
-        num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
-        self.metrics.latencies.num_choices.observe(body.n)
-        record = current_record()
-        record.response_id, record.is_stream = bodies.id, body.stream
-        share = self._queued.share()
-        share.grow(num_tokens)
-        try:
-            admission = _admitted(tenant, engine, body.n * len(prompts), sum(map(len, prompts)))
-        except BaseException:
-            share.give_back()
-            raise
-        prompt_ids = [tuple(prompt) for prompt in prompts]
-        generation = Generation(
-            self.worker,
-            self.metrics.latencies,
-            prompt_ids,
-            prediction,
-            aside=self.lanes.answers,
-            share=share,
-            only_scores=body.only_scores,
-            admission=admission,
-        )
-        generation.messages, generation.count_reasoning = plan.messages, plan.count_reasoning
-
-        prefix = f"{bodies.id}-{secrets.token_hex(8)}"  # other requests may have been given the same id
-
-        def submit() -> None:
-            ruled = {
-                "bad_words": bad_words,
-                "structured_output": output,
-                "shown_special_ids": plan.shown_special_ids,
-            }
-            sampling = self._sampling_of(engine, body, ruled, default_limit)
-            generation.submit(
-                [
-                    self._request(
-                        body, sampling(len(prompt)), prompt, prediction or (), choice, f"{prefix}-{i}", tenant
-                    )
-                    for i, prompt in enumerate(prompt_ids)
-                    for choice in range(body.n)
-                ]
-            )
-
-        num_ruled = len(body.logit_bias) + len(body.allowed_token_ids or ()) + sum(map(len, bad_words))
-        try:
-            if num_tokens + _TOKENS_A_CHOICE * body.n * len(prompts) + num_ruled <= _FEW_TOKENS:
-                submit()
-            else:
-                await self.lanes.answers.run(submit)
-        except BaseException:
-            if admission is not None:
-                admission.take_back()
-            generation.close()
-            raise
-        return generation
-
-    def _require_draft_details(self) -> None:
-        if not (self.settings.page or self.settings.allow_draft_details):
-            raise RequestError(
-                "include_drafts is not allowed here: the operator started the server with --no-page; "
-                "--allow-draft-details allows it without the page",
-                param="stream_options.include_drafts",
-            )
-        if self.settings.obfuscation == "always":
-            raise RequestError(
-                "include_drafts is not allowed here: the operator obfuscates all streams (--obfuscation always)",
-                param="stream_options.include_drafts",
-            )
-
-    def _sampling_of(
-        self, engine: Engine, body: GenerateBody, ruled: dict[str, Any], default_limit: int | None
-    ) -> Callable[[int], SamplingParams]:
-        """How to sample after a prompt of some length; made once for all prompts that leave the same limit.
-
-        ``ruled`` : fields that the body alone does not give. What is asked for may have very many token ids, and a
-        request prompts of very many lengths.
-        """
-        defaults, most = self.settings.sampling_defaults, self.settings.limits.max_logprob_entries
-        num_choices = len(body.prompts()) * body.n if isinstance(body, CompletionBody) else body.n
-
-        @cache
-        def at(room: int) -> SamplingParams:
-            found = replace(body.sampling(defaults, room=room, default_limit=default_limit), **ruled)
-            _ = found.rules  # made here and not where others' tokens are computed
-            return found
-
-        def after(num_prompt: int) -> SamplingParams:
-            room = max(0, engine.max_model_len - num_prompt)
-            # More room than the default limit changes nothing.
-            found = at(room if default_limit is None else min(room, default_limit))
-            _require_logprobs(found, engine.max_model_len, room, num_choices, most)
-            return found
-
-        return after
-
-    def _request(
-        self,
-        body: GenerateBody,
-        sampling: SamplingParams,
-        prompt: tuple[int, ...],
-        prediction: tuple[int, ...],
-        choice: int,
-        prefix: str,
-        tenant: Account | None,
-    ) -> EngineRequest:
-        from ssd.engine import Request  # by now loaded by the engine's thread
-
-        base = self._namespace(body)
-        cache = self.tenants.cache_use(tenant, base, body.cache_salt)
-        return Request(
-            request_id=f"{prefix}-{choice}",
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            choice_index=choice,
-            namespace=cache.namespace,
-            namespace_terms=cache.terms,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            tenant=None if tenant is None else tenant.name,
-            max_running=None if tenant is None else tenant.tenant.quotas.max_running,
-            prefix_scope=base if self.settings.share_prefix_cache else None,
-            num_speculative_tokens=body.num_speculative_tokens,
-            prediction_token_ids=prediction,
-            adapter=self.settings.adapter_of(body.model),
-            learn=body.store is not False,
-            keeps_steps=self.settings.spec_decode_metrics != "none",
-        )
-
     def _named(self, body: GenerateBody) -> ServerSettings:
         """Settings for an answer, which names the adapter where a request did."""
         adapter = self.settings.adapter_of(body.model)
         return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
-
-    def _namespace(self, body: GenerateBody) -> str | None:
-        """What the caches of a request's tenant and salt are derived from."""
-        return self.settings.namespace_of(body.model)
-
-
-def _admitted(tenant: Account | None, engine: Engine, num_choices: int, num_prompt_tokens: int) -> Admission | None:
-    if tenant is None:
-        return None
-    return tenant.admit(num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, num_slots=engine.target.num_slots)
-
-
-def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int, most: int) -> None:
-    """Refuse more log-probabilities than an answer may hold."""
-    entries = 0
-    if sampling.logprobs is not None:
-        entries += (sampling.max_tokens or room) * (1 + sampling.logprobs)
-    if sampling.prompt_logprobs is not None:
-        entries += (context - room) * (1 + sampling.prompt_logprobs)
-    if entries * num_choices > most:
-        raise RequestError(
-            f"the answer would hold {entries * num_choices} log-probabilities, at most {most} are made: lower "
-            "max_tokens, n or logprobs",
-            param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
-        )

@@ -1,0 +1,71 @@
+"""What is sent back for a generation: a stream, or an answer in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from server.answers.bodies import Bodies
+from server.answers.drafts import DraftWriter
+from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events, padded
+from server.answers.response_bodies import ResponseBodies
+from server.answers.response_stream import ResponseEventWriter
+from server.answers.stream import EventWriter, events
+from server.base.json_text import json_text
+from server.base.lanes import Lanes
+from server.base.settings import ServerSettings
+from server.intake.texts import codec_of
+from server.running.engine_thread import Worker
+from server.running.generation import Generation
+from server.schema.generate import StreamOptions
+from ssd.text.stream import TextStream
+
+if TYPE_CHECKING:
+    pass
+
+
+class Answers:
+    """Writes them, as evenly and as late as the operator wants."""
+
+    def __init__(self, worker: Worker, settings: ServerSettings, lanes: Lanes) -> None:
+        self._worker, self._settings, self._lanes = worker, settings, lanes
+
+    def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+        """The events of a stream."""
+        settings, engine = self._settings, self._worker.loaded_engine
+        asked = options.include_obfuscation
+        is_declined = asked is False or options.include_drafts  # which tell what obfuscation hides
+        if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):
+            options = options.model_copy(update={"include_obfuscation": True})
+
+        def spelling() -> TextStream:
+            assert engine is not None and generation.sampling is not None  # every generation was submitted
+            return TextStream.following(codec_of(engine), generation.sampling)
+
+        if isinstance(bodies, ResponseBodies):
+            writer: EventWriter = ResponseEventWriter(generation, bodies, options)
+        else:
+            writer = EventWriter(generation, bodies, options, DraftWriter(spelling) if options.include_drafts else None)
+        if not writer.pad or engine is None:
+            return events(generation, bodies, writer, settings.keep_alive_s)
+        pieces = EvenPieces([spelling() for _ in generation.choices], settings.obfuscation_tokens)
+        return obfuscated_events(generation, writer, pieces, self._pace(), settings.keep_alive_s)
+
+    async def finish(self, generation: Generation) -> None:
+        """Wait for the end of a generation whose answer is not streamed."""
+        if self._settings.obfuscation == "always":
+            await finish_at_a_tick(generation, self._pace(), self._settings.obfuscation_tokens)
+        else:
+            await generation.finish()
+
+    def _pace(self) -> Pace:
+        return Pace(self._settings.obfuscation_interval_s, lambda: self._worker.hurries)
+
+    async def whole(self, generation: Generation, bodies: Bodies) -> bytes:
+        """The JSON of an answer that is not streamed."""
+
+        def write() -> bytes:
+            content = json_text(bodies.whole(generation))
+            return padded(content) if self._settings.obfuscation == "always" else content
+
+        return write() if bodies.is_short(generation) else await self._lanes.answers.run(write)
