@@ -47,8 +47,15 @@ def find_config(model: str, hub: HubOptions) -> Path:
 
 def check_tokenizer_is_there(tokenizer: str, hub: HubOptions) -> None:
     """Raise ModelError, within seconds, where an id names no tokenizer that can be had; paths are not looked at."""
-    if not Path(tokenizer).exists():
+    if Path(tokenizer).exists():
+        return
+    try:
         _fetched(tokenizer, "tokenizer_config.json", hub)
+    except ModelError as error:
+        try:
+            _fetched(tokenizer, "tokenizer.json", hub)  # which may be all there is
+        except ModelError:
+            raise error from None
 
 
 def find_generation_config(model: str, hub: HubOptions) -> Path | None:
