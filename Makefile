@@ -125,7 +125,7 @@ $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.t
 		|| { echo "bench-vllm: vLLM was installed but does not draft with ours, see above" >&2; exit 1; }
 	touch $@
 
-# Other people's clients against our server, in an environment of their own: three minutes and 2 GB, then two to run.
+# Other people's clients against our server, in an environment of their own: some minutes and 3 GB, then one to run.
 bench-clients: $(READY) $(CLIENTS_READY)
 	$(BIN)/python -m benchmarks.clients $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/clients.json
 

@@ -22,6 +22,9 @@ def test_store_false_and_the_header_keep_a_request_out_of_the_cache(server: Runn
     expected = token_ids(server, store=False)
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "store": False}
     assert post(server.port, "/v1/chat/completions", chat).status == 200
+    response = {"input": PROMPT, "max_output_tokens": 8}
+    assert post(server.port, "/v1/responses", {**response, "store": False}).status == 200
+    assert post(server.port, "/v1/responses", response, headers={"x-ssd-no-learn": "1"}).status == 200
     body = {"prompt": PROMPT, "max_tokens": 60}
     for value in ("1", "true"):
         assert post(server.port, "/v1/completions", body, headers={"x-ssd-no-learn": value}).status == 200
