@@ -86,6 +86,10 @@ bench: $(READY)
 		| tail -n 1 >benchmarks/results/rows-16m.json
 	$(BIN)/python -m benchmarks.push --tokens 16000000 | tail -n 1 >benchmarks/results/push.json
 	$(BIN)/python -m benchmarks.start --shape gemma3-270m | tail -n 1 >benchmarks/results/start.json
+	$(BIN)/python -m benchmarks.http --json | tail -n 1 >benchmarks/results/http.json
+	$(BIN)/python -m benchmarks.side_channels --out benchmarks/results/side-channels.json
+	$(BIN)/python -m benchmarks.connections --json | tail -n 1 >benchmarks/results/connections.json
+	$(BIN)/python -m benchmarks.soak --json --out benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
 	$(BIN)/python -m benchmarks.report
 

@@ -1,4 +1,4 @@
-"""What attackers and idle clients can do to a server: the tables of side channels and of connections."""
+"""What the service costs and withstands: the tables of HTTP, soaks, side channels and connections."""
 
 from __future__ import annotations
 
@@ -11,6 +11,36 @@ _ATTACKS = {
     "another key": "the same, asked under another key",
     "cache_salt": "the same, asked under another key with a `cache_salt`",
 }
+
+
+_TRAFFIC = {
+    "one": "one client, one token an answer, ms a request",
+    "plain": "{clients} clients, no drafts, whole answers, tokens/s",
+    "plain-stream": "the same, streams",
+    "repeats": "{clients} clients, asked before, drafts, whole answers, tokens/s",
+    "repeats-stream": "the same, streams",
+}
+
+
+def http_section(result: dict[str, Any]) -> str:
+    """A line a kind of traffic: the engine called directly, the service, and what lies between."""
+    lines = ["| traffic | engine | over HTTP | difference | rounds |", "|---|--:|--:|--:|--:|"]
+    for row in result["rows"]:
+        values = [row[name] for name in ("difference", "least", "most")]
+        if row["unit"] == "ms":
+            middle, low, high = (f"{value:+.1f} ms" for value in values)
+        else:
+            middle, low, high = (f"{value:+.0%}" for value in values)
+        name = _TRAFFIC[row["kind"]].format(**row)
+        lines.append(f"| {name} | {row['engine']:,.1f} | {row['http']:,.1f} | {middle} | {low} ... {high} |")
+    parameters = result["parameters"]
+    lines += [
+        "",
+        f"`python -m benchmarks.http`{_where(result)}, {result['model']}: medians of {parameters['rounds']} rounds of "
+        f"{parameters['requests']} requests, in turn with the same requests to an engine in the client's process; every "
+        "text is compared. Clients and service share the machine.",
+    ]
+    return "\n".join(lines)
 
 
 def side_channels_section(result: dict[str, Any]) -> str:
