@@ -37,8 +37,8 @@ def http_section(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"`python -m benchmarks.http`{_where(result)}, {result['model']}: medians of {parameters['rounds']} rounds of "
-        f"{parameters['requests']} requests, in turn with the same requests to an engine in the client's process; every "
-        "text is compared. Clients and service share the machine.",
+        f"{parameters['requests']} requests, in turn with the same requests to an engine in the client's process; all "
+        "texts are compared. Clients and service share the machine.",
     ]
     return "\n".join(lines)
 
