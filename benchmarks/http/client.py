@@ -36,12 +36,18 @@ class Connection:
         return content
 
     async def _chunks(self) -> bytes:
+        """All chunks, taken apart once the last is here: no event ends as the mark of the end does."""
         whole = bytearray()
-        while length := int(await self._reader.readline(), 16):
-            whole += await self._reader.readexactly(length)
-            await self._reader.readline()
-        await self._reader.readline()
-        return bytes(whole)
+        while not whole.endswith(b"\r\n0\r\n\r\n"):
+            piece = await self._reader.read(1 << 16)
+            if not piece:
+                raise ValueError("the connection was closed in the middle of an answer")
+            whole += piece
+        content, at = bytearray(), 0
+        while length := int(whole[at : (start := whole.index(b"\r\n", at) + 2) - 2], 16):
+            content += whole[start : start + length]
+            at = start + length + 2
+        return bytes(content)
 
     def close(self) -> None:
         """Close it."""
