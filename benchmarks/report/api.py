@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks.report.reference import cell
 from server.intake.learning import NO_LEARN_HEADER
-from server.schema import fields, response_fields
+from server.schema import anthropic_fields, fields, response_fields
+from server.schema.anthropic_body import AnthropicBody, CountTokensBody
 from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
@@ -33,6 +34,8 @@ _ENDPOINTS = (
     _Endpoint("POST /v1/chat/completions", ChatBody, *_GENERATES),
     _Endpoint("POST /v1/completions", CompletionBody, *_GENERATES),
     _Endpoint("POST /v1/responses", ResponsesBody, response_fields.IGNORED, response_fields.REFUSED),
+    _Endpoint("POST /v1/messages", AnthropicBody, anthropic_fields.IGNORED, anthropic_fields.REFUSED),
+    _Endpoint("POST /v1/messages/count_tokens", CountTokensBody, anthropic_fields.IGNORED, anthropic_fields.REFUSED),
     _Endpoint("POST /tokenize, of text", TokenizeTextBody, {}, {}),
     _Endpoint("POST /tokenize, of messages", TokenizeChatBody, {}, {}),
     _Endpoint("POST /detokenize", DetokenizeBody, {}, {}),
@@ -70,8 +73,10 @@ def api_section() -> str:
 def _headers() -> list[str]:
     meanings = {
         "authorization": "`Bearer KEY`, where the server has keys",
+        "x-api-key": "`KEY`, the same as Anthropic's clients send it; on any path",
         "x-request-id": "up to 128 visible characters: comes back, and stands in the log; without one it is made",
         NO_LEARN_HEADER: "1: as `store: false`, for clients that cannot send that",
+        "anthropic-version, anthropic-beta": "ignored: fields are known by their names",
         "traceparent": "W3C trace context, where the server traces",
     }
     return [f"| `{name}` | {cell(meaning)} |" for name, meaning in meanings.items()]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from server.answers.stream import KEEP_ALIVE, PADDED_BYTES, EventWriter
+from server.answers.stream import PADDED_BYTES, EventWriter
 from server.running.generation import Generation, Usage
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ async def obfuscated_events(
                     yield ready
                     sent_at, ready = clock(), b""
             if not ready and clock() - sent_at >= keep_alive_s:
-                yield KEEP_ALIVE
+                yield writer.keep_alive
                 sent_at = clock()
         ready += await writer.closing()
     except Exception as error:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from server.answers.runs import Runs
 from server.tools.messages import Messages, ToolCall
-
-_LITTLE = re.compile(r"[\w ]+|[^\w ]")
-"""Words, or one character of another kind."""
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
-Part = Literal["content", "reasoning"] | ToolCall
-"""Of a message: what some text belongs to."""
 
 
 class _Item(ABC):
@@ -152,7 +147,7 @@ class ResponseItems:
         """``messages`` : takes the text apart; None where all of it is content."""
         self.done: list[dict[str, Any]] = []
         """The items that have ended."""
-        self._messages = messages
+        self._runs = Runs(messages)
         self._open: _Item | None = None
         self._logprobs: list[dict[str, Any]] = []
 
@@ -164,7 +159,7 @@ class ResponseItems:
         """
         events: list[Event] = []
         self._logprobs += logprobs
-        for part, said in self._runs(text, ended=ended):
+        for part, said in self._runs.push(text, ended=ended):
             if part == "content":
                 events += self._say(said)
                 continue
@@ -173,38 +168,6 @@ class ResponseItems:
         if self._logprobs and isinstance(self._open, _Message):
             events += self._say("")
         return events
-
-    def _runs(self, text: str, *, ended: bool) -> list[tuple[Part, str]]:
-        """What the text adds to which part, in the order it says so.
-
-        A parser that is given much at once does not tell what came first, so it is given little, and no words together
-        with what may be a mark: the items are the same however the text was cut.
-        """
-        if self._messages is None:
-            return [("content", text)] if text else []
-        runs: list[tuple[Part, list[str]]] = []
-
-        def add(part: Part, said: str) -> None:
-            if not runs or runs[-1][0] is not part:
-                runs.append((part, []))
-            runs[-1][1].append(said)
-
-        parts = _LITTLE.findall(text) or [""]
-        for number, little in enumerate(parts, 1):
-            num_begun = len(self._messages.of(0).tool_calls)
-            delta = self._messages.push(0, little, ended=ended and number == len(parts))
-            calls = self._messages.of(0).tool_calls
-            if delta.reasoning:
-                add("reasoning", delta.reasoning)
-            for piece in delta.tool_calls:  # the end of one that is known
-                if piece.index < num_begun:
-                    add(calls[piece.index], piece.arguments)
-            if delta.content:
-                add("content", delta.content)
-            for piece in delta.tool_calls:
-                if piece.index >= num_begun:
-                    add(calls[piece.index], piece.arguments)
-        return [(part, "".join(pieces)) for part, pieces in runs]
 
     def finish(self, status: Status) -> list[Event]:
         """The events that end the last item, which is an empty message where nothing was said."""

@@ -101,9 +101,13 @@ class EventStream(Response):
 
 
 class EventWriter:
-    """Writes the events of one stream. ``pad`` : the client wants them obfuscated. ``end`` : what goes last of all."""
+    """Writes the events of one stream. ``pad`` : the client wants them obfuscated.
+
+    ``end`` : what goes last of all. ``keep_alive`` : what goes while there is nothing to say.
+    """
 
     end = DONE
+    keep_alive = KEEP_ALIVE
 
     def __init__(
         self, generation: Generation, bodies: Bodies, options: StreamOptions, drafts: DraftWriter | None = None
@@ -192,7 +196,7 @@ async def events(
             yield beginning
         async for arrived in generation.outputs(wait_s=keep_alive_s):
             if arrived is None:
-                yield KEEP_ALIVE
+                yield writer.keep_alive
                 continue
             index, output = arrived
             if index not in begun:

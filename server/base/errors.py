@@ -1,4 +1,7 @@
-"""Errors as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}``.
+
+Where Anthropic's API is spoken they have its form, see `server.base.anthropic_errors`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
+from server.base.anthropic_errors import anthropic_form, speaks_anthropic
 from server.base.record import current_record, refusal_of
 from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
 
@@ -75,13 +80,39 @@ def as_api_error(error: Exception) -> ApiError:
 
 def error_body(error: Exception) -> dict[str, Any]:
     """The JSON body of an error, which is what the request came to."""
-    found = as_api_error(error)
-    current_record().refusal = refusal_of(found.status, found.code) or "failed"
+    found = _noted(error)
     return {"error": {"message": str(found), "type": found.kind, "param": found.param, "code": found.code}}
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """The whole response of an error; overload says when to try again."""
+def anthropic_error_body(error: Exception) -> dict[str, Any]:
+    """The same in Anthropic's form."""
+    found = _noted(error)
+    return anthropic_form(found.status, str(found), current_record().request_id)
+
+
+def _noted(error: Exception) -> ApiError:
+    found = as_api_error(error)
+    current_record().refusal = refusal_of(found.status, found.code) or "failed"
+    return found
+
+
+class ErrorResponse(JSONResponse):
+    """The whole response of an error, in the form of the API that was spoken to."""
+
+    def __init__(self, error: Exception, status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(error_body(error), status, headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        if speaks_anthropic(scope):
+            self.body = self.render(anthropic_error_body(self._error))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def error_response(error: Exception) -> ErrorResponse:
+    """The response of an error; overload says when to try again."""
     status = as_api_error(error).status
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
     if status == 401:
@@ -90,7 +121,7 @@ def error_response(error: Exception) -> JSONResponse:
         headers["connection"] = "close"  # what else comes of the body is not wanted
     if isinstance(error, TenantLimit):
         headers |= error.headers
-    return JSONResponse(error_body(error), status, headers)
+    return ErrorResponse(error, status, headers)
 
 
 async def answer_error(_request: Request, error: Exception) -> Response:

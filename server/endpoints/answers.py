@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
+from server.answers.anthropic_bodies import AnthropicBodies
+from server.answers.anthropic_stream import AnthropicEventWriter
 from server.answers.bodies import Bodies
 from server.answers.drafts import DraftWriter
 from server.answers.obfuscation import EvenPieces, Pace, finish_at_a_tick, obfuscated_events, padded
@@ -44,6 +46,8 @@ class Answers:
 
         if isinstance(bodies, ResponseBodies):
             writer: EventWriter = ResponseEventWriter(generation, bodies, options)
+        elif isinstance(bodies, AnthropicBodies):
+            writer = AnthropicEventWriter(generation, bodies, options)
         else:
             writer = EventWriter(generation, bodies, options, DraftWriter(spelling) if options.include_drafts else None)
         if not writer.pad or engine is None:

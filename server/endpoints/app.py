@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from server.base.errors import ApiError, answer_error, answer_http_exception
 from server.base.settings import VERSION, Cors, ServerSettings
 from server.endpoints.admin import add_admin
+from server.endpoints.anthropic import add_anthropic
 from server.endpoints.completions import add_completions
 from server.endpoints.models import add_models
 from server.endpoints.openapi import describe
@@ -80,6 +81,7 @@ def create_app(
     app.add_exception_handler(HTTPException, answer_http_exception)
     add_completions(app, service)
     add_responses(app, service)
+    add_anthropic(app, service)
     add_models(app, service)
     add_tokenizer(app, service)
     add_state(app, service)

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from server.schema.anthropic_body import AnthropicBody, CountTokensBody
 from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
@@ -17,6 +18,8 @@ _BODIES: dict[str, tuple[type[Body], ...]] = {
     "/v1/completions": (CompletionBody,),
     "/v1/chat/completions": (ChatBody,),
     "/v1/responses": (ResponsesBody,),
+    "/v1/messages": (AnthropicBody,),
+    "/v1/messages/count_tokens": (CountTokensBody,),
     "/tokenize": (TokenizeTextBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
 }
@@ -39,6 +42,19 @@ _ERROR = {
         }
     },
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
 
 
 def describe(app: FastAPI, *, needs_key: bool) -> None:
@@ -55,7 +71,7 @@ def describe(app: FastAPI, *, needs_key: bool) -> None:
 
 
 def _complete(description: dict[str, Any], needs_key: bool) -> None:
-    schemas: dict[str, Any] = {"Error": _ERROR}
+    schemas: dict[str, Any] = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     components: dict[str, Any] = {"schemas": schemas}
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -84,10 +100,11 @@ def _body(kinds: tuple[type[Body], ...], schemas: dict[str, Any]) -> dict[str, A
 def _responses(path: str) -> dict[str, Any]:
     kind = "text/plain" if path == "/metrics" else "application/json"
     content: dict[str, Any] = {kind: {"schema": {"type": "string"} if path == "/metrics" else {"type": "object"}}}
-    if path.endswith(("/completions", "/responses")):
+    if path.endswith(("/completions", "/responses", "/messages")):
         content["text/event-stream"] = {}
     answers = {"200": {"description": "what was asked for", "content": content}}
     if path == "/health":
         return {**answers, "503": {"description": "no requests are taken now", "content": content}}
-    error = {"application/json": {"schema": {"$ref": _PLACE.format(model="Error")}}}
+    model = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    error = {"application/json": {"schema": {"$ref": _PLACE.format(model=model)}}}
     return {**answers, "default": {"description": "why not", "content": error}}

@@ -14,7 +14,8 @@ from server.endpoints.completions import generate
 from server.endpoints.service import Service
 from server.intake.gate import tenant_of
 from server.running.generation import Generation
-from server.schema.responses import ResponsesBody, renamed
+from server.schema.renaming import renamed
+from server.schema.responses import CHAT_NAMES, ResponsesBody
 from server.tenants.account import Account
 from ssd.errors import RequestError
 
@@ -42,7 +43,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
         try:
             return await service.chat(body.chat, tenant, body)
         except RequestError as error:
-            raise renamed(error) from None
+            raise renamed(error, CHAT_NAMES) from None
 
     async def nothing_stored(_request: Request) -> Response:
         raise ApiError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from server.answers.anthropic_bodies import AnthropicBodies
 from server.answers.bodies import Bodies, CompletionBodies
 from server.answers.chat_bodies import ChatBodies
 from server.answers.logprobs import LogprobsWriter
@@ -25,6 +26,7 @@ from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
 from server.running.engine_thread import Worker
 from server.running.generation import Generation
+from server.schema.anthropic_body import AnthropicBody
 from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import COMPLETION_MAX_TOKENS, CompletionBody
@@ -116,19 +118,22 @@ class Service:
         return await self._starter.start(engine, body, prompts, bodies, default_limit=limit, tenant=tenant), bodies
 
     async def chat(
-        self, body: ChatBody, tenant: Account | None, response: ResponsesBody | None = None
+        self, body: ChatBody, tenant: Account | None, asked: ResponsesBody | AnthropicBody | None = None
     ) -> tuple[Generation, Bodies]:
         """Start every choice of a conversation's next message.
 
-        tenant : whose request it is. response : what the conversation was made of, and is answered as.
+        tenant : whose request it is. asked : what the conversation was made of, and is answered as.
         """
         engine = self._engine_for(body, tenant)
         prompt, plan = await self._chats.prepare(engine, body)
         options = {"messages": plan.messages, **await self._body_options(engine, body)}
-        if response is None:
-            bodies = ChatBodies(self._named(body), as_function_call=bool(body.functions), **options)
+        settings = self._named(body)
+        if isinstance(asked, ResponsesBody):
+            bodies: ChatBodies = ResponseBodies(settings, asked, **options)
+        elif isinstance(asked, AnthropicBody):
+            bodies = AnthropicBodies(settings, **options)
         else:
-            bodies = ResponseBodies(self._named(body), response, **options)
+            bodies = ChatBodies(settings, as_function_call=bool(body.functions), **options)
         generation = await self._starter.start(
             engine, body, [prompt], bodies, default_limit=None, tenant=tenant, plan=plan
         )

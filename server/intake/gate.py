@@ -10,6 +10,7 @@ from collections.abc import Collection
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.base.anthropic_errors import speaks_anthropic
 from server.base.errors import ApiError, error_response
 from server.base.record import current_record
 from server.intake.root_path import path_below_root
@@ -24,7 +25,7 @@ _OPEN_PATHS = frozenset({"/live", "/health", "/version", "/metrics", "/docs", "/
 
 
 class Gate:
-    """ASGI middleware: ``x-request-id`` on every response, bearer keys, a JSON body for unforeseen errors.
+    """ASGI middleware: ``x-request-id`` on every response, keys, a JSON body for unforeseen errors.
 
     Where there are keys, ``scope["state"]["tenant"]`` is the account of the tenant whose key a request brings, and
     answers under /v1 say what is left of its rates.
@@ -53,6 +54,8 @@ class Gate:
                 started = True
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
+                if speaks_anthropic(scope):
+                    answer["request-id"] = request_id
                 if tenant is not None and scope["path"].startswith("/v1/"):
                     answer.update(tenant.headers())
             await send(message)
@@ -62,7 +65,9 @@ class Gate:
             scope.setdefault("state", {})["tenant"] = tenant
         elif self._needs_key(scope):
             refusal = ApiError(
-                401, "missing or wrong API key: send the header 'Authorization: Bearer KEY'", code="invalid_api_key"
+                401,
+                "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
             )
             await error_response(refusal)(scope, receive, send_with_id)
             return
@@ -81,9 +86,9 @@ class Gate:
 
     def _tenant(self, headers: Headers) -> Account | None:
         """Whose key a request brings; None without a right one."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        found = self._tenants.find(key.strip())
-        return found if scheme.lower() == "bearer" else None
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        found = self._tenants.find(bearer.strip()) if scheme.lower() == "bearer" else None
+        return found if found is not None else self._tenants.find(headers.get("x-api-key", "").strip())
 
 
 def tenant_of(scope: Scope) -> Account | None:

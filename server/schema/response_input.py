@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from server.schema.conversation import Conversation
 from ssd.errors import RequestError, shown
-
-_ASSISTANT_ORDER = ("reasoning_content", "content", "tool_calls")
-"""What one message of an assistant says, in this order; what comes again or too late begins another one."""
 
 
 def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[str, Any]]:
@@ -17,7 +15,7 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
     Reasoning, text and calls that an assistant gave one after the other are one message. Raises RequestError
     (``param="input"``) for an item that cannot become a message, and names it.
     """
-    conversation = _Conversation()
+    conversation = _Items()
     if instructions is not None:
         conversation.add("system", instructions)
     if isinstance(items, str):
@@ -30,18 +28,8 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
     return conversation.messages
 
 
-class _Conversation:
+class _Items(Conversation):
     """Messages as they are put together from items."""
-
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._said = -1
-        """Which of `_ASSISTANT_ORDER` the last message has come to; -1 where it is not an assistant's."""
-
-    def add(self, role: str, content: str, **others: Any) -> None:
-        """A message of its own."""
-        self.messages.append({"role": role, "content": content, **others})
-        self._said = -1
 
     def take(self, item: Any, where: str) -> None:
         """Add what an item says."""
@@ -57,15 +45,14 @@ class _Conversation:
         """What anybody says."""
         role, text = item.get("role"), _text_of(item, "content", where)
         if role == "assistant":
-            self._assistant("content")["content"] = text
+            self.assistant("content")["content"] = text
         else:
             self.add(_string(item, "role", where), text)
 
     def function_call(self, item: Mapping[str, Any], where: str) -> None:
         """A call the assistant made."""
-        function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
-        call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
-        self._assistant("tool_calls").setdefault("tool_calls", []).append(call)
+        name, arguments = _string(item, "name", where), _string(item, "arguments", where)
+        self.call(name, arguments, _string(item, "call_id", where))
 
     def function_call_output(self, item: Mapping[str, Any], where: str) -> None:
         """What came of a call."""
@@ -75,22 +62,14 @@ class _Conversation:
     def reasoning(self, item: Mapping[str, Any], where: str) -> None:
         """What the assistant thought; nothing where the item holds no plain text."""
         if item.get("content"):
-            self._assistant("reasoning_content")["reasoning_content"] = _text_of(item, "content", where)
-
-    def _assistant(self, says: str) -> dict[str, Any]:
-        """The assistant's message that goes on with this: the last one, or another."""
-        rank = _ASSISTANT_ORDER.index(says)
-        if self._said < 0 or rank < self._said or (rank == self._said and says != "tool_calls"):
-            self.add("assistant", "")
-        self._said = rank
-        return self.messages[-1]
+            self.assistant("reasoning_content")["reasoning_content"] = _text_of(item, "content", where)
 
 
-_TAKES: dict[str, Callable[[_Conversation, Mapping[str, Any], str], None]] = {
-    "message": _Conversation.message,
-    "function_call": _Conversation.function_call,
-    "function_call_output": _Conversation.function_call_output,
-    "reasoning": _Conversation.reasoning,
+_TAKES: dict[str, Callable[[_Items, Mapping[str, Any], str], None]] = {
+    "message": _Items.message,
+    "function_call": _Items.function_call,
+    "function_call_output": _Items.function_call_output,
+    "reasoning": _Items.reasoning,
 }
 _TEXT_OF = {
     "input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "reasoning_text": "text",

@@ -13,6 +13,7 @@ from server.schema.chat import ChatBody
 from server.schema.generate import StreamOptions
 from server.schema.output_fields import Prediction, StructuredOutputs
 from server.schema.parts import Part
+from server.schema.renaming import renamed
 from server.schema.response_fields import honoured_response_fields
 from server.schema.response_input import messages_of
 from server.schema.response_tools import chat_tool_choice, chat_tools
@@ -28,7 +29,7 @@ _SAME_NAME = frozenset(
     }
 )  # fmt: skip
 """Fields that a chat completion has by the same name."""
-_CHAT_NAMES = {
+CHAT_NAMES = {
     "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
     "reasoning_effort": "reasoning", "logprobs": "include", "prompt": "input", "max_tokens": "max_output_tokens",
 }  # fmt: skip
@@ -165,7 +166,7 @@ class ResponsesBody(Body):
         try:
             self._chat = ChatBody.parse(self._chat_fields(), limits)
         except RequestError as error:
-            raise renamed(error) from None
+            raise renamed(error, CHAT_NAMES) from None
         repeated = pydantic_core.to_json([self.instructions, self.tools, self.metadata, self.tool_choice])
         self._is_small = len(repeated) <= SMALL_BODY_BYTES
 
@@ -195,13 +196,3 @@ class ResponsesBody(Body):
         if asked.schema_ is None:
             raise RequestError('text.format of type "json_schema" needs the field schema', param="text")
         return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema_}}
-
-
-def renamed(error: RequestError) -> RequestError:
-    """An error of a chat completion, with the field at fault as it is called here."""
-    if error.param not in _CHAT_NAMES:
-        return error
-    here, said = _CHAT_NAMES[error.param], str(error)
-    if said.startswith(error.param):
-        said = here + said.removeprefix(error.param)
-    return type(error)(said, param=here)

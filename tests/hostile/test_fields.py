@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from server.schema import anthropic_fields
+from server.schema.anthropic_body import AnthropicBody, CountTokensBody, OutputConfig, Thinking
+from server.schema.anthropic_tools import ToolChoice
 from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
@@ -38,17 +41,26 @@ BODIES: list[tuple[str, type[Body], dict[str, Any]]] = [
     ("/v1/completions", CompletionBody, {"prompt": "x", "max_tokens": 2}),
     ("/v1/chat/completions", ChatBody, {"messages": MESSAGES, "max_tokens": 2}),
     ("/v1/responses", ResponsesBody, {"input": "x", "max_output_tokens": 2}),
+    ("/v1/messages", AnthropicBody, {"messages": MESSAGES, "max_tokens": 2}),
+    ("/v1/messages/count_tokens", CountTokensBody, {"messages": MESSAGES}),
     ("/tokenize", TokenizeTextBody, {"prompt": "x"}),
     ("/tokenize", TokenizeChatBody, {"messages": MESSAGES}),
     ("/detokenize", DetokenizeBody, {"tokens": [5]}),
 ]
 PARTS: dict[str, type[Any]] = {
     "stream_options": StreamOptions, "response_format": ResponseFormat, "structured_outputs": StructuredOutputs,
-    "prediction": Prediction, "text": TextConfig, "reasoning": ReasoningConfig,
+    "prediction": Prediction, "text": TextConfig, "reasoning": ReasoningConfig, "thinking": Thinking,
+    "output_config": OutputConfig,
 }  # fmt: skip
 
 
+ANYTHING = {*IGNORED, *anthropic_fields.IGNORED, "chat_template_kwargs"}
+"""Fields of which no value is refused."""
+
+
 def names_of(schema: type[Body]) -> list[str]:
+    if schema in (AnthropicBody, CountTokensBody):
+        return sorted({*schema.model_fields, *anthropic_fields.IGNORED, *anthropic_fields.REFUSED})
     generates = schema in (CompletionBody, ChatBody, ResponsesBody)
     return sorted({*schema.model_fields, *(IGNORED.keys() | REFUSED.keys() | {"best_of"} if generates else ())})
 
@@ -69,7 +81,7 @@ def survives(server: RunningServer, path: str, body: bytes) -> int:
     answer = post(server.port, path, body)
     assert answer.status < 500, (path, body[:200], answer.content[:300])
     if answer.status >= 400:
-        assert answer.error["message"] and len(answer.content) < 1500, body[:200]
+        assert answer.json["error"]["message"] and len(answer.content) < 1500, body[:200]
     return answer.status
 
 
@@ -80,7 +92,7 @@ def test_no_value_of_a_field_is_an_error_of_the_server(
 ) -> None:
     for name in names_of(schema):
         statuses = [survives(server, path, spelled(base, name, value)) for value in WHOLE]
-        assert 400 in statuses or name in IGNORED.keys() | {"chat_template_kwargs"}, name
+        assert 400 in statuses or name in ANYTHING, name
     assert get(server.port, "/health").status == 200
 
 
@@ -150,4 +162,38 @@ def test_no_value_within_a_tool_of_a_response_is_an_error_of_the_server(server: 
         for value in WHOLE:
             given = spelled(tool, key, value).decode()
             survives(server, "/v1/responses", spelled(base, name, f"[{given}]" if name == "tools" else given))
+    assert get(server.port, "/health").status == 200
+
+
+@pytest.mark.parametrize("kind", ["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image"])
+def test_no_value_within_a_block_is_an_error_of_the_server(server: RunningServer, kind: str) -> None:
+    block = {
+        "text": "x", "thinking": "x", "data": "x", "id": "c", "name": "f", "input": {}, "tool_use_id": "c",
+        "content": "x", "is_error": False, "cache_control": None,
+    }  # fmt: skip
+    known = {"text": ["text"], "thinking": ["thinking"], "tool_use": ["id", "name", "input"]}
+    known["tool_result"] = ["tool_use_id", "content", "is_error"]
+    base = {"type": kind, **{key: block[key] for key in known.get(kind, ["data"])}}
+    role = "user" if kind == "tool_result" else "assistant"
+    for key in ("type", *block):
+        for value in WHOLE:
+            turn = f'{{"role":"{role}","content":[{spelled(base, key, value).decode()}]}}'
+            survives(server, "/v1/messages", f'{{"max_tokens":1,"messages":[{turn}]}}'.encode())
+    assert get(server.port, "/health").status == 200
+
+
+@pytest.mark.parametrize("name", ["tools", "tool_choice", "messages"])
+def test_no_value_within_a_tool_of_a_message_is_an_error_of_the_server(server: RunningServer, name: str) -> None:
+    tool = {"name": "f", "description": "x", "input_schema": {}, "type": "custom", "strict": True}
+    base = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"name": "f", "input_schema": {}}]}
+    parts: dict[str, dict[str, Any]] = {
+        "tools": tool,
+        "tool_choice": dict.fromkeys(ToolChoice.model_fields),
+        "messages": {**MESSAGES[0]},
+    }
+    for key in (*parts[name], "x"):
+        for value in WHOLE:
+            rest = {"type": "tool"} if name == "tool_choice" else parts[name]
+            given = spelled(rest, key, value).decode()
+            survives(server, "/v1/messages", spelled(base, name, given if name == "tool_choice" else f"[{given}]"))
     assert get(server.port, "/health").status == 200

@@ -23,7 +23,7 @@ from ssd.text.codec import TextCodec
 from tests.server.client import get
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
-NUM_POSTS = 5
+NUM_POSTS = 7
 CASES = int(os.environ.get("SSD_FUZZ_CASES", "300"))
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance]
 

@@ -25,6 +25,9 @@ def test_store_false_and_the_header_keep_a_request_out_of_the_cache(server: Runn
     response = {"input": PROMPT, "max_output_tokens": 8}
     assert post(server.port, "/v1/responses", {**response, "store": False}).status == 200
     assert post(server.port, "/v1/responses", response, headers={"x-ssd-no-learn": "1"}).status == 200
+    message = {"messages": chat["messages"], "max_tokens": 8}
+    assert post(server.port, "/v1/messages", {**message, "store": False}).status == 200
+    assert post(server.port, "/v1/messages", message, headers={"x-ssd-no-learn": "1"}).status == 200
     body = {"prompt": PROMPT, "max_tokens": 60}
     for value in ("1", "true"):
         assert post(server.port, "/v1/completions", body, headers={"x-ssd-no-learn": value}).status == 200

@@ -17,6 +17,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "abc"}, "cmpl-"),
     ("/v1/chat/completions", CHAT, "chatcmpl-"),
     ("/v1/responses", {"input": "abc"}, "resp_"),
+    ("/v1/messages", {**CHAT, "max_tokens": 3}, "msg_"),
 ]
 
 
@@ -44,7 +45,8 @@ def test_an_answer_is_named_after_its_request(
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("POST", "/v1/completions", 400), ("POST", "/v1/responses", 400), ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/completions", 400), ("POST", "/v1/responses", 400), ("POST", "/v1/messages", 400),
+        ("GET", "/v1/nothing", 404),
         ("GET", "/v1/completions", 405), ("GET", "/v1/responses/resp_1", 404), ("GET", "/health", 200),
         ("GET", "/v1/models/nobody", 404),
     ],
