@@ -87,7 +87,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
     """The same in Anthropic's form."""
     found = _noted(error)
-    return anthropic_form(found.status, str(found), current_record().request_id)
+    return anthropic_form(found.status, str(found), found.code, current_record().request_id)
 
 
 def _noted(error: Exception) -> ApiError:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
@@ -31,6 +31,7 @@ from ssd.text.codec import TextCodec
 from tests.server.client import Answer, ask, get, post, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.saying_engine import SayingEngine
+from tests.server.test_obfuscation import num_accepted, on_the_wire
 from tests.server.test_response_items import ANY, FORMATS, PIECES
 
 MODEL = "test-model"
@@ -230,6 +231,22 @@ def test_an_obfuscated_stream_has_lengths_that_tell_nothing(obfuscation_interval
     assert told(events) == told(plain)
 
 
+def test_writes_do_not_tell_what_was_accepted(server: RunningServer) -> None:
+    asked: dict[str, Any] = {"messages": TURNS, "temperature": 0, "max_tokens": 100, "ignore_eos": True}
+    asked["stream_options"] = {"include_obfuscation": True}
+    post(server.port, PATH, {**asked, "stream_options": None})  # and the cache has learned it
+    before = num_accepted(server)
+    plain_sizes, _ = on_the_wire(server.port, PATH, {**asked, "num_speculative_tokens": 0})
+    assert num_accepted(server) == before
+    for _ in range(8):  # where start-up was measured on a busy machine, drafts must first be seen to pay
+        drafted_sizes, _ = on_the_wire(server.port, PATH, asked)
+        if num_accepted(server) > before + 40:
+            break
+    assert num_accepted(server) > before + 40
+    assert drafted_sizes == plain_sizes
+    assert all(size % PADDED_BYTES == 0 for size in plain_sizes)
+
+
 # -- tools and reasoning ---------------------------------------------------------------------------------------------
 
 WEATHER: dict[str, Any] = {
@@ -271,6 +288,29 @@ def test_the_client_plays_a_tool_conversation(client: anthropic.Anthropic) -> No
     turns += [called.to_param(), {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}]
     answered = client.messages.create(**asked, messages=turns, tool_choice={"type": "none"})
     assert (answered.content[0].type, answered.stop_reason) != ("tool_use", "tool_use")
+
+
+def test_an_agent_of_the_client_runs_its_tools(client: anthropic.Anthropic) -> None:
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def get_weather(city: Literal["Paris", "Oslo"]) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return "Sunny."
+
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=60, messages=[{"role": "user", "content": "The weather?"}], tools=[get_weather],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True}, max_iterations=2, **GREEDY,
+    )  # fmt: skip
+    answers = list(runner)  # the first request asks for a conversation that is kept, and is refused
+    first, second = (answer.usage for answer in answers)
+    assert answers[0].stop_reason == "tool_use" and asked
+    assert sum_of_input(second) > sum_of_input(first)
+
+
+def sum_of_input(usage: Any) -> int:
+    return int(usage.input_tokens + usage.cache_read_input_tokens)
 
 
 def test_what_is_thought_is_a_block_of_its_own() -> None:
@@ -402,6 +442,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"thinking": {"type": "sometimes"}}, "thinking"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
         ({"container": "x"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"temperature": 5}, "temperature"),
         ({"n": 2}, "n"),
