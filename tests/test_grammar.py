@@ -203,6 +203,20 @@ def test_a_grammar_that_becomes_too_complex_is_an_error_once_the_output_is_there
         tried.advance([*output[1:], CODEC.eos_token_ids[0]]) if tried.masks(output[1:]) else None
 
 
+@pytest.mark.parametrize("rule", ['x x | "a"', 'x x x | x x | "a"'])
+def test_an_ambiguous_grammar_ends_before_its_steps_become_long(rule: str) -> None:
+    state = compiler().compile(StructuredOutput("grammar", f"start: x\nx: {rule}", "guided_grammar"))
+    (letter,) = CODEC.encode_completion("a")
+    for _ in range(1000):
+        if not state.masks([])[0][letter]:
+            break
+        state.advance([letter])
+    else:
+        pytest.fail("it goes on")
+    with pytest.raises(RequestError, match="too complex"):
+        state.advance([CODEC.eos_token_ids[0]])
+
+
 def test_a_refusal_of_a_grammar_is_one_short_line() -> None:
     with pytest.raises(RequestError) as caught:
         compiler().compile(StructuredOutput("grammar", "start: x " + '"' + "y" * 5000 + '"', "guided_grammar"))

@@ -82,9 +82,11 @@ def _waiting(waiting: list[Sequence]) -> Iterator[str]:
     for sequence in waiting:
         if sequence.slot >= 0:
             yield f"request {sequence.request.request_id} waits and has slot {sequence.slot}"
-    turns = [sequence.turn for sequence in waiting]
-    if turns != sorted(turns):
-        yield "the waiting requests are not in the order of their turns"
+    turns: dict[str | None, list[tuple[int, int]]] = {}
+    for sequence in waiting:
+        turns.setdefault(sequence.request.tenant, []).append(sequence.turn)
+    if any(of_one != sorted(of_one) for of_one in turns.values()):
+        yield "the waiting requests of a tenant are not in the order of their turns"
 
 
 def _kept(target: Target, scheduler: Scheduler, reuse: PrefixReuse) -> Iterator[str]:

@@ -27,6 +27,11 @@ INSTALL = "pip install 'ssd-serving[structured]'"
 _MAX_COMPILED = 32
 # Half a second and 50 MB for the worst of short sources: what is out of all proportion is refused.
 _LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
+# States of the parser at one place of the output. A place costs about as many times those before it: an ambiguous
+# grammar, x: x x | "a", took 170 ms a token after 800 tokens where 2,000 were allowed, and everybody waited for it.
+# The other kinds are made by us and have few, or one for each of many choices.
+_PARSER_STATES = {"grammar": 256}
+_MOST_PARSER_STATES = 2000
 # Enough to indent with. Without a bound small models write white space between two tokens for ever.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
 
@@ -188,7 +193,12 @@ def _new_matcher(tokenizer: Any, output: StructuredOutput) -> Any:
     """A matcher at the beginning, which may be in an error state; raises ValueError where the source is malformed."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, max_lexer_states=_LEXER_STATES, verbose_errors=False)
+    limits = LLParserLimits(
+        initial_lexer_fuel=_LEXER_FUEL,
+        max_lexer_states=_LEXER_STATES,
+        max_items_in_row=_PARSER_STATES.get(output.kind, _MOST_PARSER_STATES),
+        verbose_errors=False,
+    )
     matcher = LLMatcher(tokenizer, _grammar_of(output, LLMatcher), log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # much is compiled only now, and may be too complex
