@@ -56,7 +56,7 @@ class Gate:
                 answer["x-request-id"] = request_id
                 if speaks_anthropic(scope):
                     answer["request-id"] = request_id
-                if tenant is not None and scope["path"].startswith("/v1/"):
+                if tenant is not None and path_below_root(scope).startswith("/v1/"):
                     answer.update(tenant.headers())
             await send(message)
 
