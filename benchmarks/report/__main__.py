@@ -22,7 +22,7 @@ from benchmarks.report.growth import growth_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
-from benchmarks.report.service import connections_section, http_section, side_channels_section
+from benchmarks.report.service import connections_section, http_section, side_channels_section, soak_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -76,6 +76,8 @@ def pages() -> dict[str, str]:
         put(SERVING, "connections", connections_section(connections))
     if (http := _result("http")) is not None:
         put(BENCHMARKS, "http", http_section(http))
+    if (soak := _result("soak")) is not None:
+        put(BENCHMARKS, "soak", soak_section(soak))
     put(SERVING, "flags", flags_section())
     put(API, "api", api_section())
     put(TUNING, "constants", constants_section(ROOT))

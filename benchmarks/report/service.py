@@ -43,6 +43,18 @@ def http_section(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def soak_section(result: dict[str, Any]) -> str:
+    """What was asked for how long, and what became of it."""
+    parameters = result["parameters"]
+    return (
+        f"`python -m benchmarks.soak`{_where(result)}: {parameters['seconds'] / 60:g} minutes, {parameters['clients']} "
+        f"clients, {len(result['kinds'])} kinds of requests under three keys. {result['answers']:,} answers "
+        f"({result['tokens']:,} tokens) were compared with the engine called directly without drafts: "
+        f"{result['changed']} changed, {result['ties']} near ties, {result['failed']} failed; {result['left']:,} were "
+        f"left before they ended. Memory of the last quarter was {result['growth']:.2f} of the second's."
+    )
+
+
 def side_channels_section(result: dict[str, Any]) -> str:
     """A line an attack: its rate without and with the guard, and chance."""
     parameters = result["parameters"]
