@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.tools.pieces import Pieces, Reader
-from server.tools.scanner import Markers, Scanner, Steps
+from server.tools.pieces import Pieces, Reader, after_markers
+from server.tools.scanner import Scanner, Steps
 
 Accepts = Callable[[str], bool]
 """Whether a name is a function's."""
@@ -32,20 +32,11 @@ class JsonFormat:
 
 def json_calls(form: JsonFormat, accepts: Accepts) -> Reader:
     """Reads a message with such calls."""
-    markers = Markers(*form.begin) if form.begin else None
 
-    def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
-        if form.bare:
-            yield from scanner.space()
-            if (yield from scanner.peek()) in ("{", "["):
-                yield from read_objects(scanner, pieces, form, accepts)
-            pieces.content(scanner.trail())
-        while markers and (yield from scanner.until(markers, pieces.content)):
-            yield from scanner.space()
-            yield from read_objects(scanner, pieces, form, accepts)
-            pieces.content(scanner.trail())
+    def read_calls(scanner: Scanner, pieces: Pieces) -> Steps[None]:
+        return read_objects(scanner, pieces, form, accepts)
 
-    return read
+    return after_markers(form.begin, ("{", "[") if form.bare else (), read_calls)
 
 
 def read_objects(scanner: Scanner, pieces: Pieces, form: JsonFormat, accepts: Accepts) -> Steps[None]:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from server.tools.json_calls import Accepts, JsonFormat, read_objects
-from server.tools.pieces import Pieces, Reader
-from server.tools.scanner import Markers, Scanner, Steps
+from server.tools.pieces import Pieces, Reader, in_sections
+from server.tools.scanner import Scanner, Steps
 
 _NAME = re.compile(r"[\w.:/-]+")
 CALL_ID = "[CALL_ID]"
@@ -37,16 +37,11 @@ class NamedFormat:
 
 def named_calls(form: NamedFormat, accepts: Accepts) -> Reader:
     """Reads a message with such calls."""
-    markers = Markers(*filter(None, (form.section, form.call)))
 
-    def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
-        while marker := (yield from scanner.until(markers, pieces.content)):
-            yield from scanner.space()
-            if marker == form.call or (yield from scanner.literal(form.call)):
-                yield from _read_calls(scanner, pieces, form, accepts)
-            pieces.content(scanner.trail())
+    def read_calls(scanner: Scanner, pieces: Pieces) -> Steps[None]:
+        return _read_calls(scanner, pieces, form, accepts)
 
-    return read
+    return in_sections((form.section,) if form.section else (), form.call, read_calls)
 
 
 def _read_calls(scanner: Scanner, pieces: Pieces, form: NamedFormat, accepts: Accepts) -> Steps[None]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from server.tools.message import MessageDelta, ToolCallDelta
-from server.tools.scanner import Scanner, Steps
+from server.tools.scanner import Markers, Scanner, Steps
 
 
 class Pieces:
@@ -88,6 +88,38 @@ class Pieces:
 
 Reader = Callable[[Scanner, Pieces], Steps[None]]
 """Reads a message, or the next part of it."""
+
+
+def after_markers(begin: Collection[str], bare: Collection[str], read_calls: Reader) -> Reader:
+    """Reads a message with calls behind each of the markers ``begin``, and at its beginning before one of ``bare``."""
+    markers = Markers(*begin) if begin else None
+
+    def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
+        if bare:
+            yield from scanner.space()
+            if (yield from scanner.peek()) in bare:
+                yield from read_calls(scanner, pieces)
+            pieces.content(scanner.trail())
+        while markers and (yield from scanner.until(markers, pieces.content)):
+            yield from scanner.space()
+            yield from read_calls(scanner, pieces)
+            pieces.content(scanner.trail())
+
+    return read
+
+
+def in_sections(sections: Collection[str], call: str, read_calls: Reader) -> Reader:
+    """Reads a message with calls that each begin with ``call``, the first perhaps with one of ``sections`` before."""
+    markers = Markers(*sections, call)
+
+    def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
+        while marker := (yield from scanner.until(markers, pieces.content)):
+            yield from scanner.space()
+            if marker == call or (yield from scanner.literal(call)):
+                yield from read_calls(scanner, pieces)
+            pieces.content(scanner.trail())
+
+    return read
 
 
 class StreamParser:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from server.tools.functions import json_characters, json_string
 from server.tools.json_calls import Accepts
-from server.tools.pieces import Pieces, Reader
-from server.tools.scanner import Markers, Scanner, Sink, Steps
+from server.tools.pieces import Pieces, Reader, after_markers
+from server.tools.scanner import Scanner, Sink, Steps
 
 _NAME = re.compile(r"[\w.]+")
 _WORD = re.compile(r"""[^\s,:()\[\]{}"'=]+""")
@@ -36,20 +36,11 @@ class PythonicFormat:
 
 def pythonic_calls(form: PythonicFormat, accepts: Accepts) -> Reader:
     """Reads a message with such calls; where there is no marker only a function that is ``accepts``-ed makes one."""
-    markers = Markers(*form.begin) if form.begin else None
 
-    def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
-        if form.bare:
-            yield from scanner.space()
-            if (yield from scanner.peek()) == "[":
-                yield from _read_calls(scanner, pieces, form, accepts)
-            pieces.content(scanner.trail())
-        while markers and (yield from scanner.until(markers, pieces.content)):
-            yield from scanner.space()
-            yield from _read_calls(scanner, pieces, form, accepts)
-            pieces.content(scanner.trail())
+    def read_calls(scanner: Scanner, pieces: Pieces) -> Steps[None]:
+        return _read_calls(scanner, pieces, form, accepts)
 
-    return read
+    return after_markers(form.begin, ("[",) if form.bare else (), read_calls)
 
 
 def _read_calls(scanner: Scanner, pieces: Pieces, form: PythonicFormat, accepts: Accepts) -> Steps[None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from server.tools.functions import Functions, json_characters, json_of, json_string, types_of
 from server.tools.json_calls import Accepts
-from server.tools.pieces import Pieces, Reader
+from server.tools.pieces import Pieces, Reader, in_sections
 from server.tools.scanner import Markers, Scanner, Steps
 
 _NAME = re.compile(r"""[^\s<>"'{}\[\]]+""")
@@ -35,16 +35,11 @@ class XmlFormat:
 
 def xml_calls(form: XmlFormat, functions: Functions, accepts: Accepts) -> Reader:
     """Reads a message with such calls; values are read by the types in the schemas of ``functions``."""
-    markers = Markers(*form.section, form.call)
 
-    def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
-        while marker := (yield from scanner.until(markers, pieces.content)):
-            yield from scanner.space()
-            if marker == form.call or (yield from scanner.literal(form.call)):
-                yield from _read_calls(scanner, pieces, form, functions, accepts)
-            pieces.content(scanner.trail())
+    def read_calls(scanner: Scanner, pieces: Pieces) -> Steps[None]:
+        return _read_calls(scanner, pieces, form, functions, accepts)
 
-    return read
+    return in_sections(form.section, form.call, read_calls)
 
 
 def _read_calls(
