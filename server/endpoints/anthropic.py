@@ -12,9 +12,8 @@ from server.endpoints.service import Service
 from server.intake.gate import tenant_of
 from server.running.generation import Generation
 from server.schema.anthropic_body import CHAT_NAMES, AnthropicBody, CountTokensBody
-from server.schema.renaming import renamed
+from server.schema.renaming import renaming
 from server.tenants.account import Account
-from ssd.errors import RequestError
 
 
 def add_anthropic(app: FastAPI, service: Service) -> None:
@@ -28,14 +27,10 @@ def add_anthropic(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         body = await service.read(request, CountTokensBody)
-        try:
+        with renaming(CHAT_NAMES):
             counted = await service.tokenize(body.chat)
-        except RequestError as error:
-            raise renamed(error, CHAT_NAMES) from None
         return JSONResponse({"input_tokens": counted["count"]})
 
     async def start(body: AnthropicBody, tenant: Account | None) -> tuple[Generation, Bodies]:
-        try:
+        with renaming(CHAT_NAMES):
             return await service.chat(body.chat, tenant, body)
-        except RequestError as error:
-            raise renamed(error, CHAT_NAMES) from None

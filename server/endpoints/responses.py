@@ -14,10 +14,9 @@ from server.endpoints.completions import generate
 from server.endpoints.service import Service
 from server.intake.gate import tenant_of
 from server.running.generation import Generation
-from server.schema.renaming import renamed
+from server.schema.renaming import renaming
 from server.schema.responses import CHAT_NAMES, ResponsesBody
 from server.tenants.account import Account
-from ssd.errors import RequestError
 
 _STORED: dict[str, tuple[str, ...]] = {
     "/v1/responses/{id}": ("GET", "DELETE"),
@@ -40,10 +39,8 @@ def add_responses(app: FastAPI, service: Service) -> None:
         return await generate(request, service, body.chat, start(body, tenant_of(request.scope)), body.events)
 
     async def start(body: ResponsesBody, tenant: Account | None) -> tuple[Generation, Bodies]:
-        try:
+        with renaming(CHAT_NAMES):
             return await service.chat(body.chat, tenant, body)
-        except RequestError as error:
-            raise renamed(error, CHAT_NAMES) from None
 
     async def nothing_stored(_request: Request) -> Response:
         raise ApiError(

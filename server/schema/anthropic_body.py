@@ -15,8 +15,9 @@ from server.schema.chat import ChatBody
 from server.schema.generate import StreamOptions
 from server.schema.output_fields import Prediction
 from server.schema.parts import Part
-from server.schema.renaming import renamed
+from server.schema.renaming import renaming
 from server.schema.responses import ResponseStreamOptions
+from server.schema.sampling_fields import CommonFields
 from server.schema.tokenize import TokenizeChatBody
 from ssd.errors import RequestError
 
@@ -115,30 +116,19 @@ class CountTokensBody(AnthropicChat):
 
     def require_within(self, limits: Limits) -> None:
         """Raises RequestError for whatever /tokenize would be refused for."""
-        try:
+        with renaming(CHAT_NAMES):
             self._chat = TokenizeChatBody.parse({"model": self.model, **self.prompt_fields()}, limits)
-        except RequestError as error:
-            raise renamed(error, CHAT_NAMES) from None
 
 
-class AnthropicBody(AnthropicChat):
+class AnthropicBody(CommonFields, AnthropicChat):
     """POST /v1/messages."""
 
     max_tokens: int
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stop_sequences: Annotated[list[str], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
     stream: bool = False
     # Those of chat completions
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = Field(default=None, description="false: nothing is learned from this request")
-    min_p: float | None = None
-    seed: int | None = None
-    ignore_eos: bool = False
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
-    priority: int = 0
-    num_speculative_tokens: int | None = None
     prediction: Prediction | None = None
 
     _chat: ChatBody = PrivateAttr()
@@ -170,7 +160,5 @@ class AnthropicBody(AnthropicChat):
         if self.output_config is not None and self.output_config.format is not None:
             schema = {"name": "", "schema": self.output_config.format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        try:
+        with renaming(CHAT_NAMES):
             self._chat = ChatBody.parse(fields, limits)
-        except RequestError as error:
-            raise renamed(error, CHAT_NAMES) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 from pydantic import Field
 
@@ -11,6 +10,7 @@ from server.base.limits import Limits
 from server.schema.body import Body
 from server.schema.output_fields import OutputFields
 from server.schema.parts import Part
+from server.schema.sampling_fields import SamplingFields
 from ssd.config import SamplingParams
 from ssd.errors import RequestError, shown
 
@@ -26,27 +26,12 @@ class StreamOptions(Part):
     )
 
 
-class GenerateBody(OutputFields, Body):
+class GenerateBody(SamplingFields, OutputFields, Body):
     """What completions and chat completions have in common."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(default=None, description="wins over the older ``max_tokens``")
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list, max_length=128)
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] = Field(default_factory=list)
-    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     prompt_logprobs: int | None = Field(default=None, description="as ``logprobs``, for the prompt's tokens; vLLM's")
     return_tokens_as_token_ids: bool = False
     n: int = Field(default=1, ge=1, le=128)
@@ -57,12 +42,6 @@ class GenerateBody(OutputFields, Body):
         default=None, description="false: drafts still come from the cache, but nothing of this request is added to it"
     )
     skip_special_tokens: bool = Field(default=True, description="false: special tokens are written as text, too")
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
-    priority: int = 0
-    num_speculative_tokens: int | None = Field(
-        default=None,
-        description="most draft tokens per step of this request; 0: plain decoding. The output is the same",
-    )
 
     def require_within(self, limits: Limits) -> None:
         """Raises RequestError for a structured output that would take too long to compile, or more than one."""

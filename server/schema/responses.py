@@ -13,10 +13,11 @@ from server.schema.chat import ChatBody
 from server.schema.generate import StreamOptions
 from server.schema.output_fields import Prediction, StructuredOutputs
 from server.schema.parts import Part
-from server.schema.renaming import renamed
+from server.schema.renaming import renaming
 from server.schema.response_fields import honoured_response_fields
 from server.schema.response_input import messages_of
 from server.schema.response_tools import chat_tool_choice, chat_tools
+from server.schema.sampling_fields import SamplingFields
 from ssd.config import MAX_LOGPROBS
 from ssd.errors import RequestError
 
@@ -81,7 +82,7 @@ class ResponseStreamOptions(Part):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(SamplingFields, Body):
     """POST /v1/responses: what does not need a response that was stored before."""
 
     input: str | Annotated[list[Any], Field(fail_fast=True)] = Field(
@@ -89,8 +90,6 @@ class ResponsesBody(Body):
     )
     instructions: str | None = Field(default=None, description="a system message before the input")
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: Annotated[list[Any], Field(fail_fast=True)] = Field(default_factory=list, description="functions")
     tool_choice: Any = None
     parallel_tool_calls: bool = True
@@ -105,22 +104,6 @@ class ResponsesBody(Body):
     stream_options: ResponseStreamOptions | None = None
     store: bool = Field(default=True, description="responses are never stored; false: nor is anything learned from it")
     # Those of chat completions
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list, max_length=128)
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] = Field(default_factory=list)
-    allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
-    priority: int = 0
-    num_speculative_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
     prediction: Prediction | None = None
@@ -163,10 +146,8 @@ class ResponsesBody(Body):
         """Raises RequestError for whatever the chat completion would be refused for."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
-        try:
+        with renaming(CHAT_NAMES):
             self._chat = ChatBody.parse(self._chat_fields(), limits)
-        except RequestError as error:
-            raise renamed(error, CHAT_NAMES) from None
         repeated = pydantic_core.to_json([self.instructions, self.tools, self.metadata, self.tool_choice])
         self._is_small = len(repeated) <= SMALL_BODY_BYTES
 
