@@ -7,12 +7,8 @@ import logging
 import resource
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from server.base.settings import ServerSettings
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 

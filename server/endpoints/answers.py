@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
 from server.answers.anthropic_bodies import AnthropicBodies
 from server.answers.anthropic_stream import AnthropicEventWriter
@@ -21,9 +20,6 @@ from server.running.engine_thread import Worker
 from server.running.generation import Generation
 from server.schema.generate import StreamOptions
 from ssd.text.stream import TextStream
-
-if TYPE_CHECKING:
-    pass
 
 
 class Answers:

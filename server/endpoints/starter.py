@@ -21,7 +21,7 @@ from server.running.latencies import Latencies
 from server.schema.completions import CompletionBody
 from server.schema.generate import GenerateBody
 from server.tenants.account import Account, Admission
-from server.tenants.registry import Tenants
+from server.tenants.registry import CacheUse, Tenants
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
 
@@ -107,10 +107,18 @@ class Starter:
                 "shown_special_ids": plan.shown_special_ids,
             }
             sampling = self._sampling_of(engine, body, ruled, default_limit)
+            cache_use = self._tenants.cache_use(tenant, self._settings.namespace_of(body.model), body.cache_salt)
             generation.submit(
                 [
                     self._request(
-                        body, sampling(len(prompt)), prompt, prediction or (), choice, f"{prefix}-{i}", tenant
+                        body,
+                        sampling(len(prompt)),
+                        prompt,
+                        prediction or (),
+                        choice,
+                        f"{prefix}-{i}",
+                        tenant,
+                        cache_use,
                     )
                     for i, prompt in enumerate(prompt_ids)
                     for choice in range(body.n)
@@ -124,9 +132,7 @@ class Starter:
             else:
                 await self._lanes.answers.run(submit)
         except BaseException:
-            if admission is not None:
-                admission.take_back()
-            generation.close()
+            generation.take_back()
             raise
         return generation
 
@@ -178,33 +184,29 @@ class Starter:
         choice: int,
         prefix: str,
         tenant: Account | None,
+        cache_use: CacheUse,
     ) -> EngineRequest:
         from ssd.engine import Request  # by now loaded by the engine's thread
 
-        base = self._namespace(body)
-        cache = self._tenants.cache_use(tenant, base, body.cache_salt)
+        shares_prefixes = self._settings.share_prefix_cache
         return Request(
             request_id=f"{prefix}-{choice}",
             prompt_token_ids=prompt,
             sampling=sampling,
             choice_index=choice,
-            namespace=cache.namespace,
-            namespace_terms=cache.terms,
+            namespace=cache_use.namespace,
+            namespace_terms=cache_use.terms,
             priority=body.priority,
             cache_salt=body.cache_salt,
             tenant=None if tenant is None else tenant.name,
             max_running=None if tenant is None else tenant.tenant.quotas.max_running,
-            prefix_scope=base if self._settings.share_prefix_cache else None,
+            prefix_scope=self._settings.namespace_of(body.model) if shares_prefixes else None,
             num_speculative_tokens=body.num_speculative_tokens,
             prediction_token_ids=prediction,
             adapter=self._settings.adapter_of(body.model),
             learn=body.store is not False,
             keeps_steps=self._settings.spec_decode_metrics != "none",
         )
-
-    def _namespace(self, body: GenerateBody) -> str | None:
-        """What the caches of a request's tenant and salt are derived from."""
-        return self._settings.namespace_of(body.model)
 
 
 def _admitted(tenant: Account | None, engine: Engine, num_choices: int, num_prompt_tokens: int) -> Admission | None:

@@ -123,20 +123,20 @@ class Generation:
         self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
-        """Hand over all choices; when one is refused, none stays and the refusal is raised."""
+        """Hand over all choices; raises where one is refused, and is to be taken back then."""
         note_submitted(self._account, requests[0], len(requests))
-        try:
-            for request in requests:
-                self.sampling = request.sampling
-                self._worker.submit(request, self._inbox)
-                self._index[request.request_id] = len(self.choices)
-                self._running.add(request.request_id)
-                self.choices.append(Choice())
-        except BaseException:
-            if self._admission is not None:
-                self._admission.take_back()
-            self.close()
-            raise
+        for request in requests:
+            self.sampling = request.sampling
+            self._worker.submit(request, self._inbox)
+            self._index[request.request_id] = len(self.choices)
+            self._running.add(request.request_id)
+            self.choices.append(Choice())
+
+    def take_back(self) -> None:
+        """Close what could not be submitted as a whole: it counts for nobody."""
+        if self._admission is not None:
+            self._admission.take_back()
+        self.close()
 
     def close(self) -> None:
         """Cancel what still runs, so that its slot is free at the engine's next step."""
