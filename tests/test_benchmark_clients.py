@@ -6,14 +6,14 @@ import pytest
 
 from benchmarks.clients.checks import KEY, MODEL, Checks
 from benchmarks.clients.use_openai import check_openai
+from tests.server.bundled_engine import load_bundled
 from tests.server.failing_engine import serving
-from tests.server.test_responses import load
 
 
 @pytest.mark.slow
 def test_the_official_client_gets_what_it_should() -> None:
     checks = Checks("openai")
-    with serving(load, model_names=(MODEL,), api_keys=(KEY,)) as server:
+    with serving(load_bundled, model_names=(MODEL,), api_keys=(KEY,)) as server:
         check_openai(f"{server.url}/v1", KEY, checks)
     assert not checks.failed
     assert len(checks.passed) > 10

@@ -12,7 +12,6 @@ import time
 import tomllib
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.faults.processes import find_redis_server, free_port
 from server.command.arguments import Options, parse_arguments
-from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
 from ssd.sharing.redis_log import SharingStats
-from ssd.text.codec import TextCodec
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import ask, get, wait_until
 from tests.server.failing_engine import RunningServer, serving
 
@@ -90,14 +85,6 @@ def expressions() -> list[str]:
     return [expression for each in panels().values() for expression in each] + list(alerts().values())
 
 
-def load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=4, max_model_len=512)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
-
-
 def sharing_stats() -> dict[str, SharingStats]:
     """Of a server whose Redis answers and has nothing to say."""
     nothing: dict[str, Any] = dict.fromkeys(SharingStats.__dataclass_fields__, 0)
@@ -106,7 +93,7 @@ def sharing_stats() -> dict[str, SharingStats]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load, sharing_stats=sharing_stats, api_keys=(KEY,)) as running:
+    with serving(load_bundled, sharing_stats=sharing_stats, api_keys=(KEY,)) as running:
         yield running
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import anthropic
@@ -23,11 +22,8 @@ from server.schema.anthropic_input import messages_of
 from server.tools.messages import Messages
 from server.tools.registry import make_parser
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine
 from ssd.errors import RequestError
-from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import Answer, ask, get, post, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.saying_engine import SayingEngine
@@ -41,17 +37,9 @@ TURNS = [{"role": "user", "content": ASKED}]
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}  # which the client has no argument for
 
 
-def load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=4, max_model_len=512)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load, model=str(MODEL_PATH), obfuscation_interval_s=0.0) as running:
+    with serving(load_bundled, model=str(MODEL_PATH), obfuscation_interval_s=0.0) as running:
         yield running
 
 
@@ -219,7 +207,7 @@ def test_tokens_are_counted_as_they_are_taken(client: anthropic.Anthropic) -> No
 
 @pytest.mark.parametrize("obfuscation_interval_s", [0.0, 0.05])
 def test_an_obfuscated_stream_has_lengths_that_tell_nothing(obfuscation_interval_s: float) -> None:
-    with serving(load, model=str(MODEL_PATH), obfuscation_interval_s=obfuscation_interval_s) as server:
+    with serving(load_bundled, model=str(MODEL_PATH), obfuscation_interval_s=obfuscation_interval_s) as server:
         plain = stream(server, max_tokens=40, ignore_eos=True)
         body = {"messages": TURNS, "temperature": 0, "max_tokens": 40, "ignore_eos": True, "stream": True}
         answer = post(server.port, PATH, {**body, "stream_options": {"include_obfuscation": True}})

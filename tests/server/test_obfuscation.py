@@ -7,7 +7,6 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -20,11 +19,10 @@ from server.answers.stream import PADDED_BYTES
 from server.base.settings import OBFUSCATION_TOKENS as PIECE_TOKENS
 from server.command.arguments import parse_arguments
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine, FinishReason, RequestOutput, RequestStats
-from ssd.retrieval.cache import CacheSet
+from ssd.engine import FinishReason, RequestOutput, RequestStats
 from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
@@ -32,17 +30,9 @@ INTERVAL_S = 0.02
 PROMPT = "def add(a, b):\n    return"
 
 
-def load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=4, max_model_len=512)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load, obfuscation_interval_s=INTERVAL_S) as running:
+    with serving(load_bundled, obfuscation_interval_s=INTERVAL_S) as running:
         yield running
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,26 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.base.record import Record
 from server.observe.namespaces import MOST_NAMED, OTHERS, NamespaceFamilies
-from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.cache_state import CacheStats
-from ssd.text.codec import TextCodec
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, greedy_completion, post, wait_until
 from tests.server.failing_engine import RunningServer, serving
 from tests.server.test_access_log import Log, logging_to
 
 REPEATS = {"prompt": [7, 8, 9] * 20, "max_tokens": 40, "ignore_eos": True}
 SPANS: list[Record] = []
-
-
-def load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=4, max_model_len=512)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
 
 
 def keep_span(record: Record, path: str, ended_s: float) -> tuple[str, str]:
@@ -48,7 +35,7 @@ def log() -> Iterator[Log]:
 
 @pytest.fixture(scope="module")
 def server(log: Log) -> Iterator[RunningServer]:
-    with serving(load, span=keep_span, spec_decode_metrics="detailed") as running:
+    with serving(load_bundled, span=keep_span, spec_decode_metrics="detailed") as running:
         yield running
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +15,10 @@ from server.answers.drafts import DraftWriter
 from server.command.arguments import parse_arguments
 from server.page.files import page_files
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine, Request, RequestOutput, RequestStats, VerifiedDraft
-from ssd.retrieval.cache import CacheSet
+from ssd.engine import Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import Answer, ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.saying_engine import SayingEngine
@@ -30,17 +28,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SOURCES = {"own", "tail", "segment", "warm", "prediction", "model"}
 
 
-def load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=4, max_model_len=512)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load, model=str(MODEL_PATH)) as running:
+    with serving(load_bundled, model=str(MODEL_PATH)) as running:
         yield running
 
 
@@ -223,7 +213,7 @@ def test_counters_need_a_key_where_there_are_keys(locked: RunningServer) -> None
 
 
 def test_a_tenant_sees_the_sizes_of_its_own_cache_alone() -> None:
-    with serving(load, model=str(MODEL_PATH), api_keys=("alice", "bob")) as running:
+    with serving(load_bundled, model=str(MODEL_PATH), api_keys=("alice", "bob")) as running:
         shown = {}
         for key in ("alice", "bob"):
             bearer = {"authorization": f"Bearer {key}"}

@@ -16,6 +16,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.engine import Request, RequestOutput, RequestStats, VerifiedDraft
 from tests.server import test_page
 from tests.server.browser import BROWSER, DRIVER, Page, chromium
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
@@ -30,7 +31,7 @@ QUESTION = "Return True if the path is a directory."
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     """It has said before what it is asked for here: drafts are made where they pay, and then they do on any machine."""
-    with serving(test_page.load, model=str(MODEL_PATH)) as running:
+    with serving(load_bundled, model=str(MODEL_PATH)) as running:
         for prompt in (PROMPT, TAUGHT):
             post(running.port, "/v1/completions", {"prompt": prompt, "max_tokens": 220, "temperature": 0, "seed": 0})
         yield running

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import openai
@@ -15,10 +14,7 @@ from pydantic import BaseModel
 from server.answers.stream import PADDED_BYTES
 from server.base.limits import Limits
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import Answer, ask, get, official_client, post, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
@@ -26,17 +22,9 @@ MODEL = "test-model"
 INPUT = "Write a function that adds two numbers."
 
 
-def load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=4, max_model_len=512)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load, model=str(MODEL_PATH), obfuscation_interval_s=0.0) as running:
+    with serving(load_bundled, model=str(MODEL_PATH), obfuscation_interval_s=0.0) as running:
         yield running
 
 
@@ -203,7 +191,7 @@ def test_the_client_follows_a_stream(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("obfuscation_interval_s", [0.0, 0.05])
 def test_an_obfuscated_stream_has_lengths_that_tell_nothing(obfuscation_interval_s: float) -> None:
-    with serving(load, model=str(MODEL_PATH), obfuscation_interval_s=obfuscation_interval_s) as server:
+    with serving(load_bundled, model=str(MODEL_PATH), obfuscation_interval_s=obfuscation_interval_s) as server:
         plain = stream(server, max_output_tokens=40, ignore_eos=True)
         options = {"include_obfuscation": True}
         body = {"input": INPUT, "temperature": 0, "max_output_tokens": 40, "ignore_eos": True, "stream": True}

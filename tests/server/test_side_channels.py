@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -14,33 +13,21 @@ from benchmarks.side_channels import fingerprints
 from benchmarks.side_channels.membership import Attack, Victim
 from benchmarks.side_channels.wire import watch_all
 from benchmarks.workloads import snippets
-from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, EngineConfig
-from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
+from tests.server.bundled_engine import load_bundled
 from tests.server.failing_engine import RunningServer, serving
 
 NUM_PROMPTS = 10
 
 
-def load(resources: ExitStack) -> Engine:
-    codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
-    resources.callback(caches.close)
-    config = EngineConfig(max_num_seqs=4, max_model_len=512)
-    return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype="float32", codec=codec, caches=caches, config=config)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load) as running:
+    with serving(load_bundled) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[RunningServer]:
-    with serving(load, obfuscation="always", obfuscation_interval_s=0.4) as running:
+    with serving(load_bundled, obfuscation="always", obfuscation_interval_s=0.4) as running:
         yield running
 
 
