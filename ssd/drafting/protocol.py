@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.config import DraftAcceptance, SamplingParams
+from ssd.drafting.offers import Offers
 from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
@@ -37,6 +38,8 @@ class DraftRequest:
     ``prediction`` : int32[p], text that the client expects the output to resemble, private to this request.
     ``sampling`` : how the target chooses this request's tokens, without a text; None where that is not known, as in a
         replay of recorded text.
+    ``slot`` : the target's, which holds the context but for its last token; None where there is no target.
+    ``offers`` : what other sources propose after the context, to be judged with all else; None for nothing.
     """
 
     request_id: str
@@ -49,6 +52,8 @@ class DraftRequest:
     prediction: TokenIds | None = None
     sampling: SamplingRow | None = None
     learned: LearnedState | None = None
+    slot: int | None = None
+    offers: Offers | None = None
 
 
 @dataclass(slots=True)
@@ -153,6 +158,38 @@ class SamplingRow:
             draft=draft,
             grammar=grammar,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRow:
+    """What the target said at every position of one row of a pass, behind wrong tokens too.
+
+    ``request_id``, ``learned`` : of the row's request, as ``DraftRequest`` had them. ``before`` : the token before the
+    first one fed, -1 where there is none. ``fed`` : int32[T], the context's last token and the draft. ``parents`` :
+    int32[T], of each token fed the index of the one it goes on from, -1 of the first. ``chosen`` : int64[T], the
+    target's token after each. ``path`` : int64[n], the indices of those that became text, the first is 0.
+    ``top_ids`` : int32[T, K], the K most probable tokens after each, the most probable first. ``top_logits`` :
+    float32[T, K], theirs, before any rule of the request and any temperature.
+    """
+
+    request_id: str
+    learned: LearnedState | None
+    before: int
+    fed: TokenIds
+    parents: npt.NDArray[np.int32]
+    chosen: npt.NDArray[np.int64]
+    path: npt.NDArray[np.int64]
+    top_ids: npt.NDArray[np.int32]
+    top_logits: npt.NDArray[np.float32]
+
+
+@runtime_checkable
+class ScoreObserver(Protocol):
+    """A drafter that learns from all that the target says, not from accepted tokens alone."""
+
+    def observe_scores(self, rows: Sequence[ScoredRow]) -> None:
+        """Learn from one pass; called before ``observe`` of its rows."""
+        ...
 
 
 class Drafter(Protocol):

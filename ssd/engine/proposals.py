@@ -126,6 +126,7 @@ class Proposals:
                     tree=self._may_branch(sequence, num_rows),
                     prediction=sequence.prediction,
                     sampling=sequence.sampling,
+                    slot=sequence.slot,
                 )
             )
         drafts = self._best_effort(lambda: self._asked.propose(requests))
