@@ -134,6 +134,7 @@ class Engine:
             enforce_eager=config.enforce_eager,
             fuse_linears=config.fuse_linears,
             adapters=adapted,
+            keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
         )
         chosen = make_drafter(drafter, draft)
         if draft_model is not None:
@@ -331,6 +332,7 @@ class Engine:
         if verified is None:
             return []
         ended, verdicts = verified
+        self._proposals.observe_scores(ended)
         committed = []
         now = time.perf_counter()
         for sequence, draft, verdict in zip(ended.batch, ended.drafts, verdicts, strict=True):

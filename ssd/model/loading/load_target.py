@@ -85,6 +85,7 @@ def open_target(
     enforce_eager: bool = False,
     fuse_linears: bool = False,
     adapters: Adapters | None = None,
+    keeps_top: bool = False,
 ) -> Target:
     """The fastest way to drive ``model`` that reproduces its own logits.
 
@@ -92,8 +93,9 @@ def open_target(
     model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use. gpu_memory_utilization : or share
     of all memory that may then be in use; without both half of what is free.
     enforce_eager : record no CUDA graphs. fuse_linears : on CUDA too, compute layers that read the same input as one.
-    adapters : what slots may be given beside the model itself. Raises ModelError when they, or an explicit
-    ``max_length``, cannot be had.
+    adapters : what slots may be given beside the model itself. keeps_top : have recorded passes find the most probable
+    tokens, which others do once they are asked. Raises ModelError when adapters, or an explicit ``max_length``, cannot
+    be had.
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
@@ -133,7 +135,7 @@ def open_target(
     with one_thread_if_small(model):
         target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
     if not adapters:  # a recorded pass would have those of its recording
-        attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager)
+        attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top)
     return target
 
 
