@@ -1,0 +1,1 @@
+"""The layouts in which draft heads are published, and how each becomes a head."""
