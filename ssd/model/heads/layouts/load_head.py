@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError, first_line
-from ssd.model.heads.files import TensorFiles, find_directory, read_config
 from ssd.model.heads.head import Head
 from ssd.model.heads.layouts import LAYOUTS
+from ssd.model.heads.layouts.files import TensorFiles, find_directory, read_config
 from ssd.text.hub import HubOptions
 
 _SHOWN = 6
