@@ -37,6 +37,9 @@ def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torc
 def one_layer(name: str, scratch: Path, **changes: Any) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """A model with a layer more than a target of this kind, and that layer's tensors as transformers publishes them."""
     owner = tiny_model(name, num_hidden_layers=3, **changes)
+    for place, tensor in enumerate(owner.state_dict().values()):
+        if tensor.ndim == 1:  # norms and biases, which begin as ones and zeros
+            tensor.add_(random(len(tensor), seed=place))
     owner.set_attn_implementation("eager")
     owner.save_pretrained(scratch)
     tensors = load_file(scratch / "model.safetensors")

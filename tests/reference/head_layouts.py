@@ -12,9 +12,14 @@ from transformers import PreTrainedModel
 Weights = dict[str, torch.Tensor]
 
 
-def causal(length: int) -> torch.Tensor:
-    """What is added to scores, [1, 1, T, T]: minus infinity above the diagonal."""
-    return torch.full((length, length), -torch.inf).triu(1)[None, None]
+def causal(length: int, window: int | None = None) -> torch.Tensor:
+    """What is added to scores, [1, 1, T, T]: minus infinity for what comes later, or ``window`` or more before."""
+    mask = torch.zeros(1, 1, length, length)
+    for query in range(length):
+        for key in range(length):
+            if key > query or (window is not None and key <= query - window):
+                mask[0, 0, query, key] = -torch.inf
+    return mask
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

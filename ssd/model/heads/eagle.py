@@ -35,7 +35,8 @@ class EagleHead(RecurrentHead):
                     plain = getattr(layer.self_attn, name)
                     setattr(layer.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
         self._target = TargetParts(target)
-        self.rotary = LlamaRotaryEmbedding(config, target.device)
+        with target.device:  # it is no part of the state, which a caller may make without memory
+            self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
@@ -51,5 +52,5 @@ class EagleHead(RecurrentHead):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # Frequencies rounded to two bytes turn late positions by wrong angles.
-        self.rotary = LlamaRotaryEmbedding(self.config, self.fc.weight.device)
+        self.rotary = LlamaRotaryEmbedding(self.config).to(self.fc.weight.device)
         return self
