@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.heads.eagle import EagleHead
 from ssd.model.heads.head import FINAL, ParallelHead, RecurrentHead
 from ssd.model.heads.layouts.load_head import load_head
-from ssd.model.heads.mtp import MTPHead, decoder_layers, require_drivable
+from ssd.model.heads.mtp import MTPHead, decoder_layers
+from ssd.model.heads.probe import require_drivable
+from ssd.model.heads.target_parts import TargetParts
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.loading.load_target import open_target
 from tests import published_heads as published
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
@@ -287,3 +291,51 @@ def test_eagle_heads_say_what_is_written_out(case: str, tmp_path: Path) -> None:
     said, after = in_slots(head, tokens, features)
     assert_same(after, wanted)
     assert_same(said, wanted @ target.get_output_embeddings().weight.T)
+
+
+@pytest.mark.parametrize("case", ["DeepSeek-V3", "Qwen3-Next's names beside full attention"])
+def test_weights_of_eight_bits_are_multiplied_out(case: str, tmp_path: Path) -> None:
+    settings = MTP_CASES[case]
+    target = tiny_model(settings["name"])
+    directory, _owner, _parts = mtp_directory(tmp_path, **settings)
+    path = directory / "model.safetensors"
+    whole, packed = load_file(path), {}
+    for name, tensor in whole.items():
+        if tensor.ndim < 2 or "gate.weight" in name:
+            packed[name] = tensor
+            continue
+        scales = torch.rand(*(-(-size // 128) for size in tensor.shape), generator=torch.Generator().manual_seed(1)) + 1
+        packed[name] = tensor.to(torch.float8_e4m3fn)
+        packed[name + "_scale_inv"] = scales
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: tensor.shape[0], : tensor.shape[1]]
+        whole[name] = packed[name].float() * spread
+    tokens, _embedded, features = some_text(target)
+    save_file(whole, path)
+    wanted, _ = in_slots(cast(RecurrentHead, load_head(directory, target)), tokens, features)
+    save_file(packed, path)
+    said, _ = in_slots(cast(RecurrentHead, load_head(directory, target)), tokens, features)
+    assert torch.equal(said, wanted)
+
+
+@pytest.mark.parametrize("case", ["DeepSeek-V3", "GLM-4.5", "MiMo"])
+def test_a_head_says_the_same_beside_faster_layers(case: str, tmp_path: Path) -> None:
+    """Whether it is loaded before its target is opened or behind."""
+    settings = MTP_CASES[case]
+    target = tiny_model(settings["name"])
+    directory, _owner, _parts = mtp_directory(tmp_path, **settings)
+    before = cast(RecurrentHead, load_head(directory, target))
+    tokens, _embedded, features = some_text(target)
+    wanted, _ = in_slots(before, tokens, features)
+    open_target(target, num_slots=2, max_length=32)
+    for head in (before, cast(RecurrentHead, load_head(directory, target))):
+        said, _ = in_slots(head, tokens, features)
+        assert_same(said, wanted)
+
+
+@pytest.mark.parametrize("name", ["Cohere", "Granite", "Gemma 2 (soft caps)", "Llama"])
+def test_the_output_layer_of_the_target_is_read_as_the_target_reads_it(name: str) -> None:
+    target = tiny_model(name, **({"logits_scaling": 3.0} if name == "Granite" else {}))
+    tokens, _embedded, _features = some_text(target)
+    with torch.inference_mode():
+        found = target.get_decoder()(tokens).last_hidden_state
+        torch.testing.assert_close(TargetParts(target).logits(found), target(tokens).logits)

@@ -15,9 +15,6 @@ from ssd.errors import ModelError, first_line
 from ssd.model.heads.head import FINAL, RecurrentHead
 from ssd.model.heads.target_parts import TargetParts
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
-
-_PROBE_LENGTH = 2
 
 
 class MTPHead(RecurrentHead):
@@ -105,19 +102,5 @@ def decoder_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
     return found[::-1]
 
 
-@torch.inference_mode()
-def require_drivable(head: MTPHead, target: PreTrainedModel) -> None:
-    """Raise ModelError where the slots' attention cannot drive the head's layer. One pass over two tokens."""
-    cache = SlotKVCache(1, _PROBE_LENGTH, target.device)
-    rows = SlotRows.build(cache, [0], _PROBE_LENGTH, target.device)
-    features = torch.zeros(1, _PROBE_LENGTH, head.feature_size, dtype=target.dtype, device=target.device)
-    try:
-        logits, _features = head(torch.zeros_like(rows.positions), features, rows.positions, slot_rows=rows)
-    except Exception as failure:
-        raise ModelError(f"{_no_module(target)}: {first_line(failure)}") from failure
-    if not cache.bytes_per_token or logits.shape[-1] != target.config.get_text_config().vocab_size:
-        raise ModelError(f"{_no_module(target)}: its layer attends in another way")
-
-
 def _no_module(target: PreTrainedModel) -> str:
-    return f"a module for multi-token prediction cannot be driven beside {type(target).__name__}"
+    return f"an MTPHead cannot be driven beside {type(target).__name__}"

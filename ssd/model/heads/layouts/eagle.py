@@ -12,11 +12,14 @@ from transformers import LlamaConfig, PreTrainedModel
 from ssd.errors import ModelError, first_line
 from ssd.model.heads.eagle import EagleHead
 from ssd.model.heads.layouts.layout import Config, Layout, Tensors
-from ssd.model.heads.layouts.reading import fill, read, require, require_same, shapes_of
+from ssd.model.heads.layouts.reading import fill, number, read, require, require_same, shapes_of
+from ssd.model.heads.probe import require_drivable
 from ssd.model.kv.attention import ATTENTION_NAME
 
 _PROBE = "self_attn.q_proj.weight"
 _MOST_LAYERS = 8
+_MOST_HEAD_DIM = 1 << 12
+"""Of what a configuration asks for, so that nothing is built that no head has."""
 _FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
@@ -83,10 +86,15 @@ def _build(config: Config, tensors: Tensors, target: PreTrainedModel, prefixes: 
     found = read(tensors, {theirs(ours): shape for ours, shape in shapes.items()})
     fill(head, {ours: found[theirs(ours)] for ours in shapes}, target)
     head.to(target.device)
+    require_drivable(head, target)
     return head
 
 
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
+    if (number(config, "head_dim") or 1) > _MOST_HEAD_DIM:
+        raise ModelError(
+            f"the draft head's config.json says head_dim {config['head_dim']}: {_MOST_HEAD_DIM} is the most"
+        )
     fields: dict[str, Any] = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     fields.setdefault("hidden_size", target.config.get_text_config().hidden_size)
     fields.setdefault("num_hidden_layers", 1)

@@ -83,6 +83,9 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             raise ModelError(_torn(path, error)) from error
         return tensor
 
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._paths or name in self._loaded
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._paths or self._loaded)
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from ssd.model.heads.layouts.layout import Config, Layout, Tensors
 from ssd.model.heads.layouts.reading import fill, has, number, read, require, require_same, shapes_of
-from ssd.model.heads.mtp import DecoderLayer, MTPHead, decoder_layers, require_drivable
+from ssd.model.heads.mtp import DecoderLayer, MTPHead, decoder_layers
+from ssd.model.heads.probe import require_drivable
 
 _SAME = ("hidden_size", "vocab_size", "num_hidden_layers")
 
