@@ -67,7 +67,7 @@ def _build(config: Config, tensors: Tensors, target: PreTrainedModel, prefixes: 
         prefix = max((prefix for prefix in prefixes if ours.startswith(prefix)), key=len)
         return prefixes[prefix] + ours.removeprefix(prefix)
 
-    layers = _llama_config(config, target)
+    layers = llama_config(config, target)
     require(tensors, [theirs(f"layers.{index}.{_PROBE}") for index in range(layers.num_hidden_layers)])
     try:
         with torch.device("meta"):
@@ -86,7 +86,8 @@ def _build(config: Config, tensors: Tensors, target: PreTrainedModel, prefixes: 
     return head
 
 
-def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
+def llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
+    """What a configuration says of a head's layers, which attend by the slots; raises ModelError."""
     fields: dict[str, Any] = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     fields.setdefault("hidden_size", target.config.get_text_config().hidden_size)
     fields.setdefault("num_hidden_layers", 1)
