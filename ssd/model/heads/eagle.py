@@ -41,13 +41,17 @@ class EagleHead(RecurrentHead):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits over the target's vocabulary and the next hidden states."""
+        """Logits over the target's vocabulary and the next hidden states.
+
+        ``logits_to_keep`` among ``attention`` : of the last positions only, where a long text is read.
+        """
+        keep: int = attention.pop("logits_to_keep", 0)
         embedded = self._target.embed(token_ids).to(features.dtype)
         hidden = self.fc(torch.cat([embedded, features], dim=-1))
         rotation = self.rotary(hidden, position_ids)
         for layer in self.layers:
             hidden = layer(hidden, position_embeddings=rotation, position_ids=position_ids, **attention)
-        return self._target.logits(hidden), hidden
+        return self._target.logits(hidden[:, -keep:]), hidden
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -45,7 +45,11 @@ class MTPHead(RecurrentHead):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits over the target's vocabulary and the next features."""
+        """Logits over the target's vocabulary and the next features.
+
+        ``logits_to_keep`` among ``attention`` : of the last positions only, where a long text is read.
+        """
+        keep: int = attention.pop("logits_to_keep", 0)
         embedded = self.norm_embedding(self._target.embed(token_ids).to(features.dtype))
         hidden = self.norm_hidden(features)
         both = [hidden, embedded] if self.hidden_first else [embedded, hidden]
@@ -59,7 +63,7 @@ class MTPHead(RecurrentHead):
         hidden = out[0] if isinstance(out, tuple) else out
         if self.norm is not None:
             hidden = self.norm(hidden)
-        return self._target.logits(hidden), hidden
+        return self._target.logits(hidden[:, -keep:]), hidden
 
 
 class DecoderLayer:

@@ -70,7 +70,7 @@ def _build(config: Config, tensors: Tensors, target: PreTrainedModel, prefixes: 
         prefix = max((prefix for prefix in prefixes if ours.startswith(prefix)), key=len)
         return prefixes[prefix] + ours.removeprefix(prefix)
 
-    layers = _llama_config(config, target)
+    layers = llama_config(config, target)
     require(tensors, [theirs(f"layers.{index}.{_PROBE}") for index in range(layers.num_hidden_layers)])
     try:
         with torch.device("meta"):
@@ -90,7 +90,8 @@ def _build(config: Config, tensors: Tensors, target: PreTrainedModel, prefixes: 
     return head
 
 
-def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
+def llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
+    """What a configuration says of a head's layers, which attend by the slots; raises ModelError."""
     if (number(config, "head_dim") or 1) > _MOST_HEAD_DIM:
         raise ModelError(
             f"the draft head's config.json says head_dim {config['head_dim']}: {_MOST_HEAD_DIM} is the most"
