@@ -63,6 +63,13 @@ def uniform_noise(keys: UInt64) -> npt.NDArray[np.float64]:
     return (bits.astype(np.float64) + 0.5) * 2.0**-53
 
 
+def gumbel_noise_of(keys: UInt64, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Gumbel noise of a few tokens at each key: keys uint64[N, 1], token_ids int64[N, M] to float64[N, M]."""
+    with np.errstate(over="ignore"):
+        at_token = keys + token_ids.astype(np.uint64) * np.uint64(GAMMA)
+    return -np.log(-np.log(uniform_noise(at_token)))
+
+
 _TO_UNIT: Final = 2.0**-53
 
 
