@@ -84,7 +84,7 @@ def test_a_configuration_of_another_model_is_refused_by_its_numbers(
 ) -> None:
     config, tensors = KINDS[kind]()
     with pytest.raises(
-        ModelError, match=f"made for another model: its config.json says {field} {value}, the model has"
+        ModelError, match=f"it was made for another model: its config.json says {field} {value}, the model has"
     ):
         load_head(published.write(tmp_path, {**config, field: value}, tensors), target())
 
