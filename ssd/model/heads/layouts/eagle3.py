@@ -102,7 +102,7 @@ def _build(
         state["d2t"] = mapping - torch.arange(len(mapping))
         state["t2d"] = torch.zeros(own.vocab_size, dtype=torch.bool).index_fill_(0, mapping, True)
     fill(head, state, target)
-    head.rotary = LlamaRotaryEmbedding(shape, target.device)  # it was made without data
+    head.rotary = LlamaRotaryEmbedding(shape).to(target.device)  # it was made without data
     return head
 
 
