@@ -93,7 +93,9 @@ def decoder_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
         decoder = TargetParts(model).decoder
         layers, norm = list(decoder.layers), decoder.norm
     except Exception as failure:  # whatever an architecture does: there is no module for it
-        raise ModelError(f"{_no_module(target)}: {first_line(failure)}") from failure
+        raise ModelError(
+            f"{_no_module(target)}: its layers are built in another way ({first_line(failure)})"
+        ) from failure
     types = list(getattr(decoder.config, "layer_types", None) or [None] * len(layers))
     named = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
     found = [
