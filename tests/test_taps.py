@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +23,9 @@ from tests.static_targets import RECORDERS, recorder_of
 # What transformers has to say about tiny settings.
 pytestmark = pytest.mark.filterwarnings("default")
 
-LAYERS = (0, 1, FINAL)
+Ints = npt.NDArray[np.int64]
+
+LAYERS: tuple[int, ...] = (0, 1, FINAL)
 
 
 def tapping(model: PreTrainedModel, layers: tuple[int, ...] = LAYERS, **sizes: int) -> SlotTarget:
@@ -37,7 +40,7 @@ def features_of(target: SlotTarget, slot: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def own_states(model: PreTrainedModel, tokens: np.ndarray, layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
+def own_states(model: PreTrainedModel, tokens: Ints, layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
     """What transformers says, of a plain pass over all tokens; FINAL is what the output layer is given."""
     used = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -50,21 +53,22 @@ def own_states(model: PreTrainedModel, tokens: np.ndarray, layers: tuple[int, ..
     return torch.cat([(read[0] if layer == FINAL else states[layer])[0] for layer in layers], -1)
 
 
-def text(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(3, VOCAB, length)
+def text(length: int, seed: int = 0) -> Ints:
+    return np.random.default_rng(seed).integers(3, VOCAB, length, np.int64)
 
 
-def read_in_parts(target: SlotTarget, slots: list[int], texts: list[np.ndarray]) -> None:
+def read_in_parts(target: SlotTarget, slots: list[int], texts: list[Ints]) -> None:
     """A part by itself without logits, the rest in ragged passes; each pass after one that is taken back."""
     for slot, tokens in zip(slots, texts, strict=True):
         target.prefill([slot], pad_rows([tokens[:5]]), [5])
     while rows := [b for b, slot in enumerate(slots) if target.length(slot) < len(texts[b])]:
-        for tokens in ([text(4, seed=9)] * len(rows), [texts[b][target.length(slots[b]) :][: 2 + b] for b in rows]):
-            held = [target.length(slots[b]) for b in rows]
-            target.forward([slots[b] for b in rows], pad_rows(tokens), [len(part) for part in tokens])
-            if len(tokens[0]) == 4 and np.array_equal(tokens[0], text(4, seed=9)):
-                for b, length in zip(rows, held, strict=True):
-                    target.rollback(slots[b], length)
+        held = [target.length(slots[b]) for b in rows]
+        wrong = [text(4, seed=9)] * len(rows)
+        right = [texts[b][length:][: 2 + b] for b, length in zip(rows, held, strict=True)]
+        for parts in (wrong, right):
+            for b, length in zip(rows, held, strict=True):
+                target.rollback(slots[b], length)
+            target.forward([slots[b] for b in rows], pad_rows(parts), [len(part) for part in parts])
 
 
 @pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.kind is SLOTS])
