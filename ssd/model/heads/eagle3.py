@@ -79,11 +79,15 @@ class Eagle3Head(RecurrentHead):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits over the draft vocabulary, [B, T, Vd], and the features to go on with, those before the last norm."""
+        """Logits over the draft vocabulary, [B, T, Vd], and the features to go on with, those before the last norm.
+
+        ``logits_to_keep`` among ``attention`` : of the last positions only, where a long text is read.
+        """
+        keep: int = attention.pop("logits_to_keep", 0)
         embedded = self._embed[0](token_ids).to(features.dtype)
         rotation = self.rotary(features, position_ids)
         features = self.midlayer(embedded, features, rotation, self.norm_before_residual, attention)
-        return self.lm_head(self.norm(features)), features
+        return self.lm_head(self.norm(features[:, -keep:])), features
 
     def _read_vocabulary(self) -> None:
         self.draft_to_target = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)

@@ -72,6 +72,13 @@ def uniform_noise(keys: UInt64) -> npt.NDArray[np.float64]:
     return (bits.astype(np.float64) + 0.5) * 2.0**-53
 
 
+def gumbel_noise_of(keys: UInt64, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """As `gumbel_noise`, for a few tokens: keys uint64[N, 1], token_ids int64[N, M] to float64[N, M]."""
+    with np.errstate(over="ignore"):
+        at_token = keys + token_ids.astype(np.uint64) * np.uint64(GAMMA)
+    return -np.log(-np.log(uniform_noise(at_token)))
+
+
 def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise for every token of the vocabulary at each key, on the keys' device.
 
