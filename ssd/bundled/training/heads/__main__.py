@@ -37,12 +37,14 @@ from ssd.bundled.training.heads.texts import (
     write_batches,
 )
 from ssd.bundled.training.train import take_step
-from ssd.model.heads.head import FINAL
+from ssd.model.layers.tap import Tap
 
 STEP_ROWS = 8
 LONG_ROW_LENGTH = 1024
 LONG_EVERY = 8
 """Every so many steps rows of the corpus of this length are read, one token ahead: serving has long contexts."""
+TRAINED_DEPTH = 3
+"""Tokens ahead that EAGLE-3 is unrolled for; measured further."""
 WARM_UP_STEPS = 20
 TIMED_STEPS = 16
 HELD_OUT_ROWS = 96
@@ -58,6 +60,7 @@ def train(kind: Kind, target: PreTrainedModel, written: torch.Tensor, stream: To
     written : int64[rows, ROW_LENGTH]. A third of the other steps reads the corpus.
     """
     optimizers = make_optimizers(kind)
+    tap = Tap(target, kind.head.feature_layers)
     kind.head.train()
     steps: int = args.steps or 0
     started = time.monotonic()
@@ -68,7 +71,7 @@ def train(kind: Kind, target: PreTrainedModel, written: torch.Tensor, stream: To
         if not steps and step == TIMED_STEPS:
             each = (time.monotonic() - started) / step
             steps = max(step + 1, int((args.deadline - time.monotonic()) / each) + step)
-        depth = DEPTH
+        depth = TRAINED_DEPTH if args.kind == "eagle3" else DEPTH
         if step % LONG_EVERY == LONG_EVERY - 1:
             tokens, depth = stream.batch(step, LONG_ROW_LENGTH)[0], 1
         elif step % 3 == 2:
@@ -77,7 +80,7 @@ def train(kind: Kind, target: PreTrainedModel, written: torch.Tensor, stream: To
             if len(deal) < STEP_ROWS:
                 deal = order.permutation(len(written)).tolist()
             tokens = written[[deal.pop() for _ in range(STEP_ROWS)]]
-        hidden, logits = read(target, tokens, kind.head.feature_layers)
+        hidden, logits = read(target, tokens, tap)
         loss = kind.loss(tokens, hidden, logits, depth)
         kind.head.zero_grad()
         torch.autograd.backward(loss)
@@ -149,7 +152,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="instead of as many as the minutes allow")
     parser.add_argument("--rows", type=int, default=256, help="texts in a written batch")
     parser.add_argument("--batches", type=int, default=4, help="written batches")
-    parser.add_argument("--layers", type=int, nargs=3, default=(2, 4, FINAL), help="whose hidden states EAGLE-3 reads")
+    parser.add_argument("--layers", type=int, nargs=3, default=(2, 4, 6), help="whose hidden states EAGLE-3 reads")
     parser.add_argument("--draft-vocab-size", type=int, default=2048)
     parser.add_argument("--intermediate-size", type=int, default=512)
     parser.add_argument("--learning-rate", type=float, default=3e-3)

@@ -66,11 +66,11 @@ class Eagle3Training:
     def loss(self, tokens: torch.Tensor, hidden: list[torch.Tensor], logits: torch.Tensor, depth: int) -> torch.Tensor:
         """Distance over the tokens that can be drafted, later steps counted less."""
         features = self.head.combine([states[:, :-1] for states in hidden])
-        wanted = logits[:, 1:, self._draft_ids]
+        wanted = torch.softmax(logits[:, 1:, self._draft_ids], -1)
         total, weights = torch.zeros(()), 0.0
         for step, drafted in enumerate(unroll(self.head, tokens[:, 1:], features, depth, None)):
             weight = STEP_WEIGHT**step
-            total = total + weight * distance(drafted[:, step:], wanted[:, step:]).mean()
+            total = total + weight * distance(drafted[:, step:], wanted[:, step:])
             weights += weight
         return total / weights
 
@@ -106,7 +106,8 @@ class Eagle3Training:
             **{name: described[name] for name in kept},
             "draft_vocab_size": len(self._draft_ids),
             "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": list(head.feature_layers),
+                # Counted from the first layer, 0, by what comes out of it.
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.feature_layers],
                 "use_aux_hidden_state": True,
             },
         }

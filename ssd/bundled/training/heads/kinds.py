@@ -33,6 +33,7 @@ class Kind(Protocol):
         """Configuration and tensors, in the layout that people publish."""
 
 
-def distance(head_logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the target's distribution under the head's, of each position; [..., V] to [...]."""
-    return -(torch.softmax(target_logits, -1) * torch.log_softmax(head_logits, -1)).sum(-1)
+def distance(head_logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of what the target says, probabilities [..., V], under what the head says."""
+    flat = head_logits.flatten(0, -2)
+    return torch.nn.functional.cross_entropy(flat, wanted.flatten(0, -2))

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ssd.bundled.training.heads.kinds import Draw, Kind
 from ssd.bundled.training.heads.texts import Written, gumbel, read
 from ssd.bundled.training.loops import looped_tokens
+from ssd.model.layers.tap import Tap
 
 DEPTH = 4
 """Tokens of the chain that is measured."""
@@ -24,7 +25,7 @@ def acceptance(target: PreTrainedModel, kind: Kind, texts: Written) -> dict[str,
     the noise the target drew with, as the engine does; for sampled text only. ``outside_loops`` : as the first, over
     chains that do not begin inside a loop of the text. O(depth * rows * length * V) for the noise.
     """
-    hidden, _logits = read(target, texts.tokens, kind.head.feature_layers)
+    hidden, _logits = read(target, texts.tokens, Tap(target, kind.head.feature_layers))
     visible = texts.visible()
     looped = np.stack([looped_tokens(row) for row in texts.tokens.numpy()])
     figures: dict[str, Any] = {"temperature": texts.temperature}

@@ -30,12 +30,12 @@ class MedusaTraining:
 
     def loss(self, tokens: torch.Tensor, hidden: list[torch.Tensor], logits: torch.Tensor, depth: int) -> torch.Tensor:
         """Distance from what the target says behind the text as it goes on, later heads counted less."""
-        said = self._said(hidden)
+        said, wanted = self._said(hidden), torch.softmax(logits, -1)
         total, weights = torch.zeros(()), 0.0
         for head in range(depth):
             ahead = head + 1
             weight = HEAD_WEIGHT**head
-            total = total + weight * distance(said[:, :-ahead, head], logits[:, ahead:]).mean()
+            total = total + weight * distance(said[:, :-ahead, head], wanted[:, ahead:])
             weights += weight
         return total / weights
 

@@ -19,6 +19,7 @@ from ssd.bundled.training.corpus import SourceFile, conversations
 from ssd.bundled.training.data import held_out_documents
 from ssd.bundled.training.finish import Prefixes
 from ssd.bundled.training.model_format import END_OF_TEXT_ID, render
+from ssd.model.layers.tap import Tap
 
 ROW_LENGTH = 256
 TEMPERATURES = (0.7, 0.0, 1.0, 0.7)
@@ -90,10 +91,8 @@ def held_out_prompts(files: list[SourceFile], tokenizer: Tokenizer) -> list[npt.
 
 
 @torch.no_grad()
-def read(
-    model: PreTrainedModel, tokens: torch.Tensor, layers: Sequence[int]
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Hidden states of the chosen layers, numbered as in `Head`, and logits, of every position of rows."""
-    out = model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-    assert all(layer < model.config.num_hidden_layers for layer in layers)  # the last is only there behind the norm
-    return [out.hidden_states[layer] for layer in layers], out.logits
+def read(model: PreTrainedModel, tokens: torch.Tensor, tap: Tap) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Hidden states that the tap takes, [rows, length, H] each, and logits, of every position of rows."""
+    with tap.listening() as hidden:
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return hidden, logits
