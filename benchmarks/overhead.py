@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.environment import head, model_facts, model_name
 from benchmarks.exactness import TIE_MARGIN, score_margin
+from benchmarks.models import add_model
 from benchmarks.workloads import snippets
-from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.suffix.drafter import SuffixDrafter
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs by more than a near-tie."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("model", nargs="?", default=MODEL_PATH, help="Hugging Face directory or id (default: bundled)")
+    add_model(parser)
     add("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="B")
     add("--pairs", type=int, default=30, help="(default: %(default)s)")
     add("--max-tokens", type=int, default=32, help="of each request (default: %(default)s)")
