@@ -16,9 +16,10 @@ import torch
 
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.noise_keys import position_keys
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
-from ssd.model.sampling.noise import gumbel_noise, position_keys
+from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget

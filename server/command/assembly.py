@@ -139,6 +139,7 @@ class EngineLoader:
             config=options.engine.config,
             draft=options.speculation.draft,
             draft_model=options.speculation.draft_model,
+            draft_head=options.speculation.draft_head,
             adapters=options.model.adapters,
             hub=options.model.hub,
             draft_hub=options.speculation.draft_hub,

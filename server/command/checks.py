@@ -44,9 +44,10 @@ def _check_model(options: Options) -> None:
         check_tokenizer_is_there(model.tokenizer, model.tokenizer_hub)
     for name, path in model.adapters.items():
         _check_adapter(name, path)
-    if options.speculation.draft_model is not None:
-        read_config(find_config(options.speculation.draft_model, options.speculation.draft_hub))
-        check_weights_are_there(options.speculation.draft_model)
+    for drafting in (options.speculation.draft_model, options.speculation.draft_head):
+        if drafting is not None:
+            read_config(find_config(drafting, options.speculation.draft_hub))
+            check_weights_are_there(drafting)
 
 
 def _check_adapter(name: str, path: str) -> None:

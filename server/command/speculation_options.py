@@ -15,7 +15,8 @@ class SpeculationOptions:
     """Checked."""
 
     draft_model: str | None
-    """A directory or an id."""
+    """A directory or an id, as is that of the head."""
+    draft_head: str | None
     draft_hub: HubOptions
     draft: DraftConfig
 
@@ -43,6 +44,12 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         help="smaller model with the same tokenizer that drafts where the cache does not",
     )
     add(
+        "--draft-head",
+        metavar="HEAD",
+        help="draft head trained for this model (EAGLE, EAGLE-3, Medusa, multi-token prediction) that drafts from its "
+        "hidden states where the cache does not",
+    )
+    add(
         "--draft-acceptance", default=draft.draft_acceptance, choices=DRAFT_ACCEPTANCES,
         help="how a sampled draft of the draft model is verified; rejection accepts more, but the tokens of a request "
         "without a seed then depend on the drafts (default: %(default)s)",
@@ -61,6 +68,7 @@ def speculation_options_of(found: argparse.Namespace) -> SpeculationOptions:
     limit = found.num_speculative_tokens
     return SpeculationOptions(
         draft_model=None if found.no_speculation else found.draft_model,
+        draft_head=None if found.no_speculation else found.draft_head,
         draft_hub=HubOptions(cache_dir=found.download_dir, trust_remote_code=found.trust_remote_code),
         draft=DraftConfig(
             num_speculative_tokens=0 if found.no_speculation else limit,

@@ -38,6 +38,7 @@ def _drafting(engine: Engine, options: Options) -> dict[str, object]:
     return {
         "drafts": draft.draft.num_speculative_tokens,
         "draft_model": draft.draft_model or "none",
+        "draft_head": draft.draft_head or "none",
         "namespace": options.cache.namespace,
         "cache_tokens": spelled(cache.index.capacity_tokens),
         "cached": engine.caches.get().stats().num_tokens,

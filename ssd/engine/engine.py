@@ -27,6 +27,8 @@ from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
 from ssd.errors import EngineStopped, QueueFull
 from ssd.model.draft.load_draft import load_draft_model
+from ssd.model.heads.drafter import HeadDrafter, tapped_by
+from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
@@ -102,6 +104,7 @@ class Engine:
         draft: DraftConfig | None = None,
         drafter: str = "ssd",
         draft_model: str | Path | None = None,
+        draft_head: str | Path | None = None,
         adapters: Mapping[str, str] | None = None,
         hub: HubOptions | None = None,
         draft_hub: HubOptions | None = None,
@@ -111,6 +114,7 @@ class Engine:
         """Load a Hugging Face model directory or id and everything around it.
 
         draft_model : a smaller model with the same tokenizer, asked where ``drafter`` promises less than it costs.
+        draft_head : a head trained for this model, see ``docs/heads.md``, likewise asked; both may be given.
         adapters : directories or ids of LoRA adapters by their names, which requests may then give.
         hub, draft_hub : where their ids are fetched from. draw_seed : as for the engine.
         report : called with what is being done, in words, before each part that may take long.
@@ -123,6 +127,10 @@ class Engine:
         if adapters:
             report(f"reading adapters {', '.join(adapters)}")
         adapted = load_adapters(loaded, adapters or {})
+        head = None
+        if draft_head is not None:
+            report(f"reading the draft head {draft_head}")
+            head = load_head(draft_head, loaded, draft_hub)
         report(f"trying how to drive {type(loaded).__name__}")
         target = open_target(
             loaded,
@@ -134,8 +142,11 @@ class Engine:
             enforce_eager=config.enforce_eager,
             fuse_linears=config.fuse_linears,
             adapters=adapted,
+            tapped=None if head is None else tapped_by(head, loaded.device, loaded.dtype),
         )
-        chosen = make_drafter(drafter, draft)
+        drafters = [make_drafter(drafter, draft)]
+        if head is not None:
+            drafters.append(HeadDrafter(head, target))
         if draft_model is not None:
             report(f"reading the draft model {draft_model}")
             smaller = load_draft_model(
@@ -148,10 +159,10 @@ class Engine:
                 enforce_eager=config.enforce_eager,
                 fuse_linears=config.fuse_linears,
             )
-            chosen = Arbiter([chosen, smaller])
+            drafters.append(smaller)
         return cls(
             target,
-            drafter=chosen,
+            drafter=drafters[0] if len(drafters) == 1 else Arbiter(drafters),
             codec=codec,
             caches=caches,
             config=config,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from ssd.model.kv.features import FeatureStore
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.pass_output import PassOutput
@@ -44,6 +45,8 @@ class Target(ABC):
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self._keep_last = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+        self.features: FeatureStore | None = None
+        """What a draft head reads of each position that slots hold; None where none was asked for."""
         self.adapter_names: frozenset[str] = frozenset()
         """Adapters that slots may have."""
         self.adapters: list[str | None] = [None] * num_slots

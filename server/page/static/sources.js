@@ -7,6 +7,7 @@ export const SOURCES = {
   warm: ["warm-up", "corpora, and what tenants share"],
   prediction: ["prediction", "what the request expected"],
   model: ["draft model", "a smaller model"],
+  head: ["draft head", "trained to read the model"],
 };
 
 export const nameOf = (source) => (source === "target" ? "the model" : (SOURCES[source] ?? [source])[0]);

@@ -9,7 +9,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-FINAL: Final = -1
+from ssd.model.layers import tap
+
+FINAL: Final = tap.FINAL
 """The hidden state that the target's output layer reads: behind the last decoder layer and the final norm."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.model.kv.features import FeatureStore
 from ssd.model.kv.tree import TreeShape
 
 
 class SlotKVCache:
-    """Keys and values of every layer, at (slot, position).
+    """Keys and values of every layer, at (slot, position), and features for a draft head where there is one.
 
     Per layer two tensors ``[num_slots, num_kv_heads, max_length, head_dim]``, allocated when the layer first writes,
     because only then its number of heads and head sizes are known for every architecture.
@@ -30,7 +32,12 @@ class SlotKVCache:
         self.reach: dict[int, int | None] = {}
         """How many positions back each layer attended in its last pass: its window or chunk, None is all."""
         self.device = device
+        self.features: FeatureStore | None = None
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep_features(self, size: int, dtype: torch.dtype) -> None:
+        """Keep ``size`` numbers of each position besides; before anything is written."""
+        self.features = FeatureStore(self.num_slots, self.max_length, size, dtype, self.device)
 
     def write(
         self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
@@ -73,29 +80,34 @@ class SlotKVCache:
 
     def move_at(self, at: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """``move`` by tensors on the device, int64[n]; pairs (slot, target) that are equal must have equal sources."""
-        for layer in self._layers.values():
-            for stored in layer:
-                stored[at, :, target] = stored[at, :, source]
+        for stored in self._tensors():
+            stored[at, :, target] = stored[at, :, source]
 
     def copy(self, source: int, slot: int, start: int, end: int) -> None:
         """Overwrite positions ``start`` to ``end`` of ``slot`` with those of ``source``; lengths stay as they are."""
-        for stored in (stored for pair in self._layers.values() for stored in pair):
+        for stored in self._tensors():
             stored[slot, :, start:end] = stored[source, :, start:end]
 
     def spoil(self, slot: int, position: int) -> None:
         """Change what every layer holds at one position that holds no text."""
-        for stored in (stored for pair in self._layers.values() for stored in pair):
+        for stored in self._tensors():
             stored[slot, :, position] += 1
 
     def is_equal(self, slot: int, first: int, second: int) -> bool:
         """Whether two positions hold the same in every layer."""
-        tensors = [stored for pair in self._layers.values() for stored in pair]
-        return all(torch.equal(stored[slot, :, first], stored[slot, :, second]) for stored in tensors)
+        return all(torch.equal(stored[slot, :, first], stored[slot, :, second]) for stored in self._tensors())
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes one position of one slot takes over all layers written so far."""
-        return sum(t.shape[1] * t.shape[3] * t.element_size() for pair in self._layers.values() for t in pair)
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in self._tensors())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """All that is kept, of each position: [num_slots, ..., max_length, ...]."""
+        for pair in self._layers.values():
+            yield from pair
+        if self.features is not None:
+            yield self.features.stored
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.errors import ModelError, first_line
+from ssd.model.layers.tap import Tapped, require_tap
 from ssd.model.loading.adapters import Adapters
 from ssd.model.loading.completeness import no_load_report, require_complete
 from ssd.model.loading.kv_budget import fit_slots, usable_bytes
@@ -85,6 +86,7 @@ def open_target(
     enforce_eager: bool = False,
     fuse_linears: bool = False,
     adapters: Adapters | None = None,
+    tapped: Tapped | None = None,
 ) -> Target:
     """The fastest way to drive ``model`` that reproduces its own logits.
 
@@ -92,16 +94,20 @@ def open_target(
     model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use. gpu_memory_utilization : or share
     of all memory that may then be in use; without both half of what is free.
     enforce_eager : record no CUDA graphs. fuse_linears : on CUDA too, compute layers that read the same input as one.
-    adapters : what slots may be given beside the model itself. Raises ModelError when they, or an explicit
-    ``max_length``, cannot be had.
+    adapters : what slots may be given beside the model itself. tapped : what is kept of every position for a draft
+    head. Raises ModelError when they, or an explicit ``max_length``, cannot be had.
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
         raise ModelError(f"max_model_len {max_length} exceeds the model's context of {limit} tokens")
     wanted = settle_rope(model, max_length) or limit or DEFAULT_MAX_LENGTH
+    if tapped is not None:
+        require_tap(model, tapped.layers)
     with one_thread_if_small(model):
         found = find_way(model, fuse=fuse_linears)
         bytes_per_token = found.bytes_per_token or (row_bytes_per_token(model) if found.kind is RowTarget else 0)
+    if tapped is not None:
+        bytes_per_token += tapped.size * model.dtype.itemsize + tapped.bytes_per_token
     slots = fit_slots(
         num_slots=num_slots,
         max_length=max_length,
@@ -124,10 +130,17 @@ def open_target(
                 f"{type(model).__name__} is driven {found.kind.way} ({found.reason}), where adapters cannot be mixed: "
                 "merge one into the weights (peft's merge_and_unload) and serve these"
             )
+        if tapped is not None:
+            raise ModelError(
+                f"{type(model).__name__} is driven {found.kind.way} ({found.reason}), where a draft head cannot read "
+                "hidden states: leave the draft head out"
+            )
         log.warning("%s is driven %s: %s", type(model).__name__, found.kind.way, found.reason)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
         return other
     target = SlotTarget(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
+    if tapped is not None:
+        target.keep_features(tapped)
     if adapters:
         adapters.attach(target, tolerance=found.tolerance)
     with one_thread_if_small(model):

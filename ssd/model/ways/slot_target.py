@@ -15,6 +15,7 @@ from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.layers.adapted_linear import Rows
+from ssd.model.layers.tap import Tap, Tapped
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.steps.static_steps import StaticSteps
@@ -35,6 +36,13 @@ class SlotTarget(Target):
         self.steps: StaticSteps | None = None
         """Where passes that score tokens are repeated rather than launched anew."""
         self._adapted: Rows | None = None
+        self._tap: tuple[Tap, Tapped] | None = None
+
+    def keep_features(self, tapped: Tapped) -> None:
+        """From now on every pass stores features beside keys and values; before any. Raises ModelError."""
+        self._tap = Tap(self.model, tapped.layers), tapped
+        self.kv_cache.keep_features(tapped.size, self.dtype)
+        self.features = self.kv_cache.features
 
     def take_adapters(self, names: Iterable[str], rows: Rows) -> None:
         """Slots may have adapters from now on. ``rows`` : where the model's layers look up which row has which."""
@@ -111,6 +119,16 @@ class SlotTarget(Target):
 
     def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
         """The model over new tokens, int64[B, T], of rows: logits [B, T or fewer, V]. Lengths stay as they are."""
+        if self._tap is None:
+            return self._run(tokens, rows, **kwargs)
+        tap, tapped = self._tap
+        with tap.listening() as hidden:
+            logits = self._run(tokens, rows, **kwargs)
+        assert self.features is not None
+        self.features.write(rows, tapped.combine(hidden))
+        return logits
+
+    def _run(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
         logits: torch.Tensor = self.model(
             input_ids=tokens,
             # Padding may point past the model's last position, where learned position embeddings have no row.

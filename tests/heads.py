@@ -1,0 +1,103 @@
+"""Draft heads for tests: one that knows all there is to know, and ones with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from ssd.model.heads.drafter import HeadDrafter, tapped_by
+from ssd.model.heads.eagle3 import Eagle3Head
+from ssd.model.heads.head import FINAL, Head, ParallelHead, RecurrentHead
+from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.layers.tap import Tapped
+from ssd.model.ways.slot_target import SlotTarget
+from tests.models import tiny_model
+
+
+def forgetful_model(**changes: Any) -> PreTrainedModel:
+    """A tiny model whose next token depends on the last one alone."""
+    model = tiny_model("Llama", **changes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    return model
+
+
+class PerfectHead(RecurrentHead):
+    """Knows what a forgetful model will say: it is one."""
+
+    feature_layers = (1,)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.feature_size: int = model.config.hidden_size
+        self._model = (model,)
+
+    def forward(
+        self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's own logits, whatever the features."""
+        logits = self._model[0](input_ids=token_ids, position_ids=position_ids, use_cache=False, **attention).logits
+        return logits, features
+
+
+class RandomParallelHead(ParallelHead):
+    """Linear layers over the final hidden state."""
+
+    feature_layers = (FINAL,)
+
+    def __init__(self, hidden_size: int, vocab_size: int, num_tokens: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.feature_size, self.num_tokens, self.vocab_size = hidden_size, num_tokens, vocab_size
+        self.out = torch.nn.Linear(hidden_size, num_tokens * vocab_size)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Logits [B, num_tokens, V]."""
+        return self.out(features).unflatten(-1, (self.num_tokens, self.vocab_size))  # type: ignore[no-any-return]
+
+
+def random_eagle3(
+    model: PreTrainedModel, layers: Sequence[int] = (0, 1, FINAL), draft_vocab_size: int | None = 96
+) -> Eagle3Head:
+    """A head whose weights say nothing, over a reduced vocabulary."""
+    own = model.config.get_text_config()
+    config = LlamaConfig(
+        vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation=ATTENTION_NAME,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    head = Eagle3Head(config, lambda ids: model.get_input_embeddings()(ids), layers, draft_vocab_size=draft_vocab_size)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    if draft_vocab_size is not None:
+        head.map_vocabulary(torch.randperm(own.vocab_size)[:draft_vocab_size].sort().values)
+    return head.to(model.dtype).eval()
+
+
+def tapped_target(
+    model: PreTrainedModel, head: Head, *, num_slots: int = 4, max_length: int = 96, max_width: int = 8
+) -> SlotTarget:
+    """A target that keeps what ``head`` reads."""
+    target = SlotTarget(model, num_slots, max_length, max_width)
+    target.can_verify_trees = True
+    target.keep_features(tapped_by(head, target.device, target.dtype))
+    return target
+
+
+def head_drafter(
+    model: PreTrainedModel, head: Head, *, chunk_tokens: int = 512, **sizes: int
+) -> tuple[SlotTarget, HeadDrafter]:
+    """A head beside a fresh target."""
+    target = tapped_target(model, head, **sizes)
+    return target, HeadDrafter(head, target, chunk_tokens=chunk_tokens)
+
+
+def everything(layers: Sequence[int], hidden_size: int) -> Tapped:
+    """The hidden states of layers side by side."""
+    return Tapped(tuple(layers), lambda hidden: torch.cat(list(hidden), -1), len(layers) * hidden_size)

@@ -1,0 +1,132 @@
+"""Slow twins of draft heads: whole sequences, masks written out, no cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+Weights = dict[str, torch.Tensor]
+
+
+def causal(length: int, window: int | None = None) -> torch.Tensor:
+    """What is added to scores, [1, 1, T, T]: minus infinity for what comes later, or ``window`` or more before."""
+    mask = torch.zeros(1, 1, length, length)
+    for query in range(length):
+        for key in range(length):
+            if key > query or (window is not None and key <= query - window):
+                mask[0, 0, query, key] = -torch.inf
+    return mask
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square normalisation."""
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def mtp(
+    owner: PreTrainedModel,
+    index: int,
+    parts: Weights,
+    embedded: torch.Tensor,
+    features: torch.Tensor,
+    *,
+    hidden_first: bool,
+    one_more: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a module reads and says: next features and what is behind its layer, [1, T, H] each.
+
+    owner : a model whose layer ``index`` is the module's, driven by transformers' own attention. parts : weights of the
+    norms "embedding", "hidden" and "norm", and of "project". one_more : norms keep their weights less one.
+    """
+    config = owner.config.get_text_config()
+    eps = getattr(config, "rms_norm_eps", 1e-6)
+    plus = 1.0 if one_more else 0.0
+    normed = [
+        rms(features, parts["hidden"] + plus, eps),
+        rms(embedded, parts["embedding"] + plus, eps),
+    ]
+    both = torch.cat(normed if hidden_first else normed[::-1], dim=-1)
+    length = embedded.shape[1]
+    positions = torch.arange(length)[None]
+    decoder: Any = owner.get_decoder()
+    x = both @ parts["project"].T
+    out = decoder.layers[index](
+        x,
+        position_embeddings=decoder.rotary_emb(x, positions),
+        position_ids=positions,
+        attention_mask=causal(length),
+    )
+    out = out[0] if isinstance(out, tuple) else out
+    return rms(out, parts["norm"] + plus, eps) if "norm" in parts else out, out
+
+
+def medusa(
+    blocks: list[list[tuple[torch.Tensor, torch.Tensor | None]]], outputs: list[torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    """Logits [heads, V] of one hidden state, [H]: weights and biases of blocks by head and block, output layers."""
+    logits = []
+    for block, output in zip(blocks, outputs, strict=True):
+        x = hidden
+        for weight, bias in block:
+            y = weight @ x if bias is None else weight @ x + bias
+            x = x + y * torch.sigmoid(y)
+        logits.append(output @ x)
+    return torch.stack(logits)
+
+
+def eagle(weights: Weights, shape: dict[str, Any], embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """The next hidden states, [T, H], of EAGLE's first head with names as its repository writes them.
+
+    shape : num_attention_heads, num_key_value_heads, rope_theta, rms_norm_eps, num_hidden_layers. embedded, features :
+    [T, H].
+    """
+    length, size = features.shape
+    heads, groups = shape["num_attention_heads"], shape["num_key_value_heads"]
+    dim = size // heads
+    x = torch.cat([embedded, features], -1) @ weights["fc.weight"].T
+    if "fc.bias" in weights:
+        x = x + weights["fc.bias"]
+    for index in range(shape["num_hidden_layers"]):
+        at = f"layers.{index}."
+        normed = x
+        if index:
+            normed = rms(x, weights[at + "input_layernorm.weight"], shape["rms_norm_eps"])
+        q, k, v = (_project(normed, weights, at + f"self_attn.{name}_proj") for name in "qkv")
+        mixed = torch.zeros(length, heads, dim)
+        for head in range(heads):
+            group = head // (heads // groups)
+            for place in range(length):
+                query = _turn(q[place, head * dim : head * dim + dim], place, shape["rope_theta"])
+                keys = torch.stack(
+                    [
+                        _turn(k[other, group * dim : group * dim + dim], other, shape["rope_theta"])
+                        for other in range(place + 1)
+                    ]
+                )
+                chances = torch.softmax(keys @ query / math.sqrt(dim), 0)
+                mixed[place, head] = chances @ v[: place + 1, group * dim : group * dim + dim]
+        x = x + mixed.reshape(length, -1) @ weights[at + "self_attn.o_proj.weight"].T
+        normed = rms(x, weights[at + "post_attention_layernorm.weight"], shape["rms_norm_eps"])
+        gate, up = (normed @ weights[at + f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (nn.functional.silu(gate) * up) @ weights[at + "mlp.down_proj.weight"].T
+    return x
+
+
+def _project(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+    out = x @ weights[name + ".weight"].T
+    return out + weights[name + ".bias"] if name + ".bias" in weights else out
+
+
+def _turn(x: torch.Tensor, place: int, theta: float) -> torch.Tensor:
+    """Pairs of numbers half the dimension apart, each turned by its angle."""
+    half = len(x) // 2
+    out = x.clone()
+    for pair in range(half):
+        angle = place * theta ** (-2 * pair / len(x))
+        out[pair] = x[pair] * math.cos(angle) - x[pair + half] * math.sin(angle)
+        out[pair + half] = x[pair + half] * math.cos(angle) + x[pair] * math.sin(angle)
+    return out

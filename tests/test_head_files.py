@@ -1,0 +1,243 @@
+"""Directories that hold no head of this model: one line says what is wrong, whatever is in them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from ssd.errors import ModelError
+from ssd.model.heads.head import Head, RecurrentHead
+from ssd.model.heads.layouts.load_head import load_head
+from ssd.model.heads.probe import require_drivable
+from tests import published_heads as published
+from tests.models import VOCAB, tiny_model
+from tests.published_heads import HIDDEN, random
+
+Contents = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+@cache
+def target() -> PreTrainedModel:
+    return tiny_model()
+
+
+def eagle() -> Contents:
+    return dict(published.EAGLE_SHAPE), published.eagle()
+
+
+def medusa() -> Contents:
+    blocks, outputs = published.medusa(2, 1)
+    tensors = {
+        name.replace(".weight", ".linear.weight").replace(".bias", ".linear.bias"): blocks[name] for name in blocks
+    }
+    return (
+        {"medusa_num_heads": 2, "medusa_num_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB},
+        {**tensors, **{f"{index}.1.weight": output for index, output in enumerate(outputs)}},
+    )
+
+
+def mtp() -> Contents:
+    """DeepSeek's names, with a layer of the Llama beside it."""
+    parts = {"embedding": "enorm", "hidden": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
+    tensors = {f"{parts[name]}.weight": tensor for name, tensor in published.mtp_parts().items()}
+    layer = {name: tensor.detach() for name, tensor in target().get_decoder().layers[1].state_dict().items()}
+    return (
+        {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 2, "num_nextn_predict_layers": 1},
+        {f"model.layers.2.{name}": tensor for name, tensor in {**tensors, **layer}.items()},
+    )
+
+
+KINDS: dict[str, Callable[[], Contents]] = {"eagle": eagle, "medusa": medusa, "mtp": mtp}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_whole_is_read(kind: str, tmp_path: Path) -> None:
+    head = load_head(published.write(tmp_path, *KINDS[kind]()), target())
+    assert isinstance(head, Head)
+    assert not head.training
+    assert {parameter.device.type for parameter in head.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_are_in_the_dtype_of_the_target(kind: str, tmp_path: Path) -> None:
+    model = tiny_model().to(torch.bfloat16)
+    head = load_head(published.write(tmp_path, *KINDS[kind]()), model)
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [("eagle", "hidden_size", 128), ("medusa", "vocab_size", 32000), ("mtp", "num_hidden_layers", 61)],
+)
+def test_a_configuration_of_another_model_is_refused_by_its_numbers(
+    kind: str, field: str, value: int, tmp_path: Path
+) -> None:
+    config, tensors = KINDS[kind]()
+    with pytest.raises(
+        ModelError, match=f"made for another model: its config.json says {field} {value}, the model has"
+    ):
+        load_head(published.write(tmp_path, {**config, field: value}, tensors), target())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shape"),
+    [
+        ("eagle", "fc.weight", (64, 256)),
+        ("eagle", "layers.0.mlp.up_proj.weight", (64, 64)),
+        ("medusa", "1.1.weight", (32000, 64)),
+        ("mtp", "model.layers.2.eh_proj.weight", (128, 256)),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(kind: str, name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    config, tensors = KINDS[kind]()
+    directory = published.write(tmp_path, config, {**tensors, name: random(*shape, seed=0)})
+    with pytest.raises(ModelError, match=rf"tensor {name} has the shape \({shape[0]}, {shape[1]}\), expected"):
+        load_head(directory, target())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("eagle", "layers.0.self_attn.o_proj.weight"),
+        ("medusa", "1.0.linear.bias"),
+        ("medusa", "0.1.weight"),
+        ("mtp", "model.layers.2.enorm.weight"),
+        ("mtp", "model.layers.2.mlp.down_proj.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    config, tensors = KINDS[kind]()
+    del tensors[name]
+    with pytest.raises(ModelError, match=f"lacks 1 of its tensors, {name}: "):
+        load_head(published.write(tmp_path, config, tensors), target())
+
+
+def test_an_unknown_layout_is_told_what_is_known(tmp_path: Path) -> None:
+    directory = published.write(tmp_path, {}, {"some.thing": random(2, seed=0)})
+    with pytest.raises(ModelError, match=r"none of the layouts known here.*Medusa.*MTP module.*1 tensors: some\.thing"):
+        load_head(directory, target())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "cannot be read"), (b"{", "cannot be read"), (b"[1]", "no JSON object")]
+)
+def test_a_directory_without_a_configuration_is_refused(content: bytes | None, said: str, tmp_path: Path) -> None:
+    directory = published.write(tmp_path, *eagle())
+    path = directory / "config.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ModelError, match=f"config.json .*{said}"):
+        load_head(directory, target())
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    (published.write(tmp_path, *eagle()) / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        load_head(tmp_path, target())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layernorms": True}, "layer norms around EAGLE's layer"),
+        ({"transformer_layer_architecture": "Qwen3DecoderLayer"}, "only LlamaDecoderLayer is read"),
+        ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
+        ({"transformer_layer_config": {**published.EAGLE_SHAPE, "hidden_size": 128}}, "hidden_size 128"),
+    ],
+)
+def test_what_speculators_has_and_is_not_read_is_said(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    config = {"speculators_model_type": "eagle", "transformer_layer_config": dict(published.EAGLE_SHAPE), **changes}
+    tensors = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
+        for name, tensor in published.eagle().items()
+    }
+    with pytest.raises(ModelError, match=said):
+        load_head(published.write(tmp_path, config, tensors), target())
+
+
+class Mischief:
+    """What is run when it is unpickled by who runs what is pickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return (exec, ("raise KeyboardInterrupt('it was run')",))
+
+
+@pytest.mark.parametrize("wrap", ["torch", "pickle"])
+def test_nothing_pickled_is_run(wrap: str, tmp_path: Path) -> None:
+    (published.write(tmp_path, *medusa()) / "model.safetensors").unlink()
+    path = tmp_path / "medusa_lm_head.pt"
+    if wrap == "torch":
+        torch.save({"0.0.linear.weight": Mischief()}, path)
+    else:
+        path.write_bytes(pickle.dumps({"0.0.linear.weight": Mischief()}))
+    with pytest.raises(ModelError, match=r"medusa_lm_head\.pt cannot be read"):
+        load_head(tmp_path, target())
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pickled"])
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_damaged_weights_are_refused_or_read(
+    kind: str, pickled: bool, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("head", numbered=True)
+    path = published.write(directory, *KINDS[kind]()) / "model.safetensors"
+    if pickled:
+        tensors = load_file(path)
+        path.unlink()
+        path = directory / "pytorch_model.bin"
+        torch.save(tensors, path)
+    path.write_bytes(damaged(path.read_bytes(), data))
+    load_or_refuse(directory)
+
+
+def damaged(content: bytes, data: st.DataObject) -> bytes:
+    """With some bytes changed, more of them near the beginning, and perhaps cut."""
+    changed = bytearray(content)
+    near = st.integers(0, min(2000, len(content) - 1))
+    for place in data.draw(st.lists(near | st.integers(0, len(content) - 1), max_size=4)):
+        changed[place] = data.draw(st.integers(0, 255))
+    return bytes(changed[: data.draw(st.integers(0, len(content)) | st.just(len(content)))])
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers(-2, 1 << 40) | st.floats() | st.text(max_size=5)
+    | st.lists(st.integers(), max_size=2)
+    | st.dictionaries(st.sampled_from(["rope_type", "factor"]), st.text(max_size=4))
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_odd_configurations_are_refused_or_read(
+    kind: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config, tensors = KINDS[kind]()
+    fields = sorted(
+        {*config, "head_dim", "rope_scaling", "rope_parameters", "attention_bias", "transformer_layer_config"}
+    )
+    for field in data.draw(st.lists(st.sampled_from(fields), min_size=1, max_size=3)):
+        config[field] = data.draw(VALUES)
+    load_or_refuse(published.write(tmp_path_factory.mktemp("head", numbered=True), config, tensors))
+
+
+def load_or_refuse(directory: Path) -> None:
+    try:
+        head = load_head(directory, target())
+    except ModelError as error:
+        assert len(str(error).splitlines()) == 1
+        return
+    if isinstance(head, RecurrentHead):
+        require_drivable(head, target())
+    else:
+        with torch.inference_mode():
+            assert head(torch.zeros(1, HIDDEN)).shape[2:] == (VOCAB,)

@@ -1,0 +1,341 @@
+"""Published draft heads: what each layout is read as agrees with a slow twin, and what does not fit is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from ssd.errors import ModelError
+from ssd.model.heads.eagle import EagleHead
+from ssd.model.heads.head import FINAL, ParallelHead, RecurrentHead
+from ssd.model.heads.layouts.load_head import load_head
+from ssd.model.heads.mtp import MTPHead, decoder_layers
+from ssd.model.heads.probe import require_drivable
+from ssd.model.heads.target_parts import TargetParts
+from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.loading.load_target import open_target
+from tests import published_heads as published
+from tests.architectures import ARCHITECTURES, SLOTS
+from tests.models import VOCAB, tiny_model
+from tests.published_heads import HIDDEN, random
+from tests.reference import head_layouts as slow
+
+LENGTH = 9
+DEEPSEEK = {"num_nextn_predict_layers": 1}
+NORMS = {"embedding": "enorm", "hidden": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
+QWEN = {"embedding": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "project": "fc", "norm": "norm"}
+LAYERNORMS = {
+    "embedding": "token_layernorm", "hidden": "hidden_layernorm", "project": "input_proj", "norm": "final_layernorm"
+}  # fmt: skip
+ERNIE = {"embedding": "mtp_emb_norm.0", "hidden": "mtp_hidden_norm.0", "project": "mtp_linear_proj.0"}
+HYBRID = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+
+
+def config_of(target: PreTrainedModel, **more: Any) -> dict[str, Any]:
+    """What a checkpoint of the target says of itself."""
+    return {**json.loads(target.config.to_json_string(use_diff=False)), **more}
+
+
+def mtp_directory(
+    directory: Path,
+    name: str,
+    parts: dict[str, str],
+    prefix: str,
+    layer: str,
+    *,
+    one_more: bool = False,
+    config: dict[str, Any] | None = None,
+    **changes: Any,
+) -> tuple[Path, PreTrainedModel, dict[str, torch.Tensor]]:
+    """A published module, the model that owns its layer, and its other tensors."""
+    owner, tensors = published.one_layer(name, directory / "owner", **changes)
+    own = published.mtp_parts(one_more=one_more, has_norm="norm" in parts)
+    named = {f"{prefix}{parts[key]}.weight": tensor for key, tensor in own.items()}
+    named |= {layer + key: tensor for key, tensor in tensors.items()}
+    settings = config if config is not None else {**config_of(tiny_model(name)), **DEEPSEEK}
+    return published.write(directory / "head", settings, named), owner, own
+
+
+def in_slots(head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and next features of a row that is read in chunks, most of them beside a row two positions behind."""
+    cache = SlotKVCache(3, 32, torch.device("cpu"))
+    found = [feed(head, cache, [2], tokens[:, :2], features[:, :2])]
+    for start, end in ((0, 4), (4, 5), (5, LENGTH - 2)):
+        both = [torch.cat([each[:, start:end], each[:, start + 2 : end + 2]]) for each in (tokens, features)]
+        logits, after = feed(head, cache, [0, 2], both[0], both[1])
+        found.append((logits[1:], after[1:]))
+    return torch.cat([logits for logits, _ in found], 1), torch.cat([after for _, after in found], 1)
+
+
+@torch.inference_mode()
+def feed(
+    head: RecurrentHead, cache: SlotKVCache, slots: list[int], tokens: torch.Tensor, features: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = SlotRows.build(cache, slots, tokens.shape[1], torch.device("cpu"))
+    found = head(tokens, features, rows.positions, slot_rows=rows)
+    cache.lengths[slots] += tokens.shape[1]
+    return found
+
+
+def some_text(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [1, T], their embeddings, and hidden states to go with them."""
+    generator = np.random.default_rng(0)
+    tokens = torch.from_numpy(generator.integers(3, VOCAB, (1, LENGTH)))
+    return tokens, target.get_input_embeddings()(tokens).detach(), random(1, LENGTH, HIDDEN, seed=9, scale=1.0)
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+MTP_CASES: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": {
+        "name": "DeepSeek-V3 (latent attention)", "parts": NORMS, "prefix": "model.layers.2.",
+        "layer": "model.layers.2.",
+    },
+    "GLM-4.5": {"name": "GLM-4-MoE", "parts": NORMS, "prefix": "model.layers.2.", "layer": "model.layers.2."},
+    "GLM-4.5, a dense layer": {
+        "name": "GLM-4-MoE", "parts": NORMS, "prefix": "model.layers.2.", "layer": "model.layers.2.",
+        "first_k_dense_replace": 3,
+    },
+    "Qwen3-Next": {
+        "name": "Qwen3-Next", "parts": QWEN, "prefix": "mtp.", "layer": "mtp.layers.0.", "one_more": True, **HYBRID
+    },
+    "Qwen3-Next's names beside full attention": {
+        "name": "Qwen3-MoE", "parts": QWEN, "prefix": "mtp.", "layer": "mtp.layers.0."
+    },
+    "MiMo": {
+        "name": "Qwen2", "parts": LAYERNORMS, "prefix": "model.mtp_layers.0.", "layer": "model.mtp_layers.0."
+    },
+    "ERNIE 4.5": {"name": "ERNIE 4.5", "parts": ERNIE, "prefix": "model.", "layer": "model.mtp_block.0."},
+    "speculators": {
+        "name": "Qwen3", "parts": LAYERNORMS, "prefix": "mtp_layers.0.", "layer": "mtp_layers.0.",
+        "config": {
+            "speculators_model_type": "mtp", "num_nextn_predict_layers": 1,
+            "transformer_layer_config": {"hidden_size": HIDDEN, "vocab_size": VOCAB, "model_type": "qwen3"},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MTP_CASES)
+def test_mtp_modules_say_what_a_plain_pass_says(case: str, tmp_path: Path) -> None:
+    settings = MTP_CASES[case]
+    target = tiny_model(settings["name"])
+    directory, owner, parts = mtp_directory(tmp_path, **settings)
+    head = load_head(directory, target)
+    assert isinstance(head, MTPHead)
+    assert head.feature_layers == (FINAL,)
+    assert head.feature_size == HIDDEN
+    tokens, embedded, features = some_text(target)
+    with torch.inference_mode():
+        wanted, _ = slow.mtp(
+            owner, 2, parts, embedded, features, hidden_first=case == "MiMo", one_more="one_more" in settings
+        )
+        logits = wanted @ target.get_output_embeddings().weight.T
+    said, after = in_slots(head, tokens, features)
+    assert_same(after, wanted)
+    assert_same(said, logits)
+
+
+NO_MODULE = {
+    "Gemma 3n (shared keys)": "4",
+    "GPT-2": "'layers'",
+    "GPT-BigCode": "'layers'",
+    "GPT-NeoX": "'norm'",
+    "Llama 4 (chunks, temperature)": "'layers'",
+    "OPT": "'norm'",
+    "Phi": "'norm'",
+}
+"""Architectures in slots whose layers are built in another way, with a word of what is said of them."""
+ALL_WINDOWS = {"Gemma 3", "Cohere 2"}
+"""Which attend to everything in every sixth layer, and so in none of the two that they have here."""
+WINDOWS = {"Mistral (sliding window)": 6, "StarCoder2": 6}
+"""Architectures in which every layer has a window."""
+
+
+@pytest.mark.parametrize("name", [each.name for each in ARCHITECTURES.values() if each.kind is SLOTS])
+def test_every_architecture_in_slots_has_modules_or_says_why_not(name: str) -> None:
+    target = tiny_model(
+        name, **({"layer_types": ["sliding_attention", "full_attention"]} if name in ALL_WINDOWS else {})
+    )
+    if name in NO_MODULE:
+        with pytest.raises(ModelError, match=f"cannot be driven beside .*{NO_MODULE[name]}"):
+            a_module(target)
+        return
+    head = a_module(target)
+    tokens, _embedded, features = some_text(target)
+    said, after = in_slots(head, tokens, features)
+    head.config._attn_implementation = "eager"
+    positions = torch.arange(LENGTH)[None]
+    with torch.inference_mode():
+        logits, hidden = head(tokens, features, positions, attention_mask=slow.causal(LENGTH, WINDOWS.get(name)))
+    assert_same(after, hidden)
+    assert_same(said, logits)
+
+
+def a_module(target: PreTrainedModel) -> MTPHead:
+    """One with random weights, as the last layer of the target."""
+    head = MTPHead(target, decoder_layers(target)[0], hidden_first=False, has_norm=True).to_empty(device="cpu")
+    for place, (name, tensor) in enumerate(head.state_dict().items()):
+        tensor.copy_(published.norm(len(tensor), place) if tensor.ndim == 1 else random(*tensor.shape, seed=place))
+        if name.endswith("bias"):
+            tensor.sub_(1)
+    require_drivable(head, target)
+    return head.eval()
+
+
+MEDUSA_CASES: dict[str, dict[str, Any]] = {
+    "FasterDecoding's": {"block": "{i}.{j}.linear", "output": "{i}.{n}.weight"},
+    "one of several blocks": {"block": "{i}.{j}.linear", "output": "{i}.{n}.weight", "layers": 3},
+    "within a whole checkpoint": {"block": "medusa_head.{i}.{j}.linear", "output": "medusa_head.{i}.{n}.weight"},
+    "the target's output layer": {"block": "{i}.{j}.linear", "output": None},
+    "vLLM's": {"block": "blocks.{i}.layers.{j}", "output": "lm_heads.{i}.weight", "bias": False},
+    "vLLM's with biases": {"block": "medusa_heads.blocks.{i}.layers.{j}", "output": "medusa_heads.lm_heads.{i}.weight"},
+    "vLLM's with one output layer": {
+        "block": "blocks.{i}.layers.{j}", "output": "lm_heads.{i}.weight", "bias": False, "shared": True
+    },
+    "vLLM's of frequent tokens": {
+        "block": "blocks.{i}.layers.{j}", "output": "lm_heads.{i}.weight", "bias": False, "tokens": True
+    },
+    "vLLM's of frequent tokens, not cut": {
+        "block": "blocks.{i}.layers.{j}", "output": "lm_heads.{i}.weight", "bias": False, "tokens": True, "whole": True
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pickled"])
+@pytest.mark.parametrize("case", MEDUSA_CASES)
+def test_medusa_heads_say_what_their_blocks_say(case: str, pickled: bool, tmp_path: Path) -> None:
+    settings = MEDUSA_CASES[case]
+    layers, bias = settings.get("layers", 1), settings.get("bias", True)
+    target = tiny_model()
+    blocks, outputs = published.medusa(3, layers, bias=bias)
+    tensors = {}
+    for name, tensor in blocks.items():
+        head, block, kind = name.split(".")
+        tensors[settings["block"].format(i=head, j=block) + "." + kind] = tensor
+    config: dict[str, Any] = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "medusa_num_heads": 3}
+    if settings["output"] is None:
+        outputs = [target.get_output_embeddings().weight.detach()] * 3
+    elif settings.get("shared"):
+        config["original_lm_head"] = True
+        outputs = outputs[:1] * 3
+    frequent = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:50]
+    if settings.get("tokens"):
+        config["truncated_vocab_size"] = len(frequent)
+        tensors["token_map"] = frequent
+    if settings["output"] is not None:
+        for index, output in enumerate(outputs[:1] if settings.get("shared") else outputs):
+            cut = settings.get("tokens") and not settings.get("whole")
+            tensors[settings["output"].format(i=index, n=layers)] = output[frequent] if cut else output
+    published.write(tmp_path, config, tensors)
+    if pickled:
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+    found = load_head(tmp_path, target)
+    assert isinstance(found, ParallelHead)
+    assert (found.num_tokens, found.feature_layers, found.feature_size) == (3, (FINAL,), HIDDEN)
+    hidden = random(2, HIDDEN, seed=8, scale=1.0)
+    parts = [
+        [(blocks[f"{head}.{block}.weight"], blocks.get(f"{head}.{block}.bias")) for block in range(layers)]
+        for head in range(3)
+    ]
+    wanted = torch.stack([slow.medusa(parts, outputs, row) for row in hidden])
+    if settings.get("tokens"):
+        never = torch.ones(VOCAB, dtype=torch.bool)
+        never[frequent] = False
+        wanted[..., never] = -torch.inf
+    with torch.inference_mode():
+        assert_same(found(hidden), wanted)
+
+
+EAGLE_CASES: dict[str, dict[str, Any]] = {
+    "EAGLE-1": {},
+    "without a bias": {"bias": False},
+    "for Qwen2": {"qkv_bias": True},
+    "two layers": {"layers": 2},
+    "speculators": {"speculators": True},
+}
+
+
+@pytest.mark.parametrize("case", EAGLE_CASES)
+def test_eagle_heads_say_what_is_written_out(case: str, tmp_path: Path) -> None:
+    settings = dict(EAGLE_CASES[case])
+    renamed = settings.pop("speculators", False)
+    target = tiny_model()
+    tensors = published.eagle(**settings)
+    shape = {**published.EAGLE_SHAPE, "num_hidden_layers": settings.get("layers", 1)}
+    config: dict[str, Any] = dict(shape)
+    stored = {**tensors, "embed_tokens.weight": random(VOCAB, HIDDEN, seed=7)}
+    if renamed:
+        stored = {
+            name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): tensor
+            for name, tensor in tensors.items()
+        }
+        config = {
+            "speculators_model_type": "eagle", "transformer_layer_architecture": "LlamaDecoderLayer",
+            "layernorms": False, "fusion_bias": True, "transformer_layer_config": {"model_type": "llama", **shape},
+        }  # fmt: skip
+    head = load_head(published.write(tmp_path, config, stored), target)
+    assert isinstance(head, EagleHead)
+    tokens, embedded, features = some_text(target)
+    wanted = slow.eagle(tensors, shape, embedded[0], features[0])[None]
+    said, after = in_slots(head, tokens, features)
+    assert_same(after, wanted)
+    assert_same(said, wanted @ target.get_output_embeddings().weight.T)
+
+
+@pytest.mark.parametrize("case", ["DeepSeek-V3", "Qwen3-Next's names beside full attention"])
+def test_weights_of_eight_bits_are_multiplied_out(case: str, tmp_path: Path) -> None:
+    settings = MTP_CASES[case]
+    target = tiny_model(settings["name"])
+    directory, _owner, _parts = mtp_directory(tmp_path, **settings)
+    path = directory / "model.safetensors"
+    whole, packed = load_file(path), {}
+    for name, tensor in whole.items():
+        if tensor.ndim < 2 or "gate.weight" in name:
+            packed[name] = tensor
+            continue
+        scales = torch.rand(*(-(-size // 128) for size in tensor.shape), generator=torch.Generator().manual_seed(1)) + 1
+        packed[name] = tensor.to(torch.float8_e4m3fn)
+        packed[name + "_scale_inv"] = scales
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: tensor.shape[0], : tensor.shape[1]]
+        whole[name] = packed[name].float() * spread
+    tokens, _embedded, features = some_text(target)
+    save_file(whole, path)
+    wanted, _ = in_slots(cast(RecurrentHead, load_head(directory, target)), tokens, features)
+    save_file(packed, path)
+    said, _ = in_slots(cast(RecurrentHead, load_head(directory, target)), tokens, features)
+    assert torch.equal(said, wanted)
+
+
+@pytest.mark.parametrize("case", ["DeepSeek-V3", "GLM-4.5", "MiMo"])
+def test_a_head_says_the_same_beside_faster_layers(case: str, tmp_path: Path) -> None:
+    """Whether it is loaded before its target is opened or behind."""
+    settings = MTP_CASES[case]
+    target = tiny_model(settings["name"])
+    directory, _owner, _parts = mtp_directory(tmp_path, **settings)
+    before = cast(RecurrentHead, load_head(directory, target))
+    tokens, _embedded, features = some_text(target)
+    wanted, _ = in_slots(before, tokens, features)
+    open_target(target, num_slots=2, max_length=32)
+    for head in (before, cast(RecurrentHead, load_head(directory, target))):
+        said, _ = in_slots(head, tokens, features)
+        assert_same(said, wanted)
+
+
+@pytest.mark.parametrize("name", ["Cohere", "Granite", "Gemma 2 (soft caps)", "Llama"])
+def test_the_output_layer_of_the_target_is_read_as_the_target_reads_it(name: str) -> None:
+    target = tiny_model(name, **({"logits_scaling": 3.0} if name == "Granite" else {}))
+    tokens, _embedded, _features = some_text(target)
+    with torch.inference_mode():
+        found = target.get_decoder()(tokens).last_hidden_state
+        torch.testing.assert_close(TargetParts(target).logits(found), target(tokens).logits)
