@@ -110,8 +110,9 @@ def compare(
             num_slots=batch,
             max_length=_PROMPT_TOKENS + max_tokens + 8,
             max_draft_tokens=draft.num_speculative_tokens,
+            keeps_top=is_on and draft.recycling,
         )
-        for _ in range(2)
+        for is_on in (True, False)
     ]
     texts = [codec.encode_prompt(text)[-_PROMPT_TOKENS:] for seed in range(8) for text in snippets(seed)]
     drafter = SuffixDrafter()

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from ssd.drafting.one_by_one import OneByOne
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, Prices
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, Prices, ScoredPass, ScoreObserver
 from ssd.errors import require_fault
 from ssd.pricing.acceptance_rates import AcceptanceRates
 from ssd.pricing.gain import best_gain, promised_gain
@@ -106,6 +106,16 @@ class Arbiter:
             if len(draft.token_ids):
                 source.rates.learn(request_id, len(draft.token_ids), num_accepted)
             source.drafter.observe(request_id, draft, num_accepted)
+
+    def observe_scores(self, scored: ScoredPass) -> None:
+        """Tell every drafter that learns from it, also where one of them fails."""
+        for source in self._sources:
+            if isinstance(source.drafter, ScoreObserver):
+                try:
+                    source.drafter.observe_scores(scored)
+                except BaseException as error:
+                    require_fault(error)
+                    self._count_failure(source)
 
     def finish(self, request_id: str) -> None:
         """Tell every drafter that a request has ended, also where one of them fails."""

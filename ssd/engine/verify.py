@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import DraftShape
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, ScoredPass
 from ssd.engine.sequence import Sequence
 from ssd.errors import require_fault
 from ssd.model.kv.tree import is_tree, leading_chain, node_parents
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_NODE = np.zeros(1, np.int64)
 """The path of a row without a draft."""
+_NO_NODE = np.zeros(0, np.int64)
+"""The path of a row that failed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,12 +95,16 @@ class Pass:
         self._slots = [sequence.slot for sequence in batch]
         self._counts = [len(draft.token_ids) + 1 for draft in drafts]
         self._has_trees = any(draft.parents is not None for draft in drafts)
-        fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
+        self._fed = fed = pad_rows(
+            [np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)]
+        )
         self._rows = [sequence.sampling_row(draft) for sequence, draft in zip(batch, drafts, strict=True)]
+        self._parents = node_parents([draft.parents for draft in drafts], fed.shape[1]) if self._has_trees else None
+        self._chosen: npt.NDArray[np.int64] = np.zeros(fed.shape, np.int64)
+        self._paths: list[npt.NDArray[np.int64]] = []
         noise = noise_of(self._rows, fed.shape[1]) if target.takes_noise else None
-        if self._has_trees:
-            parents = node_parents([draft.parents for draft in drafts], fed.shape[1])
-            self._output = target.forward_trees(self._slots, fed, self._counts, parents, noise)
+        if self._parents is not None:
+            self._output = target.forward_trees(self._slots, fed, self._counts, self._parents, noise)
         else:
             self._output = target.forward(self._slots, fed, self._counts, noise)
 
@@ -115,6 +121,9 @@ class Pass:
         ]
         if self._has_trees:
             self._target.keep_paths(self._slots, self._counts, nodes)
+        self._paths = [
+            path if isinstance(row, np.ndarray) else _NO_NODE for row, path in zip(chosen, nodes, strict=True)
+        ]
         self.seconds = time.perf_counter() - self._started
         rows = zip(chosen, nodes, self._output.logits, self.drafts, strict=True)
         return [
@@ -125,7 +134,8 @@ class Pass:
     def _choose(self) -> list[npt.NDArray[np.int64] | BaseException]:
         """The target's tokens of each row; after a failure each row alone, and of one that fails, what it raised."""
         try:
-            return list(target_tokens(self._output, self._rows))
+            self._chosen = target_tokens(self._output, self._rows)
+            return list(self._chosen)
         except BaseException as error:
             require_fault(error)
             if len(self._rows) == 1:
@@ -133,11 +143,32 @@ class Pass:
         chosen: list[npt.NDArray[np.int64] | BaseException] = []
         for b, row in enumerate(self._rows):
             try:
-                chosen.append(target_tokens(self._output.row(b), [row])[0])
+                self._chosen[b] = target_tokens(self._output.row(b), [row])[0]
+                chosen.append(self._chosen[b])
             except BaseException as error:
                 require_fault(error)
                 chosen.append(error)
         return chosen
+
+    def scored(self) -> ScoredPass:
+        """What the target said at every position; once verdicts are known, before any of their tokens is taken."""
+        caches = [None if sequence.namespace is None else sequence.namespace.cache for sequence in self.batch]
+        used = np.array(self._counts)
+        used[[not len(path) for path in self._paths]] = 0
+        top_ids, top_logits = self._output.top(used.tolist())
+        return ScoredPass(
+            request_ids=[sequence.request.request_id for sequence in self.batch],
+            learned=[None if cache is None else cache.learned for cache in caches],
+            may_keep=np.array([sequence.namespace is not None and sequence.request.learn for sequence in self.batch]),
+            before=np.array([s.tokens[s.num_tokens - 2] if s.num_tokens > 1 else -1 for s in self.batch], np.int32),
+            fed=self._fed,
+            counts=used,
+            parents=self._parents,
+            chosen=np.ascontiguousarray(self._chosen),
+            paths=self._paths,
+            top_ids=top_ids,
+            top_logits=top_logits,
+        )
 
 
 def _verdict(chosen: npt.NDArray[np.int64], path: npt.NDArray[np.int64], logits: torch.Tensor, draft: Draft) -> Verdict:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 import numpy as np
 
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenIds
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass, TokenIds
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
 from ssd.drafting.suffix.namespace_models import NamespaceModels
+from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
 from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
+
+_NO_MATCH: Final = 1, 2
+"""Longest and shortest match: there is none."""
 
 
 class SuffixDrafter:
@@ -40,17 +45,23 @@ class SuffixDrafter:
         min_match_length: int = 1,
         price: float = 0.1,
         lookup_threads: int = 1,
+        recycling: bool = True,
+        retrieval: bool = True,
     ) -> None:
         """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
 
         ``lookup_threads`` : that look up the rows of a large call, the caller's among them; drafts are the same.
+        ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether anything is
+        looked up; a client's prediction is followed all the same.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
-        self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
+        lengths = checked_lengths(max_match_length, min_match_length)
+        self._longest, self._shortest = lengths if retrieval else _NO_MATCH
         self._price = price
         self._workspace = Workspace(lookup_threads - 1)
         self._helpers = Helpers(self._workspace)
         self._models = NamespaceModels()
+        self._successors = NamespaceSuccessors() if recycling else None
         self._verified: dict[str, tuple[int, TokenIds]] = {}
         self._learned: dict[str, LearnedState | None] = {}
 
@@ -100,6 +111,11 @@ class SuffixDrafter:
         del held
         return workspace.drafts(count)
 
+    def observe_scores(self, scored: ScoredPass) -> None:
+        """Learn what the target held likely at every position of a pass."""
+        if self._successors is not None:
+            self._successors.learn(scored)
+
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
         if draft is EMPTY_DRAFT:  # nothing was asked at this step: the last draft is still the one before
@@ -120,6 +136,8 @@ class SuffixDrafter:
             end_request(self._workspace.address, state, *verified, self._models.of(learned).address)
         self._workspace.forget(request_id)
         self._models.ended(learned)
+        if self._successors is not None:
+            self._successors.ended(request_id)
 
     def publish(self) -> None:
         """Leave what was learned for other threads and the next process, in every request's ``learned``."""
