@@ -24,7 +24,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from benchmarks.environment import head, model_facts, model_name
-from benchmarks.exactness import TIE_MARGIN, score_margin
+from benchmarks.exactness import is_near_tie
 from benchmarks.models import add_model
 from benchmarks.streams import Stream, cut, made_stream, recorded_stream
 from benchmarks.workloads import MIXED, NO_REPEATS, snippets
@@ -273,8 +273,7 @@ def _compare(
 ) -> None:
     if got == want:
         return
-    at = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
-    tie = at < min(len(got), len(want)) and score_margin(target, [*prompt, *want[:at]], params) < TIE_MARGIN
+    tie = is_near_tie(target, prompt, params, got, want)
     result.num_ties += tie
     result.num_mismatches += not tie
 

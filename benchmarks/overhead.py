@@ -28,7 +28,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from benchmarks.environment import head, model_facts, model_name
-from benchmarks.exactness import TIE_MARGIN, score_margin
+from benchmarks.exactness import is_near_tie
 from benchmarks.models import add_model
 from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
@@ -136,7 +136,7 @@ def compare(
         ours, theirs = halves[id(on)], halves[id(off)]
         for row, (prompt, got, want) in enumerate(zip(prompts, ours.outputs, theirs.outputs, strict=True)):
             if got != want:
-                is_tie = _is_near_tie(off, prompt, got, want, _sampling(max_tokens, pair * batch + row))
+                is_tie = is_near_tie(off.target, prompt, _sampling(max_tokens, pair * batch + row), got, want)
                 num_ties, num_mismatches = num_ties + is_tie, num_mismatches + (not is_tie)
         if pair:  # the first one warms up
             num_tokens = [sum(map(len, half.outputs)) for half in (ours, theirs)]
@@ -183,11 +183,6 @@ def _run(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, *, seed:
 
 def _sampling(max_tokens: int, seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
-
-
-def _is_near_tie(engine: Engine, prompt: list[int], got: list[int], want: list[int], params: SamplingParams) -> bool:
-    place = next(i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b)
-    return score_margin(engine.target, [*prompt, *want[:place]], params) < TIE_MARGIN
 
 
 def _interval(bounds: Sequence[float]) -> str:
