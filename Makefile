@@ -1,5 +1,5 @@
 # make serve | quick | test | fuzz | bench | bench-vllm | bench-clients | lint: each sets up .venv in the checkout first.
-# make real-model: a pretrained model to measure on, under terms of its own.
+# make real-model | bench-real: a pretrained model under terms of its own, and what was measured on it.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -24,7 +24,7 @@ TRACES := agent_react agent_tools sql code chat
 CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
 	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
 
-.PHONY: serve quick test fuzz bench bench-peers bench-vllm bench-clients real-model lint format clean
+.PHONY: serve quick test fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 
 # Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 $(READY): pyproject.toml constraints.txt
@@ -68,6 +68,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.decode --json --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.layers | tail -n 1 >benchmarks/results/layers.json
 	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
 	$(BIN)/python -m benchmarks.prefix_reuse --json | tail -n 1 >benchmarks/results/prefix-reuse.json
 	$(BIN)/python -m benchmarks.ties --prompts 32 --json | tail -n 1 >benchmarks/results/ties.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
@@ -151,6 +152,17 @@ $(CLIENTS_READY): $(CLIENTS_PINS)/requirements.txt $(CLIENTS_PINS)/constraints.t
 # disk. Its terms are not ours: nothing is downloaded before ACCEPT_GEMMA_TERMS=1 says that they are accepted.
 real-model: $(REAL_MODEL)/.checked
 	@echo "real-model: $(REAL_MODEL) is ready: --model real"
+
+# The figures of docs/benchmarks.md that were measured on it: 40 minutes on two idle cores.
+bench-real: $(READY) real-model
+	$(BIN)/python -m benchmarks.sources --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
+	$(BIN)/python -m benchmarks.growth --model $(REAL_MODEL) --streams new $(if $(SSD_TRACES),sql agent_tools) \
+		--requests 16 --window 4 --repeated 8 --out benchmarks/results --name growth-gemma
+	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \
+		--out benchmarks/results/decode-gemma.json
+	$(BIN)/python -m benchmarks.overhead --model $(REAL_MODEL) --batch 1 4 --pairs 12 \
+		--out benchmarks/results/overhead-gemma.json
+	$(BIN)/python -m benchmarks.report
 
 $(REAL_MODEL)/.checked: $(REAL_PINS)/convert.py | $(REAL_READY)
 	@$(PYTHON) -m benchmarks.real_model.terms
