@@ -19,7 +19,7 @@ from benchmarks.report.constants import constants_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
-from benchmarks.report.growth import growth_section, growth_table
+from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
@@ -93,7 +93,7 @@ def pages() -> dict[str, str]:
 def _real_model() -> Iterator[str]:
     """What was measured on the real model."""
     if (growth := _result("growth-gemma")) is not None:
-        yield growth_table(growth)
+        yield f"{growth_figure('growth-gemma')}\n\n{growth_table(growth)}"
     overhead = _result("overhead-gemma")
     if (decode := _result("decode-gemma")) is not None:
         yield engine_section(decode, overhead)

@@ -7,9 +7,13 @@ from typing import Any
 
 def growth_section(result: dict[str, Any]) -> str:
     """The growth figure, its table and what it was measured on."""
-    figure = "![tokens per second against tokens cached](../benchmarks/results/growth.png)"
     caution = "A small model repeats itself more than a large one when greedy, so the sampled rows are the fairer ones."
-    return f"{figure}\n\n{growth_table(result)} {caution}"
+    return f"{growth_figure('growth')}\n\n{growth_table(result)} {caution}"
+
+
+def growth_figure(name: str) -> str:
+    """The figure that was written with the result of this name."""
+    return f"![tokens per second against tokens cached](../benchmarks/results/{name}.png)"
 
 
 def growth_table(result: dict[str, Any]) -> str:
