@@ -66,4 +66,4 @@ class MedusaTraining:
     def _said(self, hidden: list[torch.Tensor]) -> torch.Tensor:
         features = self.head.combine(hidden)
         said: torch.Tensor = self.head(features.flatten(0, 1))
-        return said.unflatten(0, features.shape[:2])
+        return said.reshape(*features.shape[:2], *said.shape[1:])
