@@ -115,7 +115,7 @@ class WithDrafter:
             return draft
         expected = np.ones(1 + len(draft.token_ids))
         expected[1:] += share * np.cumsum(draft.chances())
-        return draft.cut(self._rate.best(expected, alone + POSITION_S * np.arange(len(expected))))
+        return draft.cut(self._rate.best(expected, alone + POSITION_S * np.arange(float(len(expected)))))
 
     def observe(self, place: Place, draft: Draft, path: list[int], took: Took) -> None:
         """Learn what came of a draft, in a step that may have taken another; what it emits must be what was said."""
