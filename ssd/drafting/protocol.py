@@ -63,7 +63,8 @@ class Draft:
     ``token_ids`` : int32[k], k <= the request's limit; empty when nothing was found.
     ``match_length`` : tokens of the context's tail that the evidence matched.
     ``source`` : where its first token came from: "own" text, a "prediction", of the index its "tail", a "segment" or
-        one that is static and hence "warm", a "model", a "head", or "none".
+        one that is static and hence "warm", a "model", a draft "head", of the target itself what is "recycled" or a
+        "guess", or "none".
     ``probabilities`` : float64[k], estimated chance that each token is accepted once those before it are; None when the
         drafter has no estimate.
     ``parents`` : int32[k], of each token the index of the one before it, smaller than its own; -1 after the context.
@@ -160,7 +161,7 @@ class SamplingRow:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ScoredPass:
     """What the target said at every position of a pass, behind wrong tokens too; valid while it is told.
 

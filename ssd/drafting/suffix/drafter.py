@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
 
 import numpy as np
 
@@ -18,9 +17,6 @@ from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suf
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
 from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
-
-_NO_MATCH: Final = 1, 2
-"""Longest and shortest match: there is none."""
 
 
 class SuffixDrafter:
@@ -51,16 +47,16 @@ class SuffixDrafter:
         """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
 
         ``lookup_threads`` : that look up the rows of a large call, the caller's among them; drafts are the same.
-        ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether anything is
-        looked up; a client's prediction is followed all the same.
+        ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether
+        index, own text and predictions are looked up; without, what other sources offer is judged all the same.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
-        lengths = checked_lengths(max_match_length, min_match_length)
-        self._longest, self._shortest = lengths if retrieval else _NO_MATCH
+        self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
         self._price = price
         self._workspace = Workspace(lookup_threads - 1)
         self._helpers = Helpers(self._workspace)
         self._models = NamespaceModels()
+        self._looks_up = retrieval
         self._successors = NamespaceSuccessors() if recycling else None
         self._verified: dict[str, tuple[int, TokenIds]] = {}
         self._learned: dict[str, LearnedState | None] = {}
@@ -79,7 +75,7 @@ class SuffixDrafter:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
         model, context = self._models.of(request.learned), contiguous(request.context)
-        held = workspace.ask(0, request, self._price)
+        held = workspace.ask(0, request, self._price, self._successors_of(request), self._looks_up)
         state, is_new = workspace.state_of(request.request_id)
         if is_new:
             self._learned[request.request_id] = request.learned
@@ -101,7 +97,8 @@ class SuffixDrafter:
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
-        held = workspace.fill(requests, self._price)
+        successors = [self._successors_of(request) for request in requests]
+        held = workspace.fill(requests, self._price, successors, self._looks_up)
         learned = requests[0].learned
         model = self._models.of(learned)
         self._learned.update((request.request_id, learned) for request in requests)
@@ -110,6 +107,10 @@ class SuffixDrafter:
         self._helpers.beside(draft, count, snapshot, longest, shortest)
         del held
         return workspace.drafts(count)
+
+    def _successors_of(self, request: DraftRequest) -> int:
+        """Address of the target's own candidates for a request, 0 for none."""
+        return 0 if self._successors is None else self._successors.of(request.learned, request.request_id)
 
     def observe_scores(self, scored: ScoredPass) -> None:
         """Learn what the target held likely at every position of a pass."""
