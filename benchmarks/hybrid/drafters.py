@@ -70,8 +70,6 @@ class OurDrafter(SuffixDrafter):
     recorded token agrees with one of ours changes nothing.
     """
 
-    judges_offers = True
-
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order."""
         for request in requests:
