@@ -34,6 +34,8 @@ class SuffixDrafter:
     `gather.look_up`.
     """
 
+    judges_offers = True
+
     def __init__(
         self,
         *,
