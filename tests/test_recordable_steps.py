@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ssd.drafting.suffix.successors import SUCCESSORS
 from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.layers.tap import FINAL
 from ssd.model.steps.buffers import StepBuffers, StepShape
@@ -51,7 +52,7 @@ def run_without_data(name: str, *, is_tree: bool) -> None:
     layers = UNTAPPED[name][0] if name in UNTAPPED else (0, 1, FINAL)
     target.keep_features(everything(layers, model.config.get_text_config().hidden_size))
     shape = StepShape(2, 4, 64, is_tree)
-    buffers = StepBuffers(4, 32, 8, target.device)
+    buffers = StepBuffers(4, 32, 8, target.device, keeps_top=True)
     with NothingFromTheHost():
         inputs = buffers.inputs(shape)
         rows = SlotRows(
@@ -59,7 +60,9 @@ def run_without_data(name: str, *, is_tree: bool) -> None:
         )
         buffers.store(target.score(inputs.tokens, rows), inputs)
     logits, best = buffers.outputs(shape)
+    top = buffers.packed_top(shape)
     assert logits.shape[:2] == best.shape == (2, 4) and best.device.type == "meta"
+    assert top is not None and top.shape == (2, 4, 2, SUCCESSORS) and top.device.type == "meta"
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
