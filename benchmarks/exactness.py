@@ -16,9 +16,10 @@ import torch
 
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.noise_keys import position_keys
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
-from ssd.model.sampling.noise import gumbel_noise, position_keys
+from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
@@ -231,6 +232,14 @@ def score_margin(target: Target, context: Sequence[int], params: SamplingParams,
         scores = truncated_scores(logits, [params]).double() + noise
     best = torch.topk(scores[0], 2).values
     return float(best[0] - best[1])
+
+
+def is_near_tie(
+    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
+) -> bool:
+    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near."""
+    place = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
+    return place is not None and score_margin(target, [*prompt, *want[:place]], params) < TIE_MARGIN
 
 
 def reference_greedy(

@@ -108,6 +108,14 @@ class DraftConfig:
     else, and for requests that are verified by rejection, drafts are chains. "auto": trees while one sequence runs
     alone, which is where they measured better."""
 
+    recycling: bool = True
+    """Whether drafts are made of what the target held likely before, after the same token or pair of tokens: its most
+    probable tokens of every scored position, and its choices behind a wrong token. It helps where text is new."""
+
+    retrieval: bool = True
+    """Whether the context's end is looked up in the request's own text, its prediction and what its namespace has
+    learned. Without, only what other sources offer is drafted: to see what each brings."""
+
     def __post_init__(self) -> None:
         _require(
             0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
+from ssd.drafting.noise_keys import keys_of, position_keys
 from ssd.drafting.protocol import SamplingRow
 from ssd.engine import verify
 from ssd.model.kv.tree import node_parents
 from ssd.model.loading.load_target import open_target
-from ssd.model.sampling.noise import Noise, keys_of, noisy_scores, position_keys
+from ssd.model.sampling.noise import Noise, noisy_scores
 from ssd.model.sampling.noisy_argmax import argmax_with_noise, device_argmax
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.pass_output import PassOutput

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.model.sampling.noise import ACCEPT, CHOICE, DRAFT, RECOVER, position_keys, uniform_noise
+from ssd.drafting.noise_keys import ACCEPT, CHOICE, DRAFT, RECOVER, position_keys, uniform_noise
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.rejection import SampledDraft, acceptance_chances, rejection_tokens, residuals

@@ -58,6 +58,16 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         "--draft-shape", default=draft.draft_shape, choices=DRAFT_SHAPES,
         help="whether drafts may branch where the next token is uncertain (default: %(default)s)",
     )  # fmt: skip
+    add(
+        "--no-recycling",
+        action="store_true",
+        help="do not draft what the model held likely before, after the same tokens",
+    )
+    add(
+        "--no-retrieval",
+        action="store_true",
+        help="look nothing up: draft from other sources alone",
+    )
     add("--no-speculation", action="store_true", help="plain decoding: no drafts")
 
 
@@ -76,5 +86,7 @@ def speculation_options_of(found: argparse.Namespace) -> SpeculationOptions:
             lookup_threads=found.lookup_threads,
             draft_acceptance=found.draft_acceptance,
             draft_shape=found.draft_shape,
+            recycling=not found.no_recycling,
+            retrieval=not found.no_retrieval,
         ),
     )

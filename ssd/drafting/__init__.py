@@ -27,6 +27,8 @@ _MAKERS: dict[str, Callable[[DraftConfig], Drafter]] = {
         max_match_length=config.max_match_length,
         min_match_length=config.min_match_length,
         lookup_threads=config.lookup_threads,
+        recycling=config.recycling,
+        retrieval=config.retrieval,
     ),
     "frequency": lambda config: FrequencyDrafter(**_short(config)),
     "prompt-lookup": lambda config: PromptLookupDrafter(**_short(config)),

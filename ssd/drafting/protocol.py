@@ -63,7 +63,8 @@ class Draft:
     ``token_ids`` : int32[k], k <= the request's limit; empty when nothing was found.
     ``match_length`` : tokens of the context's tail that the evidence matched.
     ``source`` : where its first token came from: "own" text, a "prediction", of the index its "tail", a "segment" or
-        one that is static and hence "warm", a "model", a "head", or "none".
+        one that is static and hence "warm", a "model", a draft "head", of the target itself what is "recycled" or a
+        "guess", or "none".
     ``probabilities`` : float64[k], estimated chance that each token is accepted once those before it are; None when the
         drafter has no estimate.
     ``parents`` : int32[k], of each token the index of the one before it, smaller than its own; -1 after the context.
@@ -160,26 +161,31 @@ class SamplingRow:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoredRow:
-    """What the target said at every position of one row of a pass, behind wrong tokens too.
+@dataclass(slots=True, eq=False)
+class ScoredPass:
+    """What the target said at every position of a pass, behind wrong tokens too; valid while it is told.
 
-    ``request_id``, ``learned`` : of the row's request, as ``DraftRequest`` had them. ``before`` : the token before the
-    first one fed, -1 where there is none. ``fed`` : int32[T], the context's last token and the draft. ``parents`` :
-    int32[T], of each token fed the index of the one it goes on from, -1 of the first. ``chosen`` : int64[T], the
-    target's token after each. ``path`` : int64[n], the indices of those that became text, the first is 0.
-    ``top_ids`` : int32[T, K], the K most probable tokens after each, the most probable first. ``top_logits`` :
-    float32[T, K], theirs, before any rule of the request and any temperature.
+    B rows of T positions, all arrays contiguous. ``request_ids``, ``learned`` : of each row's request, as
+    ``DraftRequest`` had them. ``may_keep`` : bool[B], whether what is said to it may reach other requests. ``before`` :
+    int32[B], the token before the first one fed, -1 where there is none. ``fed`` : int64[B, T], the context's last
+    token and the draft. ``counts`` : int64[B], positions of each row, the rest is padding; 0 of a row that failed.
+    ``parents`` : int64[B, T], of each token fed the index of the one it goes on from, -1 of the first; None: chains.
+    ``chosen`` : int64[B, T], the target's token after each; behind a draft that was verified by rejection, any.
+    ``paths`` : of each row int64[n], the indices of those that were right, the first is 0; empty where it failed.
+    ``top_ids`` : int32[B, T, SUCCESSORS], the most probable tokens after each, the most probable first, -1 where no
+    more are possible. ``top_logits`` : float32, theirs, before any rule of the request and any temperature.
     """
 
-    request_id: str
-    learned: LearnedState | None
-    before: int
-    fed: TokenIds
-    parents: npt.NDArray[np.int32]
+    request_ids: Sequence[str]
+    learned: Sequence[LearnedState | None]
+    may_keep: npt.NDArray[np.bool_]
+    before: TokenIds
+    fed: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    parents: npt.NDArray[np.int64] | None
     chosen: npt.NDArray[np.int64]
-    path: npt.NDArray[np.int64]
-    top_ids: npt.NDArray[np.int32]
+    paths: Sequence[npt.NDArray[np.int64]]
+    top_ids: TokenIds
     top_logits: npt.NDArray[np.float32]
 
 
@@ -187,7 +193,7 @@ class ScoredRow:
 class ScoreObserver(Protocol):
     """A drafter that learns from all that the target says, not from accepted tokens alone."""
 
-    def observe_scores(self, rows: Sequence[ScoredRow]) -> None:
+    def observe_scores(self, scored: ScoredPass) -> None:
         """Learn from one pass; called before ``observe`` of its rows."""
         ...
 

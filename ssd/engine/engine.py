@@ -143,6 +143,7 @@ class Engine:
             fuse_linears=config.fuse_linears,
             adapters=adapted,
             tapped=None if head is None else tapped_by(head, loaded.device, loaded.dtype),
+            keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
         )
         drafters = [make_drafter(drafter, draft)]
         if head is not None:
@@ -342,6 +343,7 @@ class Engine:
         if verified is None:
             return []
         ended, verdicts = verified
+        self._proposals.observe_scores(ended)
         committed = []
         now = time.perf_counter()
         for sequence, draft, verdict in zip(ended.batch, ended.drafts, verdicts, strict=True):

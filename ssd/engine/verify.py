@@ -12,19 +12,22 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import DraftShape
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, ScoredPass
+from ssd.engine.audience import Audience
 from ssd.engine.sequence import Sequence
 from ssd.errors import require_fault
 from ssd.model.kv.tree import is_tree, leading_chain, node_parents
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.target_tokens import target_tokens
-from ssd.model.target import Target, pad_rows
+from ssd.model.target import Target
 from ssd.model.verification import accepted_length, accepted_path
 
 log = logging.getLogger(__name__)
 
 _FIRST_NODE = np.zeros(1, np.int64)
 """The path of a row without a draft."""
+_NO_NODE = np.zeros(0, np.int64)
+"""The path of a row that failed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,14 +96,17 @@ class Pass:
         self._slots = [sequence.slot for sequence in batch]
         self._counts = [len(draft.token_ids) + 1 for draft in drafts]
         self._has_trees = any(draft.parents is not None for draft in drafts)
-        fed = pad_rows([np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)])
+        width = max(self._counts)
+        self._fed, self._before = _fed(batch, drafts, width)
         self._rows = [sequence.sampling_row(draft) for sequence, draft in zip(batch, drafts, strict=True)]
-        noise = noise_of(self._rows, fed.shape[1]) if target.takes_noise else None
-        if self._has_trees:
-            parents = node_parents([draft.parents for draft in drafts], fed.shape[1])
-            self._output = target.forward_trees(self._slots, fed, self._counts, parents, noise)
+        self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
+        self._chosen: npt.NDArray[np.int64] = np.zeros(self._fed.shape, np.int64)
+        self._paths: list[npt.NDArray[np.int64]] = []
+        noise = noise_of(self._rows, width) if target.takes_noise else None
+        if self._parents is not None:
+            self._output = target.forward_trees(self._slots, self._fed, self._counts, self._parents, noise)
         else:
-            self._output = target.forward(self._slots, fed, self._counts, noise)
+            self._output = target.forward(self._slots, self._fed, self._counts, noise)
 
     def verdicts(self) -> list[Verdict | BaseException]:
         """How far the target agrees with each draft, once the pass is done; of a row that fails, what it raised.
@@ -115,6 +121,9 @@ class Pass:
         ]
         if self._has_trees:
             self._target.keep_paths(self._slots, self._counts, nodes)
+        self._paths = [
+            path if isinstance(row, np.ndarray) else _NO_NODE for row, path in zip(chosen, nodes, strict=True)
+        ]
         self.seconds = time.perf_counter() - self._started
         rows = zip(chosen, nodes, self._output.logits, self.drafts, strict=True)
         return [
@@ -125,7 +134,8 @@ class Pass:
     def _choose(self) -> list[npt.NDArray[np.int64] | BaseException]:
         """The target's tokens of each row; after a failure each row alone, and of one that fails, what it raised."""
         try:
-            return list(target_tokens(self._output, self._rows))
+            self._chosen = target_tokens(self._output, self._rows)
+            return list(self._chosen)
         except BaseException as error:
             require_fault(error)
             if len(self._rows) == 1:
@@ -133,11 +143,45 @@ class Pass:
         chosen: list[npt.NDArray[np.int64] | BaseException] = []
         for b, row in enumerate(self._rows):
             try:
-                chosen.append(target_tokens(self._output.row(b), [row])[0])
+                self._chosen[b] = target_tokens(self._output.row(b), [row])[0]
+                chosen.append(self._chosen[b])
             except BaseException as error:
                 require_fault(error)
                 chosen.append(error)
         return chosen
+
+    def scored(self, audience: Audience) -> ScoredPass:
+        """What the target said at every position; once verdicts are known, before any of their tokens is taken."""
+        used = self._counts
+        if not all(map(len, self._paths)):
+            used = [count if len(path) else 0 for count, path in zip(used, self._paths, strict=True)]
+        top_ids, top_logits = self._output.top(used)
+        return ScoredPass(
+            request_ids=audience.request_ids,
+            learned=audience.learned,
+            may_keep=audience.may_keep,
+            before=self._before,
+            fed=self._fed,
+            counts=np.array(used, np.int64),
+            parents=self._parents,
+            chosen=np.ascontiguousarray(self._chosen),
+            paths=self._paths,
+            top_ids=top_ids,
+            top_logits=top_logits,
+        )
+
+
+def _fed(batch: Rows[Sequence], drafts: Rows[Draft], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Each row's last token and draft, int64[B, width], padded with 0; and the token before, int32[B], -1 for none."""
+    fed, before = np.zeros((len(batch), width), np.int64), np.full(len(batch), -1, np.int32)
+    for b, (sequence, draft) in enumerate(zip(batch, drafts, strict=True)):
+        tokens, end = sequence.tokens, sequence.num_tokens
+        fed[b, 0] = tokens[end - 1]
+        if end > 1:
+            before[b] = tokens[end - 2]
+        if len(draft.token_ids):
+            fed[b, 1 : 1 + len(draft.token_ids)] = draft.token_ids
+    return fed, before
 
 
 def _verdict(chosen: npt.NDArray[np.int64], path: npt.NDArray[np.int64], logits: torch.Tensor, draft: Draft) -> Verdict:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tests.reference.drafting import Evidence
 
+NOTHING = -1
+
 View = tuple[Any, ...]
 Views = dict[str, View]
 
@@ -28,6 +30,9 @@ _WEIGHTS = {
     "before": 0.3,
     "pair": 0.3,
 }
+_TYPICAL_OFFERED = [0.015, 0.06, 0.15, 0.27, 0.45, 0.65, 0.85, 0.97]
+_TYPICAL_SUCCESSOR = [0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95]
+_SURE_LENGTH = 9
 
 
 def length_bucket(length: int) -> int:
@@ -51,6 +56,14 @@ def _rule_of_thumb(length: float, support: float, share: float) -> float:
     return -1.3 + 0.85 * math.log(1 + length) + 0.1 * math.log(1 + support) + 0.45 * math.log(odds)
 
 
+def offered_bucket(chance: float) -> int:
+    return sum(chance >= bound for bound in (0.03, 0.1, 0.2, 0.35, 0.55, 0.75, 0.92))
+
+
+def _log_odds(chance: float) -> float:
+    return math.log(chance / (1 - chance))
+
+
 def prior(view: str, key: View) -> float:
     """Log odds of an entry that has seen nothing."""
     if view in ("own", "index"):
@@ -61,6 +74,14 @@ def prior(view: str, key: View) -> float:
         length, fresh, says = key
         slope, start = (0.5, 2.0) if fresh else (0.9, 0.3)
         logit = start + slope * math.log(1 + _TYPICAL_LENGTH[length]) if says else -1.5
+    elif view == "offer":
+        _kind, says, bucket, _when = key
+        chance = _TYPICAL_OFFERED[bucket]
+        logit = _log_odds(chance if says else 0.4 * (1 - chance))
+    elif view == "recycled":
+        warmth, is_pair, rank, level = key
+        chance = (0.85 if is_pair else 0.6) * _TYPICAL_SUCCESSOR[level]
+        logit = _log_odds(0.4 * (1 - chance) if rank == 8 else chance * 0.9**rank) - [0, 0.2, 0.5][warmth]
     elif view.startswith("level"):
         logit = _rule_of_thumb(_TYPICAL_LENGTH[key[0]], _TYPICAL_SUPPORT[key[1]], _TYPICAL_SHARE[key[2]])
     elif view == "request":
@@ -86,10 +107,11 @@ class SlowModel:
 
     def weights_of(self, chosen: View) -> dict[str, float]:
         if chosen not in self.weights:
-            own, index, prediction, levels, _when = chosen
-            absent = {"own": not own, "index": not index, "prediction": not prediction}
-            absent |= {"level 1": levels < 1, "level 2": levels < 2}
-            say = {view: 0.0 if absent.get(view) else weight for view, weight in _WEIGHTS.items()}
+            own, index, prediction, offer, recycled, levels, _when = chosen
+            absent = {"own": not own, "index": not index, "prediction": not prediction, "offer": not offer}
+            absent |= {"recycled": not recycled, "level 1": levels < 1, "level 2": levels < 2}
+            others = {"offer": 1.5, "recycled": 0.4} if own or index else {"offer": 6.0, "recycled": 3.0}
+            say = {view: 0.0 if absent.get(view) else weight for view, weight in (_WEIGHTS | others).items()}
             self.weights[chosen] = {view: weight / sum(say.values()) for view, weight in say.items()} | {"1": 0.0}
         return self.weights[chosen]
 
@@ -132,7 +154,11 @@ class SlowModel:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request's situation: ``mean_error`` of its earlier drafts' estimates, ``prediction`` of what is to come."""
+    """One request's situation: ``mean_error`` of its earlier drafts' estimates, ``prediction`` of what is to come.
+
+    ``offers`` : by path, of each token offered behind it the kind and the chance. ``successors`` : after one token or
+    two, the target's own candidates with the levels of their shares.
+    """
 
     context: Sequence[int]
     prompt_length: int = 0
@@ -142,12 +168,37 @@ class Asked:
     prediction: Sequence[int] = ()
     agreed: int = 0
     was_right: bool = True
+    offers: dict[tuple[int, ...], dict[int, tuple[int, float]]] = field(default_factory=dict)
+    successors: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict)
+    warmth: int = 0
+
+
+def offers_by_path(
+    offered: Sequence[tuple[int, int, float, int]],
+) -> dict[tuple[int, ...], dict[int, tuple[int, float]]]:
+    """Of (token, parent, chance, kind) each, by path: tokens, kinds and chances; what hangs on nothing is left out."""
+    result: dict[tuple[int, ...], dict[int, tuple[int, float]]] = {}
+    paths: list[tuple[int, ...] | None] = []
+    for number, (token, parent, chance, kind) in enumerate(offered):
+        above = () if parent == -1 else paths[parent] if 0 <= parent < number else None
+        paths.append(None if above is None or token < 0 else (*above, token))
+        if above is None or token < 0:
+            continue
+        here = result.setdefault(above, {})
+        if token not in here or chance > here[token][1]:
+            here[token] = kind, chance
+    return result
 
 
 def candidates(
-    levels: list[tuple[int, Evidence]], asked: Asked, draft: Sequence[int], model: SlowModel, follows: bool = True
+    levels: list[tuple[int, Evidence]],
+    asked: Asked,
+    draft: Sequence[int],
+    model: SlowModel,
+    follows: bool = True,
+    most: int = 12,
 ) -> dict[int, tuple[float, Views, View]]:
-    """Chance, views and weight set of every token that may come after the context and ``draft``."""
+    """Chance, views and weight set of the tokens, ``most`` at most, that may come after the context and ``draft``."""
     depth = len(draft)
     alive: list[tuple[int, Evidence]] = []  # of each level what no longer match has
     seen: set[tuple[int, int, int]] = set()
@@ -171,8 +222,17 @@ def candidates(
     predicted = asked.prediction[depth] if follows and depth < len(asked.prediction) else None
     tokens = {says(item) for _, items in alive for item in items} | {predicted}
     found_tokens = sorted(token for token in tokens if token is not None)
-    assert len(found_tokens) <= 8, "more than the fast one judges"
-    before = draft[-1] if depth else asked.context[-1]
+    text = [NOTHING, *asked.context, *draft]
+    before = text[-1]
+    is_sure = len(found_tokens) == 1 and max((length for length, _ in tops.values()), default=0) >= _SURE_LENGTH
+    known = [] if is_sure else asked.successors.get((text[-2], before)) or asked.successors.get((before,), [])
+    is_pair = (text[-2], before) in asked.successors
+    offered = asked.offers.get(tuple(draft), {})
+    found_tokens += [token for token in offered if token not in found_tokens]
+    assert len(found_tokens) <= most, "more than the fast one judges"
+    for token, _ in known:
+        if token not in found_tokens and len(found_tokens) < most:
+            found_tokens.append(token)
     result: dict[int, tuple[float, Views, View]] = {}
     for token in found_tokens:
         views: Views = {}
@@ -216,6 +276,19 @@ def candidates(
         views["before"] = ((before * 40503) >> 4) % 1024, *coarse
         views["pair"] = (((token * 40503) ^ (before * 69069 + (before >> 7))) >> 3) % 8192, *coarse
         when = 0 if depth == 0 else 1 if depth < 4 else 2
-        chosen = True in tops, False in tops, predicted is not None, min(max(filled, 1), 3) - 1, when
+        if offered:
+            kind, chance = offered.get(token) or max(offered.values(), key=lambda each: each[1])
+            views["offer"] = kind, token in offered, offered_bucket(chance), when
+        if known:
+            ranks = [each for each, _ in known]
+            rank = ranks.index(token) if token in ranks else 8
+            views["recycled"] = asked.warmth, is_pair, rank, known[rank if rank < 8 else 0][1]
+        sources = True in tops, False in tops, predicted is not None, bool(offered), bool(known)
+        chosen = *sources, min(max(filled, 1), 3) - 1, when
         result[token] = model.chance(views, chosen), views, chosen
     return result
+
+
+def goes_on(levels: list[tuple[int, Evidence]], draft: Sequence[int]) -> bool:
+    """Whether any place agrees with all of the draft."""
+    return any(list(item[0][: len(draft)]) == list(draft) for _, found in levels for item in found)

@@ -7,7 +7,9 @@ export const SOURCES = {
   warm: ["warm-up", "corpora, and what tenants share"],
   prediction: ["prediction", "what the request expected"],
   model: ["draft model", "a smaller model"],
-  head: ["draft head", "trained to read the model"],
+  head: ["draft head", "layers that read the model's hidden states"],
+  recycled: ["recycled", "what the model held likely here before"],
+  guess: ["guess", "what the model said behind a wrong token"],
 };
 
 export const nameOf = (source) => (source === "target" ? "the model" : (SOURCES[source] ?? [source])[0]);

@@ -18,6 +18,9 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, inlined, kernel
 from ssd.compiled.records import Float64, Record, view_of
+from ssd.drafting.offers import KINDS
+from ssd.drafting.suffix.successors import SHARES as SUCCESSOR_SHARES
+from ssd.drafting.suffix.successors import SUCCESSORS
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,7 +33,11 @@ REQUEST: Final = 6  # how this request's drafts fared lately; length and share o
 TOKEN: Final = 7  # the token itself, hashed; length and share, coarsely
 BEFORE: Final = 8  # the token before it, hashed; length and share, coarsely
 PAIR: Final = 9  # both, hashed; length and share, coarsely
-INPUTS: Final = 10
+OFFER: Final = 10  # what is offered here: by which source, is it this token, the greatest chance else, how deep
+RECYCLED: Final = (
+    11  # the target's own candidates: after two tokens or one, the rank, its share; how the request samples
+)
+INPUTS: Final = 12
 LEVEL_VIEWS: Final = 3
 
 LENGTHS: Final = 13
@@ -42,6 +49,8 @@ HASHES: Final = 1024
 PAIR_HASHES: Final = 8192
 COARSE_LENGTHS: Final = 4
 COARSE_SHARES: Final = 3
+OFFERED_CHANCES: Final = 8
+WARMTHS: Final = 3
 WHEN_SETS: Final = 3
 
 _SHAPES: Final = (
@@ -55,11 +64,15 @@ _SHAPES: Final = (
     (HASHES, COARSE_LENGTHS, COARSE_SHARES),
     (HASHES, COARSE_LENGTHS, COARSE_SHARES),
     (PAIR_HASHES, COARSE_LENGTHS, COARSE_SHARES),
+    (KINDS, 2, OFFERED_CHANCES, WHEN_SETS),
+    (WARMTHS, 2, SUCCESSORS + 1, SUCCESSOR_SHARES),
 )
 OFFSETS: Final = np.cumsum([0, *(math.prod(shape) for shape in _SHAPES)])
 ENTRIES: Final = int(OFFSETS[-1])
-SETS: Final = 2 * 2 * 2 * LEVEL_VIEWS * WHEN_SETS
-"""Sets of mixer weights: own text, index and prediction there or not, how many levels, how deep."""
+_SOURCES: Final = 5
+SETS: Final = 2**_SOURCES * LEVEL_VIEWS * WHEN_SETS
+"""Sets of mixer weights: own text, index, prediction, offers and recycled ones there or not, how many levels, how deep.
+"""
 
 _NUM_WEIGHTS: Final = SETS * (INPUTS + 1)
 
@@ -91,6 +104,8 @@ _TYPICAL_SUPPORT: Final = np.array([1, 2, 3, 5, 10, 40.0])
 _TYPICAL_SHARE: Final = np.array([0.02, 0.1, 0.25, 0.42, 0.5, 0.6, 0.75, 0.92, 1.0])
 _TYPICAL_COARSE_LENGTH: Final = np.array([1.5, 4.0, 8.0, 24.0])
 _TYPICAL_COARSE_SHARE: Final = np.array([0.2, 0.6, 1.0])
+_TYPICAL_OFFERED: Final = np.array([0.015, 0.06, 0.15, 0.27, 0.45, 0.65, 0.85, 0.97])
+_TYPICAL_SUCCESSOR: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
 
 
 class Model(Record):
@@ -165,22 +180,39 @@ def hash_of_pair(before: int, token: int) -> int:
 
 
 @inlined
-def weight_set(has_own: bool, has_index: bool, has_prediction: bool, num_levels: int, depth: int) -> int:
-    """Which weights a candidate is mixed with, 0..SETS - 1."""
-    sources = int(has_own) + 2 * int(has_index) + 4 * int(has_prediction)
-    levels = min(max(num_levels, 1), LEVEL_VIEWS) - 1
-    return (sources * LEVEL_VIEWS + levels) * WHEN_SETS + _when(depth)
+def offered_bucket(chance: float) -> int:
+    """0..OFFERED_CHANCES - 1, finer towards both ends."""
+    if chance < 0.35:
+        return 0 if chance < 0.03 else (1 if chance < 0.1 else (2 if chance < 0.2 else 3))
+    return 4 if chance < 0.55 else (5 if chance < 0.75 else (6 if chance < 0.92 else 7))
 
 
 @inlined
-def _when(depth: int) -> int:
+def weight_set(
+    has_own: bool,
+    has_index: bool,
+    has_prediction: bool,
+    has_offer: bool,
+    has_recycled: bool,
+    num_levels: int,
+    depth: int,
+) -> int:
+    """Which weights a candidate is mixed with, 0..SETS - 1."""
+    sources = int(has_own) + 2 * int(has_index) + 4 * int(has_prediction) + 8 * int(has_offer) + 16 * int(has_recycled)
+    levels = min(max(num_levels, 1), LEVEL_VIEWS) - 1
+    return (sources * LEVEL_VIEWS + levels) * WHEN_SETS + when(depth)
+
+
+@inlined
+def when(depth: int) -> int:
+    """How deep in a draft, 0..WHEN_SETS - 1."""
     return 0 if depth == 0 else (1 if depth < 4 else 2)
 
 
 @inlined
 def deeper_set(chosen: int, depth: int) -> int:
     """The weight set of the same evidence at another depth."""
-    return chosen - chosen % WHEN_SETS + _when(depth)
+    return chosen - chosen % WHEN_SETS + when(depth)
 
 
 @inlined
@@ -310,15 +342,40 @@ def _prior(view: int) -> Floats:
         return _expected(_TYPICAL_LENGTH[:, None], 3.0, _TYPICAL_SHARE)
     if view in (TOKEN, BEFORE, PAIR):
         return _expected(_TYPICAL_COARSE_LENGTH[:, None], 3.0, _TYPICAL_COARSE_SHARE)
+    if view == OFFER:
+        says: Floats = np.stack([_another(_TYPICAL_OFFERED), _log_odds(_TYPICAL_OFFERED)])
+        return says[:, :, None]
+    if view == RECYCLED:
+        known = np.array([0.6, 0.85])[:, None, None]
+        ranked = known * 0.9 ** np.arange(SUCCESSORS)[:, None] * _TYPICAL_SUCCESSOR
+        absent = _another((known * _TYPICAL_SUCCESSOR)[:, :, :])
+        warmth = np.array([0.0, -0.2, -0.5])[:, None, None, None]
+        by_rank: Floats = np.concatenate([_log_odds(ranked), absent], axis=1) + warmth
+        return by_rank
     return _expected(length, support, share)
 
 
+def _log_odds(chance: Floats) -> Floats:
+    result: Floats = np.log(chance / (1.0 - chance))
+    return result
+
+
+def _another(chance: Floats) -> Floats:
+    """Log odds of a token where another one has a chance."""
+    return _log_odds(0.4 * (1.0 - chance))
+
+
 def _prior_weights() -> Floats:
-    """Views of the same evidence share the say: the weights of those that can be present add up to one."""
-    say = np.array([0.8, 0.8, 8.0, 0.8, 0.5, 0.3, 0.3, 0.3, 0.3, 0.3])
+    """Views of the same evidence share the say: the weights of those that can be present add up to one.
+
+    Beside places where the same text stands, an offer and what is recycled say less than without.
+    """
     weights = np.zeros((SETS, INPUTS + 1))
     for chosen in range(SETS):
         sources, levels = divmod(chosen // WHEN_SETS, LEVEL_VIEWS)
-        present = np.array([sources & 1, sources >> 1 & 1, sources >> 2 & 1, 1, levels >= 1, levels >= 2, 1, 1, 1, 1])
-        weights[chosen, :INPUTS] = say * present / (say * present).sum()
+        own, index, prediction, offer, recycled = (sources >> bit & 1 for bit in range(_SOURCES))
+        offer_says, recycled_says = (1.5, 0.4) if own or index else (6.0, 3.0)
+        say = np.array([0.8 * own, 0.8 * index, 8.0 * prediction, 0.8, 0.5 * (levels >= 1), 0.3 * (levels >= 2)])
+        say = np.concatenate([say, np.full(4, 0.3), [offer_says * offer, recycled_says * recycled]])
+        weights[chosen, :INPUTS] = say / say.sum()
     return weights

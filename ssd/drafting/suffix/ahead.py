@@ -66,7 +66,7 @@ def _look_up_group(
         ask, at = asks[row], evidence_of(frame, row)
         context = int32_array(ask.context, ask.context_length)
         ask.is_looked_up = 0
-        if ask.limit < 1 or len(context) == 0:
+        if ask.limit < 1 or len(context) == 0 or ask.no_lookup == 1:
             continue
         if not ask.is_tree:
             evidence = evidence_at(at)

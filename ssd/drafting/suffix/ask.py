@@ -10,17 +10,21 @@ from ssd.compiled.addresses import Float64s, TokenIds, float64_array, inlined, i
 from ssd.compiled.records import Address, Float64, Int64, Record, views_of
 from ssd.drafting.suffix.gather import NOTHING, Evidence, is_own, num_samples, origin_of
 from ssd.drafting.suffix.judge import Candidates
+from ssd.drafting.suffix.offered import ROOT, Forest, child_of, clear_forest, plant
 from ssd.drafting.suffix.prediction import PredictionPlace
 from ssd.drafting.suffix.vote import votes_by_source
 
 MAX_DRAFT: Final = 128
 """Longest draft; a greater limit is cut to it."""
 
-SOURCES: Final = ("warm", "segment", "tail", "own", "prediction")
-"""By the number in a draft; those of the index first, numbered as `gather.origin_of` has it."""
+SOURCES: Final = ("warm", "segment", "tail", "own", "prediction", "head", "model", "guess", "recycled")
+"""By the number in a draft; those of the index first, numbered as `gather.origin_of` has it; offers as `Offers` has
+their kinds."""
 
 _OWN: Final = 3
 _PREDICTION: Final = 4
+_OFFERED: Final = 5
+_RECYCLED: Final = 8
 
 
 class Ask(Record):
@@ -29,7 +33,10 @@ class Ask(Record):
     ``context`` : int32[context_length]. ``state`` : number of the request's state in the workspace. ``prediction`` :
     int32[prediction_length], the client's text. ``price`` : of every token, where ``num_prices`` is 0; else ``prices``
     : float64[num_prices], of the i-th token, not falling; the last one holds beyond. ``is_looked_up`` : whether what
-    is known of the context has been looked up ahead and is the row's evidence.
+    is known of the context has been looked up ahead and is the row's evidence. ``warmth`` : how the target chooses: 0
+    greedily or in a way not known, 1 at a temperature up to 0.5, 2 above. ``num_offered`` : of an `Offers`, whose
+    arrays are the ``offered`` ones. ``successors`` : of a `SuccessorTable`, 0 for none. ``no_lookup`` : whether nothing
+    is looked up, neither in the index nor in own text.
     """
 
     context: Address
@@ -44,6 +51,14 @@ class Ask(Record):
     prediction: Address
     prediction_length: Int64
     is_looked_up: Int64
+    warmth: Int64
+    offered_tokens: Address
+    offered_parents: Address
+    offered_chances: Address
+    offered_kinds: Address
+    num_offered: Int64
+    successors: Address
+    no_lookup: Int64
 
 
 class DraftRecord(Record):
@@ -92,7 +107,8 @@ def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int,
     """Note the length of the longest match, and which source gave most of a candidate's votes.
 
     The last count was of all samples. Of the index it is the place of the longest match that says the candidate: where
-    that lies, in a static segment, one born in the ring, or the ring's tail. O(samples).
+    that lies, in a static segment, one born in the ring, or the ring's tail. Without votes it is who offers it, or the
+    target itself. O(samples).
     """
     token = found.votes.tokens[row]
     index, own = votes_by_source(found.votes, row)
@@ -105,3 +121,17 @@ def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int,
             if found.votes.nexts[sample] == token and not is_own(evidence, sample):
                 out.source = origin_of(evidence.recency[sample])
                 break
+    elif own == 0.0:
+        child = child_of(found.forest, ROOT, token)
+        out.source = _OFFERED + found.forest.kinds[child] if child >= 0 else _RECYCLED
+
+
+@inlined
+def plant_offers(ask: Ask, forest: Forest) -> None:
+    """Make what the request brings the forest."""
+    number = ask.num_offered
+    if number == 0:
+        clear_forest(forest)
+        return
+    tokens, parents = int32_array(ask.offered_tokens, number), int32_array(ask.offered_parents, number)
+    plant(forest, tokens, parents, float64_array(ask.offered_chances, number), int32_array(ask.offered_kinds, number))

@@ -11,13 +11,16 @@ from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.suffix.acceptance import Model
 from ssd.drafting.suffix.agreement import num_unanimous
 from ssd.drafting.suffix.ask import Ask, DraftRecord, name_source, predicted_token, price_of
-from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples
+from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples, token_before
 from ssd.drafting.suffix.judge import Candidates, Position, bring_near, judge, judge_again
 from ssd.drafting.suffix.learn import JudgedDraft, error_bucket, keep_judged
+from ssd.drafting.suffix.offered import ROOT, child_of, has_children
 from ssd.drafting.suffix.prediction import PredictionPlace
-from ssd.drafting.suffix.vote import count_again, count_votes
+from ssd.drafting.suffix.recycled import NOT_ASKED
+from ssd.drafting.suffix.seek import seek
+from ssd.drafting.suffix.vote import count_again
 
-_CANDIDATES: Final = 4
+CHAIN_CANDIDATES: Final = 6
 """Tokens judged at a position: the best of them is hardly ever one with fewer votes."""
 
 
@@ -25,12 +28,13 @@ class ChainScratch(Record):
     """Scratch memory. ``alive`` : samples that agree with the draft.
 
     Where a chain ended because nothing was found: ``product`` : the chance that all of it is accepted. ``follows`` :
-    whether the prediction agrees with it.
+    whether the prediction agrees with it. ``offered`` : the node of the forest that it is at, NOTHING for none.
     """
 
     alive: Annotated[Int64s, np.int64, MAX_SAMPLES]
     product: Float64
     follows: Int64
+    offered: Int64
 
 
 @kernel
@@ -56,14 +60,25 @@ def chain(
         alive[i] = i
     follows = begin == 0 or space.follows == 1
     product = 1.0 if begin == 0 else space.product
-    before = int(np.int64(texts.context[-1]))
+    before, earlier = int(np.int64(texts.context[-1])), token_before(texts)
+    offered = ROOT if begin == 0 else space.offered
     error, votes, size = error_bucket(judged), found.votes, 0
     was_right = prediction.was_wrong == 0
     is_unanimous, run = False, 0  # the last count found one token; so many more it is known to find one
     for depth in range(begin, ask.limit + 1):
         predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
         at = Position(
-            depth, depth - begin, before, predicted, prediction.agreed + depth, was_right, error, ask.prompt_length
+            depth=depth,
+            passed=depth - begin,
+            before=before,
+            earlier=earlier,
+            offered=offered,
+            warmth=ask.warmth,
+            predicted=predicted,
+            agreed=prediction.agreed + depth,
+            was_right=was_right,
+            error_bucket=error,
+            prompt_length=ask.prompt_length,
         )
         if is_unanimous and run == 0:
             run = num_unanimous(texts, evidence, alive, count, depth - begin, ask.limit + 1 - depth)
@@ -74,10 +89,10 @@ def chain(
             count_again(next_token(evidence, alive[0], depth - begin, texts), votes)
             judge_again(evidence, at, model, found)
         else:
-            size = count_votes(texts, evidence, alive, count, depth - begin, predicted, _CANDIDATES, votes)
+            size = seek(texts, evidence, alive, count, at, CHAIN_CANDIDATES, found)
             judge(evidence, size, at, model, found)
         if size == 0:
-            space.product, space.follows = product, int(follows)
+            space.product, space.follows, space.offered = product, int(follows), offered
             return True
         best = 0
         for row in range(1, size):
@@ -92,7 +107,7 @@ def chain(
             return False
         if depth == 0:
             name_source(found, best, evidence, predicted, out)
-        before = token
+        before, earlier = token, before
         out.tokens[depth], out.probabilities[depth] = token, chance
         out.size = depth + 1
         follows = follows and predicted == token
@@ -101,6 +116,7 @@ def chain(
             for i in range(count):
                 alive[kept] = alive[i]
                 kept += votes.nexts[i] == token
-            is_unanimous = kept == count and count > 0 and predicted < 0
-            count = kept
+            is_alone = predicted < 0 and found.recycled.count == NOT_ASKED and not has_children(found.forest, offered)
+            is_unanimous = kept == count and count > 0 and is_alone
+            count, offered = kept, child_of(found.forest, offered, token)
     return False

@@ -7,11 +7,12 @@ from functools import partial
 
 import numpy as np
 
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenIds
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass, TokenIds
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
 from ssd.drafting.suffix.namespace_models import NamespaceModels
+from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
 from ssd.retrieval.learned_state import LearnedState
@@ -40,10 +41,14 @@ class SuffixDrafter:
         min_match_length: int = 1,
         price: float = 0.1,
         lookup_threads: int = 1,
+        recycling: bool = True,
+        retrieval: bool = True,
     ) -> None:
         """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
 
         ``lookup_threads`` : that look up the rows of a large call, the caller's among them; drafts are the same.
+        ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether
+        index, own text and predictions are looked up; without, what other sources offer is judged all the same.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
@@ -51,6 +56,8 @@ class SuffixDrafter:
         self._workspace = Workspace(lookup_threads - 1)
         self._helpers = Helpers(self._workspace)
         self._models = NamespaceModels()
+        self._looks_up = retrieval
+        self._successors = NamespaceSuccessors() if recycling else None
         self._verified: dict[str, tuple[int, TokenIds]] = {}
         self._learned: dict[str, LearnedState | None] = {}
 
@@ -68,7 +75,7 @@ class SuffixDrafter:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
         model, context = self._models.of(request.learned), contiguous(request.context)
-        held = workspace.ask(0, request, self._price)
+        held = workspace.ask(0, request, self._price, self._successors_of(request), self._looks_up)
         state, is_new = workspace.state_of(request.request_id)
         if is_new:
             self._learned[request.request_id] = request.learned
@@ -90,7 +97,8 @@ class SuffixDrafter:
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
-        held = workspace.fill(requests, self._price)
+        successors = [self._successors_of(request) for request in requests]
+        held = workspace.fill(requests, self._price, successors, self._looks_up)
         learned = requests[0].learned
         model = self._models.of(learned)
         self._learned.update((request.request_id, learned) for request in requests)
@@ -99,6 +107,15 @@ class SuffixDrafter:
         self._helpers.beside(draft, count, snapshot, longest, shortest)
         del held
         return workspace.drafts(count)
+
+    def _successors_of(self, request: DraftRequest) -> int:
+        """Address of the target's own candidates for a request, 0 for none."""
+        return 0 if self._successors is None else self._successors.of(request.learned, request.request_id)
+
+    def observe_scores(self, scored: ScoredPass) -> None:
+        """Learn what the target held likely at every position of a pass."""
+        if self._successors is not None:
+            self._successors.learn(scored)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
@@ -120,6 +137,8 @@ class SuffixDrafter:
             end_request(self._workspace.address, state, *verified, self._models.of(learned).address)
         self._workspace.forget(request_id)
         self._models.ended(learned)
+        if self._successors is not None:
+            self._successors.ended(request_id)
 
     def publish(self) -> None:
         """Leave what was learned for other threads and the next process, in every request's ``learned``."""

@@ -169,6 +169,13 @@ def texts_of(context: TokenIds, snapshot: SnapshotRecord) -> Texts:
 
 
 @inlined
+def token_before(texts: Texts) -> int:
+    """The token before the context's last one, NOTHING where there is none."""
+    n = len(texts.context)
+    return int(texts.context[n - 2]) if n > 1 else NOTHING
+
+
+@inlined
 def num_samples(evidence: Evidence) -> int:
     """Samples of all levels."""
     return int(evidence.ends[evidence.num_levels - 1]) if evidence.num_levels > 0 else 0

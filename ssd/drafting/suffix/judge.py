@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from ssd.compiled.addresses import Float64s, Int64s, data_of, inlined, prefetch
-from ssd.compiled.records import Record
+from ssd.compiled.records import Address, Record
 from ssd.drafting.suffix.acceptance import (
     BEFORE,
     COARSE_LENGTHS,
@@ -17,15 +17,19 @@ from ssd.drafting.suffix.acceptance import (
     LENGTHS,
     LEVEL,
     LEVEL_VIEWS,
+    OFFER,
+    OFFERED_CHANCES,
     OFFSETS,
     ORIGINS,
     OWN,
     PAIR,
     PREDICTION,
+    RECYCLED,
     REQUEST,
     SHARES,
     SUPPORTS,
     TOKEN,
+    WHEN_SETS,
     Model,
     chance_of,
     coarse_length,
@@ -34,11 +38,17 @@ from ssd.drafting.suffix.acceptance import (
     hash_of,
     hash_of_pair,
     length_bucket,
+    offered_bucket,
     share_bucket,
     support_bucket,
     weight_set,
+    when,
 )
-from ssd.drafting.suffix.gather import MAX_LEVELS, Evidence, Texts, next_token, origin_of, own_position
+from ssd.drafting.suffix.gather import MAX_LEVELS, NOTHING, Evidence, Texts, next_token, origin_of, own_position
+from ssd.drafting.suffix.offered import Forest, best_child, child_of, has_children
+from ssd.drafting.suffix.recycled import Recycled, rank_of
+from ssd.drafting.suffix.successors import SHARES as SUCCESSOR_SHARES
+from ssd.drafting.suffix.successors import SUCCESSORS
 from ssd.drafting.suffix.vote import MAX_CANDIDATES, NOWHERE, Votes
 
 assert MAX_LEVELS <= LEVEL_VIEWS, "a level without a view"
@@ -51,9 +61,15 @@ class Candidates(Record):
 
     Scratch of ``judge``, of each level with a place: ``filled`` : which one, ``keys`` : buckets of length and support,
     ``supports`` : places down to it.
+
+    ``forest`` : what is offered after the context. ``successors`` : where the target's own candidates are kept, the
+    address of a `SuccessorTable`, 0 for nowhere; ``recycled`` : those of this position.
     """
 
     votes: Votes
+    forest: Forest
+    successors: Address
+    recycled: Recycled
     inputs: Annotated[Int64s, np.int64, (MAX_CANDIDATES, INPUTS)]
     sets: Annotated[Int64s, np.int64, MAX_CANDIDATES]
     chances: Annotated[Float64s, np.float64, MAX_CANDIDATES]
@@ -66,14 +82,19 @@ class Position(NamedTuple):
     """Where in a draft candidates are sought.
 
     ``depth`` : draft tokens before it, of which the evidence's samples have passed ``passed``. ``before`` : the token
-    before it. ``predicted`` : what the client's prediction says, NOTHING where it does not; ``agreed`` : for how many
-    tokens it has been right; ``was_right`` : it has never been wrong. ``error_bucket`` : see `learn.error_bucket`.
-    ``prompt_length`` : of the request.
+    before it, ``earlier`` : the one before that, NOTHING for none. ``offered`` : the node of the forest that it is
+    behind, NOTHING where it is behind none. ``warmth`` : how the request samples, see `Ask`. ``predicted`` : what the
+    client's prediction says, NOTHING where it does not; ``agreed`` : for how many tokens it has been right;
+    ``was_right`` : it has never been wrong. ``error_bucket`` : see `learn.error_bucket`. ``prompt_length`` : of the
+    request.
     """
 
     depth: int
     passed: int
     before: int
+    earlier: int
+    offered: int
+    warmth: int
     predicted: int
     agreed: int
     was_right: bool
@@ -109,7 +130,12 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
         filled[num_filled], found.supports[num_filled] = level, sum_support
         keys[num_filled] = bucket * SUPPORTS + support_bucket(sum_support)
         num_filled += 1
-    chosen = weight_set(own_top < NOWHERE, index_top < NOWHERE, at.predicted >= 0, num_filled, at.depth)
+    recycled, has_recycled = found.recycled, found.recycled.count > 0
+    has_offer = has_children(found.forest, at.offered)
+    best = best_child(found.forest, at.offered) if has_offer else NOTHING
+    chosen = weight_set(
+        own_top < NOWHERE, index_top < NOWHERE, at.predicted >= 0, has_offer, has_recycled, num_filled, at.depth
+    )
     for row in range(size):
         token, cast, inputs = votes.tokens[row], votes.by_token[row], found.inputs[row]
         inputs[:] = -1
@@ -139,6 +165,17 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
         inputs[TOKEN] = OFFSETS[TOKEN] + hash_of(token) * COARSE_LENGTHS * COARSE_SHARES + coarse
         inputs[BEFORE] = OFFSETS[BEFORE] + hash_of(at.before) * COARSE_LENGTHS * COARSE_SHARES + coarse
         inputs[PAIR] = OFFSETS[PAIR] + hash_of_pair(at.before, token) * COARSE_LENGTHS * COARSE_SHARES + coarse
+        if has_offer:
+            child = child_of(found.forest, at.offered, token)
+            shown = child if child >= 0 else best
+            key = found.forest.kinds[shown] * 2 + int(child >= 0)
+            key = key * OFFERED_CHANCES + offered_bucket(found.forest.chances[shown])
+            inputs[OFFER] = OFFSETS[OFFER] + key * WHEN_SETS + when(at.depth)
+        if has_recycled:
+            rank = rank_of(recycled, token)
+            key = (at.warmth * 2 + recycled.is_pair) * (SUCCESSORS + 1) + rank
+            share = recycled.shares[rank if rank < SUCCESSORS else 0]
+            inputs[RECYCLED] = OFFSETS[RECYCLED] + key * SUCCESSOR_SHARES + share
         found.sets[row], found.chances[row] = chosen, chance_of(model, inputs, chosen)
 
 

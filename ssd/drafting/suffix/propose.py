@@ -7,7 +7,7 @@ from typing import Final
 from ssd.compiled.addresses import TokenIds, inlined, int32_array, kernel
 from ssd.drafting.suffix.acceptance import Model, model_at
 from ssd.drafting.suffix.ahead import look_up_ahead, open_rows
-from ssd.drafting.suffix.ask import Ask, DraftRecord, asks_at, clear, drafts_at
+from ssd.drafting.suffix.ask import Ask, DraftRecord, asks_at, clear, drafts_at, plant_offers
 from ssd.drafting.suffix.chain import chain
 from ssd.drafting.suffix.follow import NO_TABLE, follow, keep
 from ssd.drafting.suffix.gather import (
@@ -42,10 +42,13 @@ _LEAST_CONTINUED: Final = 4
 
 
 @kernel
-def _search(frame: Frame, snapshot: SnapshotRecord, context: TokenIds, max_length: int, min_length: int) -> None:
+def _search(
+    frame: Frame, snapshot: SnapshotRecord, ask: Ask, context: TokenIds, max_length: int, min_length: int
+) -> None:
     """Make what stands after the context's last tokens elsewhere the spare evidence."""
     lookups, evidence = scratch_at(frame.lookups), evidence_of(frame, frame.num_rows)
-    if begin_lookup(lookups.lookups[0], context, max_length, evidence) >= min_length:
+    length = begin_lookup(lookups.lookups[0], context, max_length, evidence)
+    if length >= min_length and ask.no_lookup == 0:
         look_up(snapshot, lookups, 1, min_length, MAX_LEVELS, True)
 
 
@@ -72,7 +75,7 @@ def _draft_tree(
     out: DraftRecord,
 ) -> None:
     if found_at == evidence_of(frame, frame.num_rows):
-        _search(frame, snapshot, texts.context, max_length, min_length)
+        _search(frame, snapshot, ask, texts.context, max_length, min_length)
     evidence = evidence_at(found_at)
     grow_tree(texts, evidence, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
     out.is_tree = 1
@@ -103,7 +106,7 @@ def _draft_chain(
         begin_draft(judged, len(texts.context))
         clear(out)
         if found_at == spare_at:
-            _search(frame, snapshot, texts.context, max_length, min_length)
+            _search(frame, snapshot, ask, texts.context, max_length, min_length)
         evidence = evidence_at(found_at)
         has_ended = chain(texts, evidence, 0, ask, prediction, model, found, space, judged, out)
     keep(state.followed, snapshot.table_number, texts, evidence)
@@ -114,7 +117,7 @@ def _draft_chain(
         if not has_ended or drafted == 0 or drafted == ask.limit:
             break
         texts = texts_of(_continued(frame, context, out), snapshot)
-        _search(frame, snapshot, texts.context, max_length, max(min_length, _LEAST_CONTINUED))
+        _search(frame, snapshot, ask, texts.context, max_length, max(min_length, _LEAST_CONTINUED))
         evidence = evidence_at(spare_at)
         if evidence.num_levels == 0:
             break
@@ -148,6 +151,8 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
         if ask.prediction_length > 0:
             prediction = int32_array(ask.prediction, ask.prediction_length)
             follow_prediction(state.prediction, prediction, context, frame.prediction_hits)
+        frame.candidates.successors = ask.successors
+        plant_offers(ask, frame.candidates.forest)
         texts = texts_of(context, searched)
         found_at = evidence_of(frame, row if is_ahead and ask.is_looked_up else frame.num_rows)
         if ask.is_tree:

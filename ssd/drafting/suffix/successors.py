@@ -8,12 +8,13 @@ often.
 
 from __future__ import annotations
 
+from math import exp
 from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, inlined
+from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
 from ssd.compiled.records import Record, view_of
 
 SUCCESSORS: Final = 8
@@ -24,18 +25,22 @@ AFTER_TWO: Final = 1 << 16
 """Entries; the newest of those that share a place takes it."""
 
 SHARES: Final = 8
-"""Of the probability of all kept together, on a logarithmic scale: 0 the least, 7 nearly all."""
+"""Of the probability of all kept together, see `share_level`."""
+
+LEAST_SHARE: Final = 1 / 256
+"""Tokens that have no more are left out."""
 
 NO_ENTRY: Final = -1
 
 Int8s = npt.NDArray[np.int8]
+Float32s = npt.NDArray[np.float32]
 
 
 class SuccessorTable(Record):
-    """What the target said lately in one namespace.
+    """What the target said lately in one namespace. Memory that is all zero holds nothing.
 
-    Row i of ``tokens`` and ``shares`` belongs to ``keys[i]``; NO_ENTRY where nothing is. The first AFTER_ONE rows are
-    keyed by a token, the others by a pair. ``tokens`` : -1 where fewer are known. ``shares`` : 0..SHARES - 1.
+    Row i of ``tokens`` and ``shares`` belongs to ``keys[i]``, 0 where nothing is. The first AFTER_ONE rows are keyed by
+    a token, the others by a pair. ``tokens`` : -1 where fewer are known. ``shares`` : 0..SHARES - 1.
     """
 
     keys: Annotated[Int64s, np.int64, AFTER_ONE + AFTER_TWO]
@@ -57,19 +62,98 @@ def _row_after_two(before: int, token: int) -> int:
 
 
 @inlined
+def _key(token: int) -> int:
+    return token + 1
+
+
+@inlined
 def _pair_key(before: int, token: int) -> int:
-    return (before << 32) | token
+    return ((before << 32) | token) + 1
 
 
 @inlined
 def row_after_one(table: SuccessorTable, token: int) -> int:
     """The row of what follows ``token``, NO_ENTRY where that is not known. O(1)."""
+    if token < 0:
+        return NO_ENTRY
     row = _row_after_one(token)
-    return row if table.keys[row] == token else NO_ENTRY
+    return row if table.keys[row] == _key(token) else NO_ENTRY
 
 
 @inlined
 def row_after_two(table: SuccessorTable, before: int, token: int) -> int:
     """The row of what follows ``token`` behind ``before``, NO_ENTRY where that is not known. O(1)."""
+    if before < 0 or token < 0:
+        return NO_ENTRY
     row = _row_after_two(before, token)
     return row if table.keys[row] == _pair_key(before, token) else NO_ENTRY
+
+
+@inlined
+def share_level(share: float) -> int:
+    """A share on a scale that is logarithmic at both ends, 0..SHARES - 1; -1 where it is left out.
+
+    The bounds are LEAST_SHARE, 1/32, 1/16, 1/8, 1/4, 1/2, 3/4 and 7/8, none of which reaches the level above it: below
+    a half each level doubles the chance of the token, above it halves that of all others. NaN is left out.
+    """
+    if not share > LEAST_SHARE:
+        return -1
+    return (
+        (share > 1 / 32)
+        + (share > 1 / 16)
+        + (share > 1 / 8)
+        + (share > 1 / 4)
+        + (share > 1 / 2)
+        + (share > 3 / 4)
+        + (share > 7 / 8)
+    )
+
+
+@inlined
+def _write(table: SuccessorTable, row: int, key: int, ids: TokenIds, logits: Float32s) -> None:
+    """Make ``row`` the entry of ``key``; where nothing is known, leave what is there."""
+    total = 0.0
+    for i in range(SUCCESSORS):
+        if ids[i] >= 0:
+            total += exp(float(logits[i]) - float(logits[0]))
+    size = 0
+    for i in range(SUCCESSORS):
+        level = share_level(exp(float(logits[i]) - float(logits[0])) / total) if ids[i] >= 0 else -1
+        if level < 0:
+            break
+        table.tokens[row, size], table.shares[row, size] = ids[i], level
+        size += 1
+    if size:
+        table.keys[row] = key
+        table.tokens[row, size:] = -1
+
+
+@kernel
+def learn_successors(
+    tables: Int64s,
+    before: TokenIds,
+    fed: Int64s,
+    counts: Int64s,
+    parents: Int64s,
+    is_tree: bool,
+    top_ids: TokenIds,
+    top_logits: Float32s,
+) -> None:
+    """Enter what a pass said, in order of rows and positions. O(positions), two entries each.
+
+    ``tables`` : int64[B], of each row the address of the table that learns from it, 0 for none. ``parents`` : looked at
+    where ``is_tree``. The others as in ``ScoredPass``.
+    """
+    for b in range(len(tables)):
+        if tables[b] == 0:
+            continue
+        table = successors_at(tables[b])
+        for t in range(counts[b]):
+            token, previous = fed[b, t], int(before[b])
+            if t > 0:
+                previous = fed[b, parents[b, t] if is_tree else t - 1]
+            ids, logits = top_ids[b, t], top_logits[b, t]
+            if token >= 0:
+                _write(table, _row_after_one(token), _key(token), ids, logits)
+                if previous >= 0:
+                    _write(table, _row_after_two(previous, token), _pair_key(previous, token), ids, logits)

@@ -11,11 +11,13 @@ from ssd.compiled.addresses import Int64s, inlined, kernel
 from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.suffix.acceptance import INPUTS, Model
 from ssd.drafting.suffix.ask import MAX_DRAFT, Ask, DraftRecord, name_source, predicted_token, price_of
-from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples
+from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples, token_before
 from ssd.drafting.suffix.judge import Candidates, Position, judge
 from ssd.drafting.suffix.learn import JudgedDraft, error_bucket, keep_judged
+from ssd.drafting.suffix.offered import ROOT, child_of
 from ssd.drafting.suffix.prediction import PredictionPlace
-from ssd.drafting.suffix.vote import MAX_CANDIDATES, count_votes
+from ssd.drafting.suffix.seek import seek
+from ssd.drafting.suffix.vote import MAX_CANDIDATES
 
 _MOST_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
 _KEPT: Final = -1
@@ -25,14 +27,16 @@ class Node(Record):
     """A drafted token.
 
     ``depth`` : draft tokens before it. ``first``, ``num_alive`` : the samples that agree with the path to it, where in
-    ``alive`` they begin and how many they are. ``follows`` : whether the prediction agrees with that path. ``best`` :
-    the most probable candidate after it: its number, NOTHING where there is none.
+    ``alive`` they begin and how many they are. ``follows`` : whether the prediction agrees with that path. ``offered``
+    : the node of the forest that the path leads to, NOTHING for none. ``best`` : the most probable candidate after it:
+    its number, NOTHING where there is none.
     """
 
     depth: Int64
     first: Int64
     num_alive: Int64
     follows: Int64
+    offered: Int64
     best: Int64
 
 
@@ -128,12 +132,26 @@ def grow_tree(
     for i in range(count):
         alive[i] = i
     first, num_nodes, num_open, num_opened, parent, follows, best_of_all = 0, 0, 0, 0, -1, True, NOTHING
-    product, depth, before = 1.0, 0, int(np.int64(texts.context[-1]))
+    product, depth, offered = 1.0, 0, ROOT
+    last = int(np.int64(texts.context[-1]))
+    before, earlier = last, token_before(texts)
     error, votes, was_right = error_bucket(judged), found.votes, prediction.was_wrong == 0
     while True:
         predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
-        at = Position(depth, depth, before, predicted, prediction.agreed + depth, was_right, error, ask.prompt_length)
-        size = count_votes(texts, evidence, alive[first:], count, depth, predicted, MAX_CANDIDATES, votes)
+        at = Position(
+            depth=depth,
+            passed=depth,
+            before=before,
+            earlier=earlier,
+            offered=offered,
+            warmth=ask.warmth,
+            predicted=predicted,
+            agreed=prediction.agreed + depth,
+            was_right=was_right,
+            error_bucket=error,
+            prompt_length=ask.prompt_length,
+        )
+        size = seek(texts, evidence, alive[first:], count, at, MAX_CANDIDATES, found)
         judge(evidence, size, at, model, found)
         best = 0
         for row in range(1, size):
@@ -174,7 +192,7 @@ def grow_tree(
         _keep_once(space, taken, judged, pays)
         if not pays:
             break
-        before = entry.token
+        before, earlier = entry.token, int(out.tokens[parent]) if parent >= 0 else last
         out.tokens[num_nodes], out.probabilities[num_nodes] = before, entry.chance
         out.parents[num_nodes] = parent
         out.size = num_nodes + 1
@@ -187,8 +205,10 @@ def grow_tree(
             alive[first + count] = alive[from_first + i]
             count += next_token(evidence, alive[from_first + i], depth, texts) == before
         follows = (parent < 0 or nodes[parent].follows == 1) and predicted_token(ask, prediction, depth) == before
+        offered = child_of(found.forest, nodes[parent].offered if parent >= 0 else ROOT, before)
         node = nodes[num_nodes]
         node.depth, node.first, node.num_alive, node.follows = depth, first, count, int(follows)
+        node.offered = offered
         parent = num_nodes
         depth += 1
         num_nodes += 1

@@ -9,19 +9,22 @@ import numpy as np
 
 from ssd.compiled.addresses import Float64s, Int64s, inlined, kernel
 from ssd.compiled.records import Float64, Int64, Record
+from ssd.drafting.offers import MAX_OFFERED
 from ssd.drafting.suffix.gather import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_own, next_token
+from ssd.drafting.suffix.offered import MAX_GUESSED, Forest, child_of, has_children
 
 MAX_CANDIDATES: Final = 8
-"""Most tokens judged at one position: those with the greatest share of the votes at any level of any source."""
+"""Most tokens judged at one position: those with the greatest share of the votes at any level of any source, or the
+greatest chance that another source gives them; then the target's own candidates, while there is room."""
 
 NOWHERE: Final = MAX_LEVELS
 """The level of a source that has no place left."""
 
-_MOST_TOKENS: Final = MAX_SAMPLES + 1
+_MOST_TOKENS: Final = MAX_SAMPLES + 1 + MAX_OFFERED + MAX_GUESSED
 
 
 class TokenVotes(Record):
-    """Of one token, by level. ``greatest`` : its greatest share of the votes."""
+    """Of one token, by level. ``greatest`` : its greatest share of the votes, or a greater chance that is offered."""
 
     index: Annotated[Float64s, np.float64, MAX_LEVELS]
     own: Annotated[Float64s, np.float64, MAX_LEVELS]
@@ -90,9 +93,23 @@ def _row_of(token: int, size: int, votes: Votes) -> int:
     return row
 
 
+@inlined
+def add_voteless(token: int, size: int, votes: Votes) -> int:
+    """Add a token without votes to the first ``size``, where it is not among them; how many they are then."""
+    if _row_of(token, size, votes) < size:
+        return size
+    _add_token(votes, size, token)
+    return size + 1
+
+
 @kernel
-def _keep_greatest(votes: Votes, size: int, most: int, num_levels: int, predicted: int) -> int:
-    """Move the ``most`` tokens with the greatest share of votes at any level to the front; how many are there."""
+def keep_greatest(
+    votes: Votes, size: int, most: int, num_levels: int, predicted: int, forest: Forest, offered: int
+) -> int:
+    """Move the ``most`` tokens with the greatest share of votes at any level to the front; how many are there.
+
+    A chance offered behind the node ``offered`` counts as a share. The predicted token is always among them.
+    """
     if size <= most:
         return size
     index_top, own_top = votes.index_top, votes.own_top
@@ -108,6 +125,9 @@ def _keep_greatest(votes: Votes, size: int, most: int, num_levels: int, predicte
             greatest = max(greatest, cast.index[index_top] / votes.index_support[index_top])
         if own_top < NOWHERE and cast.own[own_top] > 0.0:
             greatest = max(greatest, cast.own[own_top] / votes.own_support[own_top])
+        child = child_of(forest, offered, votes.tokens[row])
+        if child >= 0:
+            greatest = max(greatest, forest.chances[child])
         cast.greatest = 2.0 if votes.tokens[row] == predicted else greatest
     for place in range(most):
         best = place
@@ -127,14 +147,12 @@ def count_votes(
     num_alive: int,
     passed: int,
     predicted: int,
-    most: int,
     votes: Votes,
 ) -> int:
-    """Let the samples ``alive[:num_alive]`` vote for what stands ``passed`` places on; how many tokens are candidates.
+    """Let the samples ``alive[:num_alive]`` vote for what stands ``passed`` places on; how many tokens there are.
 
     ``alive`` : samples that agree with the draft so far, those of longer matches first. A sample whose sequence has
-    ended is support for none. ``predicted`` : a candidate without votes, NOTHING for none. ``most`` : candidates,
-    at most MAX_CANDIDATES. O(samples * tokens).
+    ended is support for none. ``predicted`` : a token without votes, NOTHING for none. O(samples * tokens).
     """
     votes.index_support[:] = 0.0
     votes.own_support[:] = 0.0
@@ -171,13 +189,22 @@ def count_votes(
             votes.by_token[row].own[level] += weight
         else:
             votes.by_token[row].index[level] += weight
-    if predicted >= 0 and _row_of(predicted, size, votes) == size:
-        _add_token(votes, size, predicted)
-        size += 1
+    if predicted >= 0:
+        size = add_voteless(predicted, size, votes)
     votes.index_top, votes.own_top = index_top, own_top
     votes.index_newest, votes.own_newest = index_newest, own_newest
     votes.index_says, votes.own_says = index_says, own_says
-    return _keep_greatest(votes, size, most, evidence.num_levels, predicted)
+    return size
+
+
+@inlined
+def add_offered(forest: Forest, offered: int, size: int, votes: Votes) -> int:
+    """Add what is offered behind a node to the first ``size`` tokens; how many they are then."""
+    child = forest.first[offered] if has_children(forest, offered) else NOTHING
+    while child >= 0:
+        size = add_voteless(forest.tokens[child], size, votes)
+        child = forest.next[child]
+    return size
 
 
 @inlined

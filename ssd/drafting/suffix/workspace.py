@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ssd.compiled.addresses import TokenIds, address, data_of, inlined, kernel
 from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
 from ssd.compiled.registry import CHECKED, name_memory
+from ssd.drafting.offers import MAX_OFFERED, Offers
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
 from ssd.drafting.suffix.chain import ChainScratch
@@ -30,6 +31,9 @@ CONTINUED_CONTEXT: Final = 4096
 """Tokens of a context that are looked at where a draft is carried on past the end of its sources."""
 
 _MAX_STATES: Final = 4096  # requests remembered; when there are more, all begin anew
+
+_COOL: Final = 0.5
+"""Temperature up to which the target mostly chooses what it holds most probable."""
 
 _INT32: Final = np.dtype(np.int32)
 
@@ -234,32 +238,63 @@ class Workspace:
         """Where what is kept of a request lies; None when nothing is."""
         return self._state_of.get(request_id)
 
-    def ask(self, row: int, request: DraftRequest, price: float) -> tuple[npt.NDArray[Any], ...]:
+    def ask(
+        self, row: int, request: DraftRequest, price: float, successors: int = 0, looks_up: bool = True
+    ) -> tuple[npt.NDArray[Any], ...]:
         """Write what is asked for in a row, but for what ``place`` writes. ``price`` : where the request has none.
+
+        ``successors`` : address of the target's own candidates, 0 for none. ``looks_up`` : in index, own text and
+        prediction.
 
         The result keeps alive what was written: hold it until the kernel returns.
         """
         ask, prices, prediction = self._asks[row], request.prices, request.prediction
         ask.is_tree = request.tree
-        ask.num_prices = ask.prediction_length = 0
+        ask.num_prices = ask.prediction_length = ask.num_offered = 0
+        ask.warmth = 0 if request.sampling is None else _warmth(request.sampling.params.temperature)
         ask.price = price if prices is None or not len(prices) else prices[0]
         held: tuple[npt.NDArray[Any], ...] = ()
         if prices is not None and len(prices) > 1:
             prices = np.ascontiguousarray(prices, np.float64)
             ask.prices, ask.num_prices = address(prices), len(prices)
             held += (prices,)
-        if prediction is not None:
+        ask.successors, ask.no_lookup = successors, not looks_up
+        if prediction is not None and looks_up:
             prediction = contiguous(prediction)
             ask.prediction, ask.prediction_length = address(prediction), len(prediction)
             held += (prediction,)
+        if request.offers is not None:
+            held += self._offer(ask, request.offers)
         return held
 
-    def fill(self, requests: Sequence[DraftRequest], price: float) -> list[tuple[npt.NDArray[Any], ...]]:
-        """Write a row for every request. The result keeps what they bring alive: hold it until the kernel returns."""
+    def _offer(self, ask: Ask, offers: Offers) -> tuple[npt.NDArray[Any], ...]:
+        """Write what other sources propose; the result keeps it alive."""
+        tokens, parents, kinds = (
+            contiguous(each[:MAX_OFFERED]) for each in (offers.token_ids, offers.parents, offers.kinds)
+        )
+        chances = np.ascontiguousarray(offers.chances[:MAX_OFFERED], np.float64)
+        assert len(tokens) == len(parents) == len(kinds) == len(chances)
+        ask.num_offered = len(tokens)
+        ask.offered_tokens, ask.offered_parents = address(tokens), address(parents)
+        ask.offered_chances, ask.offered_kinds = address(chances), address(kinds)
+        return tokens, parents, chances, kinds
+
+    def fill(
+        self,
+        requests: Sequence[DraftRequest],
+        price: float,
+        successors: Sequence[int] | None = None,
+        looks_up: bool = True,
+    ) -> list[tuple[npt.NDArray[Any], ...]]:
+        """Write a row for every request, see ``ask``.
+
+        The result keeps what they bring alive: hold it until the kernel returns.
+        """
         held = []
         for row, request in enumerate(requests):
             context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
-            held.append((context, *self.ask(row, request, price)))
+            known = 0 if successors is None else successors[row]
+            held.append((context, *self.ask(row, request, price, known, looks_up)))
             place(self.address, row, context, request.limit, state, is_new, request.prompt_length)
         return held
 
@@ -295,6 +330,11 @@ class Workspace:
             else EMPTY_DRAFT
             for row, size in enumerate(sizes)
         ]
+
+
+def _warmth(temperature: float) -> int:
+    """Of a request's sampling, see `Ask`."""
+    return 0 if temperature <= 0.0 else (1 if temperature <= _COOL else 2)
 
 
 def contiguous(context: TokenIds) -> TokenIds:

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.drafting.noise_keys import CHOICE, DRAFT
 from ssd.drafting.protocol import SamplingRow
-from ssd.model.sampling.noise import CHOICE, DRAFT
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.target_tokens import keys_at, truncated_scores, with_prefix_rules
 

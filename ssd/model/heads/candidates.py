@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.drafting.noise_keys import CHOICE, gumbel_noise_of
 from ssd.drafting.protocol import SamplingRow
 from ssd.model.draft.sampling import draw
-from ssd.model.sampling.noise import CHOICE, gumbel_noise_of
 from ssd.model.sampling.target_tokens import is_ruled, keys_at, with_prefix_rules
 
 MOST_CANDIDATES = 32

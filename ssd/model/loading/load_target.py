@@ -87,6 +87,7 @@ def open_target(
     fuse_linears: bool = False,
     adapters: Adapters | None = None,
     tapped: Tapped | None = None,
+    keeps_top: bool = False,
 ) -> Target:
     """The fastest way to drive ``model`` that reproduces its own logits.
 
@@ -95,7 +96,8 @@ def open_target(
     of all memory that may then be in use; without both half of what is free.
     enforce_eager : record no CUDA graphs. fuse_linears : on CUDA too, compute layers that read the same input as one.
     adapters : what slots may be given beside the model itself. tapped : what is kept of every position for a draft
-    head. Raises ModelError when they, or an explicit ``max_length``, cannot be had.
+    head. keeps_top : have recorded passes find the most probable tokens, which others do once they are asked. Raises
+    ModelError when adapters, or an explicit ``max_length``, cannot be had.
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
@@ -146,7 +148,7 @@ def open_target(
     with one_thread_if_small(model):
         target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
     if not adapters:  # a recorded pass would have those of its recording
-        attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager)
+        attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top)
     return target
 
 

@@ -7,7 +7,8 @@ import numpy.typing as npt
 import torch
 
 from ssd.compiled.addresses import kernel
-from ssd.model.sampling.noise import GAMMA, MIX_1, MIX_2, UInt64, gumbel_noise
+from ssd.drafting.noise_keys import GAMMA, MIX_1, MIX_2, UInt64
+from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.sampler import Sampler, sampler_of
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ssd.drafting.noise_keys import keys_of
 from ssd.drafting.protocol import SamplingRow
-from ssd.model.sampling.noise import Noise, keys_of
+from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.target_tokens import draft_law, is_ruled, positions_of
 
 

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
+from ssd.drafting.noise_keys import UInt64, uniform_noise
 from ssd.drafting.protocol import Draft
-from ssd.model.sampling.noise import UInt64, uniform_noise
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
 
 

@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
+from ssd.drafting.noise_keys import ACCEPT, CHOICE, RECOVER, UInt64, position_keys
 from ssd.drafting.protocol import SamplingRow
 from ssd.model.kv.tree import Parents, depths, path_to
 from ssd.model.sampling.device_rules import DeviceRules, rule_out
-from ssd.model.sampling.noise import ACCEPT, CHOICE, LOWEST_TEMPERATURE, RECOVER, Noise, UInt64, position_keys
+from ssd.model.sampling.noise import LOWEST_TEMPERATURE, Noise
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.rejection import SampledDraft, rejection_tokens

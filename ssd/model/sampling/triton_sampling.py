@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ssd.drafting.noise_keys import GAMMA, MIX_1, MIX_2
 from ssd.model.kv.triton_attention import num_splits
-from ssd.model.sampling.noise import GAMMA, LOWEST_TEMPERATURE, MIX_1, MIX_2
+from ssd.model.sampling.noise import LOWEST_TEMPERATURE
 
 _BLOCK = 1024
 _MOST_SPLITS = 128

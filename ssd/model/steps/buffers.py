@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.drafting.suffix.successors import SUCCESSORS
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import Sampler
+from ssd.model.sampling.top_tokens import packed_top
 
 Ints = npt.NDArray[np.int64]
 
@@ -61,15 +63,26 @@ class StepBuffers:
     """
 
     def __init__(
-        self, max_rows: int, max_positions: int, max_width: int, device: torch.device, sampler: Sampler | None = None
+        self,
+        max_rows: int,
+        max_positions: int,
+        max_width: int,
+        device: torch.device,
+        sampler: Sampler | None = None,
+        *,
+        keeps_top: bool = False,
     ) -> None:
-        """``max_positions`` : rows times width of the largest pass. sampler : chooses the tokens of a pass."""
+        """``max_positions`` : rows times width of the largest pass. sampler : chooses the tokens of a pass.
+
+        keeps_top : whether a pass finds the most probable tokens of every position too.
+        """
         self._sampler = sampler
         self._grids = 3 if sampler is None else 5
         """Numbers of each position: token, position, place, and what it is sampled with: key, temperature."""
         self._ints = torch.zeros(self._grids * max_positions + 2 * max_rows, dtype=torch.int64, device=device)
         self._sees = torch.zeros(max_positions * max_width, dtype=torch.bool, device=device)
         self._chosen = torch.zeros(max_positions, dtype=torch.int64, device=device)
+        self._top = torch.zeros(max_positions, 2, SUCCESSORS, dtype=torch.int32, device=device) if keeps_top else None
         self._logits: torch.Tensor | None = None
         self._max_positions = max_positions
 
@@ -151,12 +164,20 @@ class StepBuffers:
             assert inputs.keys is not None and inputs.temperatures is not None
             chosen = self._sampler(kept, inputs.keys, inputs.temperatures)
         self._chosen[: len(flat)].copy_(chosen)
+        if self._top is not None:
+            self._top[: len(flat)].copy_(packed_top(kept))
 
     def outputs(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [rows, width, V] and the tokens chosen, int64[rows, width], of the last pass: views."""
         assert self._logits is not None
         n, grid = shape.num_positions, (shape.rows, shape.width)
         return self._logits[:n].view(*grid, -1), self._chosen[:n].view(grid)
+
+    def packed_top(self, shape: StepShape) -> torch.Tensor | None:
+        """The most probable tokens of the last pass, int32[rows, width, 2, SUCCESSORS]: a view; None where not kept."""
+        if self._top is None:
+            return None
+        return self._top[: shape.num_positions].view(shape.rows, shape.width, 2, SUCCESSORS)
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

@@ -56,11 +56,12 @@ class StaticSteps:
         kernel: AttentionKernel | None = None,
         sampler: Sampler | None = None,
         name: str = "static shapes",
+        keeps_top: bool = False,
     ) -> None:
         """``max_length`` : of a slot's text; ``max_width`` positions beyond it are there and never hold any.
 
         tolerance : greatest relative error of the logits of a recorded pass. sampler : lets passes take noise. name :
-        how passes are run, for reports.
+        how passes are run, for reports. keeps_top : whether passes find the most probable tokens too.
         """
         assert kv_cache.max_length >= max_length + max_width
         self.name = name
@@ -75,7 +76,9 @@ class StaticSteps:
         self._keys = [kv_cache.max_length] if kernel else powers_of_two(_FEWEST_KEYS, kv_cache.max_length)
         self._most_positions = max(_MOST_POSITIONS, kv_cache.num_slots)
         self._takes_noise = sampler is not None
-        self._buffers = StepBuffers(kv_cache.num_slots, self._most_positions, max_width, kv_cache.device, sampler)
+        self._buffers = StepBuffers(
+            kv_cache.num_slots, self._most_positions, max_width, kv_cache.device, sampler, keeps_top=keeps_top
+        )
         self._steps: OrderedDict[StepShape, Step] = OrderedDict()
         self.moves = StaticMoves(kv_cache, scratch=max_length, record=record)
         """For what follows a pass over trees."""
@@ -120,7 +123,13 @@ class StaticSteps:
         elif not self._open(shape, num_rows):
             return None
         logits, chosen = self._buffers.outputs(shape)
-        return PassOutput(logits[:num_rows, :width], chosen[:num_rows, :width], noise)
+        top = self._buffers.packed_top(shape)
+        return PassOutput(
+            logits[:num_rows, :width],
+            chosen[:num_rows, :width],
+            noise,
+            None if top is None else top[:num_rows, :width],
+        )
 
     @torch.inference_mode()
     def warm_up(self, *, with_trees: bool) -> None:

@@ -39,22 +39,33 @@ class Candidate(NamedTuple):
     sampler: Sampler | None = None
 
 
-def attach_steps(target: SlotTarget, *, tolerance: float, enforce_eager: bool = False) -> None:
+def attach_steps(target: SlotTarget, *, tolerance: float, enforce_eager: bool = False, keeps_top: bool = False) -> None:
     """Give ``target``, which must be empty, the fastest static steps that agree with its plain passes.
 
     On CUDA only: elsewhere launching is not what a pass waits for. tolerance : greatest relative error of the logits.
-    enforce_eager : record nothing, which saves the graphs' memory.
+    enforce_eager : record nothing, which saves the graphs' memory. keeps_top : have them find the most probable tokens.
     """
     if target.device.type == "cuda":
-        attach_first(target, _candidates(target.device, enforce_eager), tolerance=tolerance)
+        candidates = _candidates(target.device, enforce_eager)
+        attach_first(target, candidates, tolerance=tolerance, keeps_top=keeps_top)
 
 
-def attach_first(target: SlotTarget, candidates: Iterable[Candidate], *, tolerance: float) -> None:
+def attach_first(
+    target: SlotTarget, candidates: Iterable[Candidate], *, tolerance: float, keeps_top: bool = False
+) -> None:
     """Take the first candidate that runs and agrees with plain passes; without one, passes stay plain."""
     for name, make_recorder, kernel, sampler in candidates:
         try:
             recorder = make_recorder()
-            target.steps = make_steps(target, recorder, kernel=kernel, sampler=sampler, tolerance=tolerance, name=name)
+            target.steps = make_steps(
+                target,
+                recorder,
+                kernel=kernel,
+                sampler=sampler,
+                tolerance=tolerance,
+                name=name,
+                keeps_top=keeps_top,
+            )
             error = steps_error(target)
             if error <= tolerance:
                 log.info("scoring by %s: relative error %.2g", name, error)
@@ -78,6 +89,7 @@ def make_steps(
     kernel: AttentionKernel | None = None,
     sampler: Sampler | None = None,
     name: str = "static shapes",
+    keeps_top: bool = False,
 ) -> StaticSteps:
     """Static steps over the target's model and slots."""
     return StaticSteps(
@@ -90,6 +102,7 @@ def make_steps(
         kernel=kernel,
         sampler=sampler,
         name=name,
+        keeps_top=keeps_top,
     )
 
 
@@ -124,6 +137,10 @@ def steps_error(target: SlotTarget) -> float:
                 logits, wanted = found.logits[b, :count], expected[b, :count]
                 worst = max(worst, float((logits - wanted).float().norm() / wanted.float().norm()))
                 if not torch.equal(found.chosen[b, :count], logits.argmax(-1)):
+                    raise RuntimeError("the most probable tokens are not those of the logits")
+                if not np.array_equal(
+                    found.row(b).top([count])[1][0, :count, 0], logits.amax(-1).float().cpu().numpy()
+                ):
                     raise RuntimeError("the most probable tokens are not those of the logits")
     return worst
 

@@ -34,7 +34,7 @@ def chains(
     features = head.combine(hidden)
     drafts = []
     if isinstance(head, ParallelHead):
-        said = head(features.flatten(0, 1)).unflatten(0, features.shape[:2])[:, :-1]
+        said = head(features.flatten(0, 1)).reshape(*features.shape[:2], head.num_tokens, -1)[:, :-1]
         for d in range(depth):
             drafts.append(draw(functional.pad(said[:, : said.shape[1] - d, d], (0, 0, d, 0))))
     else:

@@ -30,7 +30,7 @@ class MedusaTraining:
     def loss(self, tokens: torch.Tensor, hidden: list[torch.Tensor], logits: torch.Tensor, depth: int) -> torch.Tensor:
         """Distance from what the target says behind the text as it goes on, later heads counted less."""
         features, wanted = self.head.combine(hidden), torch.softmax(logits, -1)
-        said = self.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+        said = self.head(features.flatten(0, 1)).reshape(*features.shape[:2], self.head.num_tokens, -1)
         total, weights = torch.zeros(()), 0.0
         for head in range(depth):
             ahead = head + 1

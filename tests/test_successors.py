@@ -1,0 +1,197 @@
+"""What the target said lately is kept a namespace apart, and exactly as it was said."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.compiled.addresses import kernel
+from ssd.drafting.protocol import ScoredPass
+from ssd.drafting.suffix import namespace_successors
+from ssd.drafting.suffix.namespace_successors import IDLE_PASSES, MOST_TABLES, NamespaceSuccessors
+from ssd.drafting.suffix.successors import NO_ENTRY, SUCCESSORS, row_after_one, row_after_two, successors_at
+from ssd.retrieval.learned_state import LearnedState
+from tests.reference.successors import Entry, entries_of_row
+
+BIG = (1 << 31) - 1
+TOKENS = st.sampled_from([0, 1, 2, 3, 77, 16_384, 151_000, BIG])
+
+
+@kernel
+def _read(table: int, before: int, token: int, out: np.ndarray) -> int:
+    found = successors_at(table)
+    row = row_after_one(found, token) if before == -2 else row_after_two(found, before, token)
+    if row == NO_ENTRY:
+        return 0
+    size = 0
+    for i in range(SUCCESSORS):
+        out[i, 0], out[i, 1] = found.tokens[row, i], found.shares[row, i]
+        if found.tokens[row, i] >= 0:
+            size = i + 1
+    return size
+
+
+def entry(table: int, key: Sequence[int]) -> Entry:
+    """What a table knows after a token or a pair; nothing is an empty list."""
+    out = np.zeros((SUCCESSORS, 2), np.int64)
+    before, token = (-2, key[0]) if len(key) == 1 else key
+    size = _read(table, before, token, out) if table else 0
+    return [(int(a), int(b)) for a, b in out[:size]]
+
+
+def scored_pass(
+    rows: Sequence[tuple[str, LearnedState | None, bool, list[int], list[int]]],
+    *,
+    parents: np.ndarray | None = None,
+    seed: int = 0,
+) -> ScoredPass:
+    """A pass of rows (request, learned, may keep, [before, *fed], the most probable tokens after every position)."""
+    count, width = len(rows), max(len(row[3]) - 1 for row in rows)
+    fed, top_ids = np.zeros((count, width), np.int64), np.full((count, width, SUCCESSORS), -1, np.int32)
+    for b, (_, _, _, text, tops) in enumerate(rows):
+        fed[b, : len(text) - 1] = text[1:]
+        top_ids[b, :, : len(tops)] = tops
+    logits = -np.sort(-np.random.default_rng(seed).normal(0, 2, top_ids.shape), axis=-1)
+    logits[top_ids < 0] = -np.inf
+    return ScoredPass(
+        request_ids=[row[0] for row in rows],
+        learned=[row[1] for row in rows],
+        may_keep=np.array([row[2] for row in rows]),
+        before=np.array([row[3][0] for row in rows], np.int32),
+        fed=fed,
+        counts=np.array([len(row[3]) - 1 for row in rows]),
+        parents=parents,
+        chosen=np.maximum(top_ids[..., 0], 0).astype(np.int64),
+        paths=[np.zeros(1, np.int64)] * count,
+        top_ids=top_ids,
+        top_logits=logits.astype(np.float32),
+    )
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> ScoredPass:
+    """Any pass of one namespace: trees and chains, ties, few tokens, logits that are no numbers."""
+    num_rows, width = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    grid = (num_rows, width)
+    random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    top_ids = random.integers(0, 40, (*grid, SUCCESSORS)).astype(np.int32)
+    top_ids[np.arange(SUCCESSORS) >= random.integers(0, SUCCESSORS + 1, grid)[..., None]] = -1
+    logits = -np.sort(-random.choice([-3, -1, 0.5, 0.75, 2, 9], top_ids.shape)).astype(np.float32)
+    if draw(st.booleans()):
+        logits[random.random(logits.shape) < 0.1] = draw(st.sampled_from([np.nan, np.inf]))
+    parents = np.array([[-1, *(int(random.integers(0, t)) for t in range(1, width))] for _ in range(num_rows)])
+    return ScoredPass(
+        request_ids=[str(b) for b in range(num_rows)],
+        learned=[NAMESPACE] * num_rows,
+        may_keep=np.ones(num_rows, np.bool_),
+        before=np.array(draw(st.lists(TOKENS | st.just(-1), min_size=num_rows, max_size=num_rows)), np.int32),
+        fed=np.array([draw(st.lists(TOKENS | st.just(-5), min_size=width, max_size=width)) for _ in range(num_rows)]),
+        counts=random.integers(0, width + 1, num_rows),
+        parents=parents if draw(st.booleans()) else None,
+        chosen=np.zeros(grid, np.int64),
+        paths=[np.zeros(1, np.int64)] * num_rows,
+        top_ids=top_ids,
+        top_logits=logits,
+    )
+
+
+NAMESPACE = LearnedState()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(passes(), min_size=1, max_size=3))
+def test_a_table_knows_what_was_said_last_after_every_token_and_pair(told: list[ScoredPass]) -> None:
+    successors, expected = NamespaceSuccessors(), dict[tuple[int, ...], Entry]()
+    for scored in told:
+        successors.learn(scored)
+        for b in range(len(scored.counts)):
+            expected |= dict(entries_of_row(scored, b))
+    table = successors.of(NAMESPACE, "any")
+    known = [key for key in expected if entry(table, key)]
+    assert all(entry(table, key) == expected[key] for key in known)
+    # Of entries that share a place the newest is there: of so few tokens hardly any do.
+    assert len(known) >= len(expected) - 2
+    assert entry(table, (123_456,)) == entry(table, (77, 123_456)) == entry(table, (-1, 5)) == entry(table, (-5,)) == []
+
+
+def test_shares_are_levels_of_what_is_kept_together() -> None:
+    scored = scored_pass([("a", None, True, [1, 2], [10, 11, 12, 13])])
+    scored.top_logits[0, 0, :4] = np.log([0.9, 0.07, 0.0299, 0.0001])
+    successors = NamespaceSuccessors()
+    successors.learn(scored)
+    assert entry(successors.of(None, "a"), (2,)) == [(10, 7), (11, 2), (12, 0)]
+
+
+def test_what_one_namespace_said_no_other_drafts() -> None:
+    successors = NamespaceSuccessors()
+    one, other = LearnedState(), LearnedState()
+    successors.learn(
+        scored_pass(
+            [
+                ("in one", one, True, [1, 2, 3], [10, 11]),
+                ("in other", other, True, [1, 2, 3], [20, 21]),
+                ("of nobody", None, True, [1, 2, 3], [30, 31]),
+                ("of nobody too", None, False, [1, 2, 3], [40, 41]),
+                ("leaves nothing", one, False, [1, 2, 3], [50, 51]),
+            ]
+        )
+    )
+
+    def said(learned: LearnedState | None, request_id: str) -> set[int]:
+        table = successors.of(learned, request_id)
+        return {token for key in [(2,), (3,), (1, 2), (2, 3)] for token, _ in entry(table, key)}
+
+    assert said(one, "any") == {10, 11} == said(one, "leaves nothing")
+    assert said(other, "any") == {20, 21}
+    assert said(None, "of nobody") == {30, 31} and said(None, "of nobody too") == {40, 41}
+    assert said(None, "a third") == said(LearnedState(), "in one") == set()
+    successors.ended("of nobody")
+    assert said(None, "of nobody") == set() and said(None, "of nobody too") == {40, 41}
+
+
+def test_a_request_that_leaves_nothing_makes_no_table() -> None:
+    successors, one = NamespaceSuccessors(), LearnedState()
+    successors.learn(scored_pass([("a", one, False, [1, 2], [10])]))
+    assert successors.of(one, "a") == 0
+
+
+def test_the_table_used_longest_ago_gives_way_and_none_that_is_in_use() -> None:
+    successors, namespaces = NamespaceSuccessors(), [LearnedState() for _ in range(MOST_TABLES + 1)]
+    *first, late = namespaces
+
+    def learn(*those: LearnedState) -> None:
+        successors.learn(scored_pass([(str(i), each, True, [1, 2], [10]) for i, each in enumerate(those)]))
+
+    learn(*first, late)
+    assert all(successors.of(each, "") for each in first) and successors.of(late, "") == 0
+    for _ in range(IDLE_PASSES):
+        learn(*first[1:], late)
+    learn(late)
+    assert successors.of(late, "") and not successors.of(first[0], "")
+    assert all(entry(successors.of(each, ""), (2,)) == [(10, 7)] for each in namespaces[1:])
+
+
+def test_requests_of_their_own_have_no_more_tables_than_namespaces() -> None:
+    successors = NamespaceSuccessors()
+    names = [str(i) for i in range(MOST_TABLES + 3)]
+    successors.learn(scored_pass([(name, None, False, [1, 2], [10]) for name in names]))
+    assert sum(bool(successors.of(None, name)) for name in names) == MOST_TABLES
+    successors.ended(names[0])
+    successors.learn(scored_pass([(names[-1], None, False, [1, 2], [10])]))
+    assert successors.of(None, names[-1])
+
+
+def test_a_table_is_forgotten_with_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespace_successors, "MOST_TABLES", 1)
+    successors, gone = NamespaceSuccessors(), LearnedState()
+    successors.learn(scored_pass([("a", gone, True, [1, 2], [10])]))
+    del gone
+    gc.collect()
+    other = LearnedState()
+    successors.learn(scored_pass([("b", other, True, [1, 2], [20])]))
+    assert entry(successors.of(other, ""), (1, 2)) == [(20, 7)]
