@@ -1,4 +1,5 @@
 # make serve | quick | test | fuzz | bench | bench-vllm | bench-clients | lint: each sets up .venv in the checkout first.
+# make real-model | bench-real: a pretrained model under terms of its own, and what was measured on it.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -15,11 +16,15 @@ VLLM_PINS := benchmarks/vllm
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 CLIENTS_PINS := benchmarks/clients
+REAL := .venv-real
+REAL_READY := $(REAL)/.ready
+REAL_PINS := benchmarks/real_model
+REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
 TRACES := agent_react agent_tools sql code chat
 CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
 	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
 
-.PHONY: serve quick test fuzz bench bench-peers bench-vllm bench-clients lint format clean
+.PHONY: serve quick test fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 
 # Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 $(READY): pyproject.toml constraints.txt
@@ -63,6 +68,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.decode --json --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.layers | tail -n 1 >benchmarks/results/layers.json
 	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
 	$(BIN)/python -m benchmarks.prefix_reuse --json | tail -n 1 >benchmarks/results/prefix-reuse.json
 	$(BIN)/python -m benchmarks.ties --prompts 32 --json | tail -n 1 >benchmarks/results/ties.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
@@ -142,5 +148,37 @@ $(CLIENTS_READY): $(CLIENTS_PINS)/requirements.txt $(CLIENTS_PINS)/constraints.t
 		|| { echo "bench-clients: the installation failed, see above" >&2; exit 1; }
 	touch $@
 
+# A real pretrained model, Gemma 3 270M, as a plain directory that git ignores: some minutes, 240 MB to download, 2.5 GB of
+# disk. Its terms are not ours: nothing is downloaded before ACCEPT_GEMMA_TERMS=1 says that they are accepted.
+real-model: $(REAL_MODEL)/.checked
+	@echo "real-model: $(REAL_MODEL) is ready: --model real"
+
+# The figures of docs/benchmarks.md that were measured on it: 40 minutes on two idle cores.
+bench-real: $(READY) real-model
+	$(BIN)/python -m benchmarks.sources --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
+	$(BIN)/python -m benchmarks.growth --model $(REAL_MODEL) --streams new $(if $(SSD_TRACES),sql agent_tools) \
+		--requests 16 --window 4 --repeated 8 --out benchmarks/results --name growth-gemma
+	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \
+		--out benchmarks/results/decode-gemma.json
+	$(BIN)/python -m benchmarks.overhead --model $(REAL_MODEL) --batch 1 4 --pairs 12 \
+		--out benchmarks/results/overhead-gemma.json
+	$(BIN)/python -m benchmarks.report
+
+$(REAL_MODEL)/.checked: $(REAL_PINS)/convert.py | $(REAL_READY)
+	@$(PYTHON) -m benchmarks.real_model.terms
+	@$(REAL)/bin/python -m benchmarks.real_model.convert $(REAL_MODEL)
+	@$(REAL)/bin/python -m benchmarks.real_model.check $(REAL_MODEL)
+	@touch $@
+
+$(REAL_READY): $(REAL_PINS)/requirements.txt
+	@$(PYTHON) -m benchmarks.real_model.terms
+	@echo "real-model: installing into $(REAL)"
+	@test -x $(REAL)/bin/python || $(PYTHON) -m venv $(REAL)
+	@export PIP_CONSTRAINT=constraints.txt \
+		&& $(REAL)/bin/pip install --quiet torch==2.13.0 \
+		&& $(REAL)/bin/pip install --quiet --requirement $(REAL_PINS)/requirements.txt --editable '.[engine]' \
+		|| { echo "real-model: the installation failed, see above" >&2; exit 1; }
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) $(VLLM) $(CLIENTS) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(VLLM) $(CLIENTS) $(REAL) .real-model build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.models import name_of
 from ssd.bundled import MODEL_PATH
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def head(benchmark: str) -> dict[str, Any]:
 
 def model_name(model: str | Path) -> str:
     """What a model is called in results; no path."""
-    return "bundled model" if Path(model) == MODEL_PATH else Path(model).name
+    return "bundled model" if Path(model) == MODEL_PATH else name_of(Path(model)) or Path(model).name
 
 
 def device_name(device: torch.device) -> str:

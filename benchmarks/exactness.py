@@ -234,6 +234,14 @@ def score_margin(target: Target, context: Sequence[int], params: SamplingParams,
     return float(best[0] - best[1])
 
 
+def is_near_tie(
+    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
+) -> bool:
+    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near."""
+    place = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
+    return place is not None and score_margin(target, [*prompt, *want[:place]], params) < TIE_MARGIN
+
+
 def reference_greedy(
     target: Target, prompts: Sequence[Sequence[int]], max_tokens: int, eos_token_ids: Iterable[int]
 ) -> list[list[int]]:

@@ -1,12 +1,13 @@
 """Does the service get faster with use? A stream of requests on a fresh engine, speculation on and off in turn.
 
-``python -m benchmarks.growth [MODEL] [--requests N] [--max-tokens N] [--out DIR] [--json]``
+``python -m benchmarks.growth [MODEL] [--streams NAME...] [--requests N] [--max-tokens N] [--out DIR] [--json]``
 
 First the same 50 greedy requests twice: verify steps of both runs, and the second's tokens/s against speculation off.
-Then four runs: a stream in which some requests recur, some are near-variants and some are new, and beside it a stream
-with no repeats; each greedy and sampled (temperature 0.7, top-p 0.9, a seed per request). Requests go in windows; every
-window runs once with speculation and once without, the order alternating, so that a machine that slows down slows both.
-Every output is compared token by token. Prints a table, writes ``growth.png`` and ends stdout with one JSON line.
+Then two runs of every stream, greedy and sampled (temperature 0.7, top-p 0.9, a seed per request). Streams: "mixed", in
+which some requests recur, some are near-variants and some are new; "new", with no repeats; and the prompts of recorded
+requests by the name of their trace, cut to 320 tokens. Requests go in windows; every window runs once with speculation
+and once without, the order alternating, so that a machine that slows down slows both. Every output is compared token by
+token. Prints tables, writes ``growth.png`` and ends stdout with one JSON line.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from benchmarks.environment import head, model_facts, model_name
-from benchmarks.exactness import TIE_MARGIN, score_margin
-from benchmarks.workloads import MIXED, NO_REPEATS, Mix, checksum, shares, snippets, stream
-from ssd.bundled import MODEL_PATH
+from benchmarks.exactness import is_near_tie
+from benchmarks.models import add_model
+from benchmarks.streams import Stream, cut, made_stream, recorded_stream
+from benchmarks.workloads import MIXED, NO_REPEATS, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine, Request
@@ -33,6 +35,9 @@ from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
+
+MADE = {"mixed": MIXED, "new": NO_REPEATS}
+"""Streams made of the standard library, by their names."""
 
 
 @dataclass(slots=True)
@@ -50,10 +55,8 @@ class Window:
 class Run:
     """One stream under one sampling."""
 
-    mix: Mix
-    shares: str
+    stream: Stream
     sampling: str
-    checksum: str
     windows: list[Window]
     num_tokens: int
     num_ties: int
@@ -64,10 +67,10 @@ class Run:
         fifth = max(1, len(self.windows) // 5)
         ratios = [w.on_tokens_per_s / w.off_tokens_per_s for w in self.windows]
         return {
-            "stream": self.mix.name,
-            "shares": self.shares,
+            "stream": self.stream.name,
+            "shares": self.stream.shares,
             "sampling": self.sampling,
-            "checksum": self.checksum,
+            "checksum": self.stream.checksum,
             "output_tokens": self.num_tokens,
             "ties": self.num_ties,
             "mismatches": self.num_mismatches,
@@ -104,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
           f"{repeated['steps_second']} ({repeated['tokens_per_step_first']} and {repeated['tokens_per_step_second']} "
           f"tokens a step); second run {repeated['speedup_second']} x the tokens/s of speculation off")  # fmt: skip
     runs = []
-    for mix in (MIXED, NO_REPEATS):
+    for name in args.streams:
+        stream = open_stream(name, codec, args)
         for sampling in ("greedy", "sampled"):
             # Two targets over one model: each engine has its own slots.
             on, off = (
@@ -112,33 +116,40 @@ def main(argv: Sequence[str] | None = None) -> None:
                             max_draft_tokens=args.num_speculative_tokens)
                 for _ in range(2)
             )  # fmt: skip
-            runs.append(run_stream(on, off, codec, mix, sampling, args))
+            runs.append(run_stream(on, off, codec, stream, sampling, args))
             print_run(runs[-1])
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        plot(runs, args.out / "growth.png")
-        print(f"wrote {args.out / 'growth.png'}")
+        plot(runs, args.out / f"{args.name}.png")
+        print(f"wrote {args.out / args.name}.png")
     result = {
         **head("growth"),
         **model_facts(model_name(args.model), model),
-        "parameters": {k: v for k, v in vars(args).items() if k not in ("model", "out", "json")},
+        "parameters": {k: v for k, v in vars(args).items() if k not in ("model", "name", "out", "json")},
         "repeated_requests": repeated,
         "runs": [run.summary() for run in runs],
     }
     line = json.dumps(result)
     if args.out:
-        (args.out / "growth.json").write_text(line + "\n")
+        (args.out / f"{args.name}.json").write_text(line + "\n")
     if args.json:
         print(line)
     if repeated["mismatches"] or any(run.num_mismatches for run in runs):
         raise SystemExit("outputs differ: speculation changed a token")
 
 
-def repeat(
-    model: PreTrainedModel, codec: TextCodec, args: argparse.Namespace, num_requests: int = 50
-) -> dict[str, Any]:
+def open_stream(name: str, codec: TextCodec, args: argparse.Namespace) -> Stream:
+    """A made stream, or that of a trace. Raises ConfigError where there is none of this name."""
+    if name in MADE:
+        limit = args.max_model_len - args.max_tokens
+        return made_stream(MADE[name], codec, args.requests, args.seed, limit)
+    return recorded_stream(name, codec, args.requests)
+
+
+def repeat(model: PreTrainedModel, codec: TextCodec, args: argparse.Namespace) -> dict[str, Any]:
     """The same greedy requests on an empty cache and again, one at a time; the second run against speculation off."""
-    prompts = [codec.encode_prompt(text)[-256:] for text in snippets(args.seed + 1)[:num_requests]]
+    num_requests = args.repeated
+    prompts = [cut(codec, text, 256) for text in snippets(args.seed + 1)[:num_requests]]
     params = [SamplingParams(max_tokens=args.max_tokens, temperature=0.0)] * num_requests
     draft = DraftConfig(num_speculative_tokens=args.num_speculative_tokens)
     everything = range(num_requests)
@@ -170,7 +181,7 @@ def repeat(
             ratios.append(off_s / on_s)
         steps_second = on.metrics.num_verify_steps - steps_first
     differing = sum(a != c or b != c for a, b, c in zip(first, second, plain, strict=True))
-    ties = Run(NO_REPEATS, "", "greedy", "", [], 0, 0, 0)
+    ties = Run(Stream("repeated", "", "", prompts), "greedy", [], 0, 0, 0)
     for prompt, once, again, alone in zip(prompts, first, second, plain, strict=True):
         _compare(ties, off.target, prompt, params[0], once, alone)
         _compare(ties, off.target, prompt, params[0], again, alone)
@@ -189,14 +200,14 @@ def repeat(
     }
 
 
-def run_stream(on: Target, off: Target, codec: TextCodec, mix: Mix, sampling: str, args: argparse.Namespace) -> Run:
+def run_stream(
+    on: Target, off: Target, codec: TextCodec, stream: Stream, sampling: str, args: argparse.Namespace
+) -> Run:
     """One stream, window by window, with speculation and without."""
-    requests = stream(mix, args.requests, args.seed)
     draft = DraftConfig(num_speculative_tokens=args.num_speculative_tokens)
     config = EngineConfig(max_num_seqs=args.batch)
-    result = Run(mix, shares(requests), sampling, checksum(requests), [], 0, 0, 0)
-    limit = on.max_length - args.max_tokens
-    prompts = [codec.encode_prompt(request.text)[-limit:] for request in requests]
+    result = Run(stream, sampling, [], 0, 0, 0)
+    prompts = stream.prompts
     params = [_params(sampling, args.max_tokens, index) for index in range(len(prompts))]
     with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
         speculating = Engine(
@@ -262,15 +273,14 @@ def _compare(
 ) -> None:
     if got == want:
         return
-    at = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
-    tie = at < min(len(got), len(want)) and score_margin(target, [*prompt, *want[:at]], params) < TIE_MARGIN
+    tie = is_near_tie(target, prompt, params, got, want)
     result.num_ties += tie
     result.num_mismatches += not tie
 
 
 def print_run(run: Run) -> None:
     """A table of windows, thinned to at most twelve lines."""
-    print(f"\n{run.mix.name}, {run.sampling}: {run.shares}; "
+    print(f"\n{run.stream.name}, {run.sampling}: {run.stream.shares}; "
           f"{run.num_tokens} tokens compared, {run.num_ties} near-ties, {run.num_mismatches} mismatches")  # fmt: skip
     print(
         f"{'cached tokens':>14} {'on tok/s':>9} {'off tok/s':>10} {'on/off':>7} {'tokens/step':>12} {'acc. rate':>10}"
@@ -289,7 +299,8 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=False, sharey=True)
+    rows = len(runs) // 2
+    figure, axes = pyplot.subplots(rows, 2, figsize=(11, 3.5 * rows), sharex=False, sharey=True, squeeze=False)
     for axis, run in zip(axes.flat, runs, strict=True):
         x = [w.cached_tokens / 1000 for w in run.windows]
         for label, colour, values in (
@@ -298,7 +309,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         ):
             axis.plot(x, values, ".", color=colour, alpha=0.35)
             axis.plot(x, smoothed(values), color=colour, label=label, linewidth=2)
-        axis.set_title(f"{run.sampling}: {run.shares}")
+        axis.set_title(f"{run.sampling}: {run.stream.shares}")
         axis.set_xlabel("tokens cached (thousands)")
         axis.grid(alpha=0.3)
         axis.set_ylim(bottom=0)
@@ -318,8 +329,10 @@ def smoothed(values: Sequence[float], width: int = 7) -> list[float]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default=MODEL_PATH, help="Hugging Face directory or id (default: bundled)")
-    parser.add_argument("--requests", type=int, default=160)
+    add_model(parser)
+    parser.add_argument("--streams", nargs="+", default=list(MADE), metavar="NAME", help="(default: mixed new)")
+    parser.add_argument("--requests", type=int, default=160, help="of each stream (default: %(default)s)")
+    parser.add_argument("--repeated", type=int, default=50, help="requests asked twice (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--window", type=int, default=8, help="requests per measured window")
     parser.add_argument("--batch", type=int, default=1, help="requests decoded together")
@@ -329,6 +342,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=None, help="directory for growth.png and growth.json")
+    parser.add_argument("--name", default="growth", help="what these two are called instead")
     parser.add_argument("--json", action="store_true", help="end stdout with one JSON line")
     return parser.parse_args(argv)
 

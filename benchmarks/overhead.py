@@ -28,9 +28,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from benchmarks.environment import head, model_facts, model_name
-from benchmarks.exactness import TIE_MARGIN, score_margin
+from benchmarks.exactness import is_near_tie
+from benchmarks.models import add_model
 from benchmarks.workloads import snippets
-from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.suffix.drafter import SuffixDrafter
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs by more than a near-tie."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("model", nargs="?", default=MODEL_PATH, help="Hugging Face directory or id (default: bundled)")
+    add_model(parser)
     add("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="B")
     add("--pairs", type=int, default=30, help="(default: %(default)s)")
     add("--max-tokens", type=int, default=32, help="of each request (default: %(default)s)")
@@ -136,7 +136,7 @@ def compare(
         ours, theirs = halves[id(on)], halves[id(off)]
         for row, (prompt, got, want) in enumerate(zip(prompts, ours.outputs, theirs.outputs, strict=True)):
             if got != want:
-                is_tie = _is_near_tie(off, prompt, got, want, _sampling(max_tokens, pair * batch + row))
+                is_tie = is_near_tie(off.target, prompt, _sampling(max_tokens, pair * batch + row), got, want)
                 num_ties, num_mismatches = num_ties + is_tie, num_mismatches + (not is_tie)
         if pair:  # the first one warms up
             num_tokens = [sum(map(len, half.outputs)) for half in (ours, theirs)]
@@ -183,11 +183,6 @@ def _run(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, *, seed:
 
 def _sampling(max_tokens: int, seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
-
-
-def _is_near_tie(engine: Engine, prompt: list[int], got: list[int], want: list[int], params: SamplingParams) -> bool:
-    place = next(i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b)
-    return score_margin(engine.target, [*prompt, *want[:place]], params) < TIE_MARGIN
 
 
 def _interval(bounds: Sequence[float]) -> str:

@@ -113,7 +113,8 @@ class DraftConfig:
     probable tokens of every scored position, and its choices behind a wrong token. It helps where text is new."""
 
     retrieval: bool = True
-    """Whether the context's end is looked up in the request's own text and in what its namespace has learned."""
+    """Whether the context's end is looked up in the request's own text, its prediction and what its namespace has
+    learned. Without, only what other sources offer is drafted: to see what each brings."""
 
     def __post_init__(self) -> None:
         _require(

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from ssd.model.layers.tap import FINAL
 from ssd.model.target import Target
 from ssd.model.ways.recurrent_target import RecurrentTarget, ReplayTarget
 from ssd.model.ways.row_target import RowTarget
@@ -162,13 +163,27 @@ _ALL = [
 ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
 
 
+UNTAPPED: dict[str, tuple[tuple[int, ...], str]] = {
+    "Gemma 3n (shared keys)": ((FINAL,), "its hidden states have 4 dimensions, not 3"),
+    "MiniCPM3": ((0, 1), "what its layers put out is changed before the output layer reads it"),
+}
+"""Architectures with slots where a draft head cannot read every hidden state: what it can read, and why no more."""
+
+
 def table() -> Iterator[str]:
     """Lines of a Markdown table: how many architectures are driven in each way, and which."""
-    yield "| way | architectures | speculation |"
-    yield "|---|---|---|"
+    yield "| way | architectures | speculation | draft heads |"
+    yield "|---|---|---|---|"
     for kind in (SLOTS, ROWS, REPLAY, SINGLE, WHOLE):
         found = sorted((each.name for each in _ALL if each.kind is kind), key=str.lower)
-        yield f"| {kind.way} | {len(found)}: {', '.join(found)} | {'yes' if kind.can_roll_back else 'no'} |"
+        drafts = "yes" if kind.can_roll_back else "no"
+        heads = "no: hidden states are read in the slot path"
+        if kind is SLOTS:
+            heads = "yes; " + "; ".join(
+                f"{name} {'only' if layers == (FINAL,) else 'but not'} behind the final norm: {reason}"
+                for name, (layers, reason) in UNTAPPED.items()
+            )
+        yield f"| {kind.way} | {len(found)}: {', '.join(found)} | {drafts} | {heads} |"
 
 
 if __name__ == "__main__":

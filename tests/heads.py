@@ -57,7 +57,8 @@ class RandomParallelHead(ParallelHead):
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         """Logits [B, num_tokens, V]."""
-        return self.out(features).unflatten(-1, (self.num_tokens, self.vocab_size))
+        logits: torch.Tensor = self.out(features)
+        return logits.unflatten(-1, (self.num_tokens, self.vocab_size))
 
 
 def random_eagle3(

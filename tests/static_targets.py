@@ -40,5 +40,7 @@ def pair_of_targets(
     if recorder != "eagerly":
         model = model.to("cuda")
     plain, static = (SlotTarget(model, num_slots, max_length, max_width) for _ in range(2))
-    static.steps = make_steps(static, recorder_of(recorder), tolerance=1e-4, kernel=kernel, sampler=sampler)
+    static.steps = make_steps(
+        static, recorder_of(recorder), tolerance=1e-4, kernel=kernel, sampler=sampler, keeps_top=True
+    )
     return plain, static

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.drafting.arbiter import TRIAL_EVERY, Arbiter
+from ssd.drafting.arbiter import Arbiter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
+from ssd.drafting.trials import TRIAL_EVERY
 from ssd.pricing.acceptance_rates import AcceptanceRates
 from ssd.pricing.gain import best_gain, promised_gain
 

@@ -7,12 +7,15 @@ import argparse
 import pytest
 
 from benchmarks.growth import repeat, run_stream
+from benchmarks.streams import made_stream
 from benchmarks.workloads import MIXED, NO_REPEATS, checksum, stream
 from ssd.bundled import MODEL_PATH
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
-OPTIONS = argparse.Namespace(requests=24, max_tokens=32, window=6, batch=2, num_speculative_tokens=16, seed=0)
+OPTIONS = argparse.Namespace(
+    requests=24, max_tokens=32, window=6, batch=2, num_speculative_tokens=16, repeated=50, seed=0
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def test_the_same_requests_again_need_far_fewer_passes(codec: TextCodec) -> None
 def test_a_growth_stream_changes_no_token(codec: TextCodec) -> None:
     model = load_model(MODEL_PATH, dtype="float32", device="cpu")
     on, off = (open_target(model, num_slots=2, max_length=1024) for _ in range(2))
-    run = run_stream(on, off, codec, MIXED, "sampled", OPTIONS)
+    run = run_stream(on, off, codec, made_stream(MIXED, codec, 24, 0, 960), "sampled", OPTIONS)
     assert run.num_mismatches == 0 and run.num_tokens > 0
     assert run.windows[-1].cached_tokens > run.windows[0].cached_tokens
 

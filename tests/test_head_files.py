@@ -12,13 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.heads.head import Head, RecurrentHead
 from ssd.model.heads.layouts.load_head import load_head
+from ssd.model.heads.mtp import MTPHead
 from ssd.model.heads.probe import require_drivable
+from ssd.model.loading.load_target import load_model
 from tests import published_heads as published
 from tests.models import VOCAB, tiny_model
 from tests.published_heads import HIDDEN, random
@@ -84,7 +86,7 @@ def test_a_configuration_of_another_model_is_refused_by_its_numbers(
 ) -> None:
     config, tensors = KINDS[kind]()
     with pytest.raises(
-        ModelError, match=f"made for another model: its config.json says {field} {value}, the model has"
+        ModelError, match=f"it was made for another model: its config.json says {field} {value}, the model has"
     ):
         load_head(published.write(tmp_path, {**config, field: value}, tensors), target())
 
@@ -162,6 +164,29 @@ def test_what_speculators_has_and_is_not_read_is_said(changes: dict[str, Any], s
     }
     with pytest.raises(ModelError, match=said):
         load_head(published.write(tmp_path, config, tensors), target())
+
+
+def test_a_module_lies_among_the_tensors_of_its_target(tmp_path: Path) -> None:
+    """The directory of the target is that of its module."""
+    target().save_pretrained(tmp_path)
+    _config, tensors = mtp()
+    whole = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {**whole, **{name: tensor.contiguous() for name, tensor in tensors.items()}}, tmp_path / "model.safetensors"
+    )
+    model = load_model(tmp_path, dtype="float32", device="cpu")
+    assert model.num_parameters() == target().num_parameters()
+    assert isinstance(load_head(tmp_path, model), MTPHead)
+
+
+def test_a_head_is_not_changed_with_its_files(tmp_path: Path) -> None:
+    published.write(tmp_path, *medusa())
+    head = load_head(tmp_path, target())
+    wanted = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(5000)
+        file.write(bytes(20000))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in head.state_dict().items())
 
 
 class Mischief:

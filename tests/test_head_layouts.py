@@ -100,6 +100,11 @@ MTP_CASES: dict[str, dict[str, Any]] = {
         "name": "DeepSeek-V3 (latent attention)", "parts": NORMS, "prefix": "model.layers.2.",
         "layer": "model.layers.2.",
     },
+    "DeepSeek-V3, taken out": {
+        "name": "DeepSeek-V3 (latent attention)", "parts": NORMS, "prefix": "model.layers.0.",
+        "layer": "model.layers.0.",
+        "config": {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB},
+    },
     "GLM-4.5": {"name": "GLM-4-MoE", "parts": NORMS, "prefix": "model.layers.2.", "layer": "model.layers.2."},
     "GLM-4.5, a dense layer": {
         "name": "GLM-4-MoE", "parts": NORMS, "prefix": "model.layers.2.", "layer": "model.layers.2.",

@@ -15,7 +15,7 @@ import pytest
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams, StructuredOutput
 from ssd.drafting import Arbiter, make_drafter
-from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.sequence import Sequence as EngineSequence
 from ssd.engine.sequence import Taken
@@ -259,7 +259,7 @@ class Poisoned:
     def __init__(self, error: BaseException) -> None:
         self._drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=4))
         self._error = error
-        self.num_drafts = 0
+        self.num_drafts = self.num_deaf = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         if any(request.request_id == POISON for request in requests):
@@ -267,6 +267,11 @@ class Poisoned:
         drafts = self._drafter.propose(requests)
         self.num_drafts += sum(len(draft.token_ids) > 0 for draft in drafts)
         return drafts
+
+    def observe_scores(self, scored: ScoredPass) -> None:
+        if POISON in scored.request_ids:
+            self.num_deaf += 1
+            raise self._error
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         if request_id == POISON:
@@ -300,8 +305,8 @@ def test_a_fault_in_drafting_or_learning_fails_nothing_and_silences_nobody_else(
         for request in requests_of():
             engine.submit(request)
         assert {name: said(outputs) for name, outputs in finish_all(engine).items()} == undisturbed()
-        assert poisoned.num_drafts > 0
-        assert engine.metrics.drafter_failures > 0
+        assert poisoned.num_drafts > 0 and poisoned.num_deaf > 0
+        assert engine.metrics.drafter_failures > poisoned.num_deaf
         assert caches.get().stats().num_tokens > 0
 
 

@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from ssd.drafting.suffix.successors import SUCCESSORS
 from ssd.model.kv.kv_cache import SlotRows
+from ssd.model.layers.tap import FINAL
 from ssd.model.steps.buffers import StepBuffers, StepShape
 from ssd.model.ways.slot_target import SlotTarget
-from tests.architectures import ARCHITECTURES, SLOTS
+from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
+from tests.heads import everything
 from tests.models import tiny_model
 
 # What transformers has to say about tiny settings.
@@ -44,9 +46,11 @@ class NothingFromTheHost(TorchDispatchMode):
 
 @torch.inference_mode()
 def run_without_data(name: str, *, is_tree: bool) -> None:
-    """A step of the architecture on the meta device; raises where it needs a value."""
+    """A step of the architecture that keeps hidden states, on the meta device; raises where it needs a value."""
     model = tiny_model(name).to(torch.bfloat16).to("meta")  # grouped products take no other type there
     target = SlotTarget(model, 4, 64, 8)
+    layers = UNTAPPED[name][0] if name in UNTAPPED else (0, 1, FINAL)
+    target.keep_features(everything(layers, model.config.get_text_config().hidden_size))
     shape = StepShape(2, 4, 64, is_tree)
     buffers = StepBuffers(4, 32, 8, target.device, keeps_top=True)
     with NothingFromTheHost():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,14 @@ def assert_same_state(plain: SlotTarget, static: SlotTarget) -> None:
                 assert torch.allclose(ours[slot, :, :length], theirs[slot, :, :length], rtol=1e-3, atol=2e-4)
 
 
+def assert_same_top(plain: PassOutput, static: PassOutput, counts: Sequence[int]) -> None:
+    """A pass that finds the most probable tokens finds those that are found in plain logits."""
+    assert plain.packed_top is None and static.packed_top is not None
+    expected, found = plain.top(counts)[1], static.top(counts)[1]
+    for b, count in enumerate(counts):
+        np.testing.assert_allclose(found[b, :count], expected[b, :count], rtol=1e-3, atol=2e-4)
+
+
 def random_walk(plain: SlotTarget, static: SlotTarget, seed: int, num_actions: int) -> None:
     """Passes over chains and trees, prompts, rollbacks and copies, the same on both; everything compared after each."""
     random = np.random.default_rng(seed)
@@ -77,6 +85,7 @@ def random_walk(plain: SlotTarget, static: SlotTarget, seed: int, num_actions: i
                 outputs = [target.forward_trees(slots, tokens, counts, parents) for target in (plain, static)]
             (expected, nothing), (found, chosen) = ((output.logits, output.chosen) for output in outputs)
             assert nothing is None and chosen is not None
+            assert_same_top(outputs[0], outputs[1], counts)
             for b, count in enumerate(counts):
                 assert torch.allclose(expected[b, :count], found[b, :count], rtol=1e-3, atol=2e-4)
                 assert torch.equal(chosen[b, :count], expected[b, :count].argmax(-1))

@@ -35,8 +35,8 @@ from benchmarks.decode.steps import (
     weight_bytes,
 )
 from benchmarks.environment import head, model_facts, model_name
+from benchmarks.models import add_model
 from benchmarks.workloads import snippets
-from ssd.bundled import MODEL_PATH
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("model", nargs="?", default=MODEL_PATH, help="Hugging Face directory or id (default: bundled)")
+    add_model(parser)
     add("--shape", choices=tuple(SHAPES), help="random weights of a Llama of this shape in place of a model")
     add("--batch", type=int, nargs="+", default=[1, 8], metavar="B", help="rows (default: 1 8)")
     add("--context", type=int, nargs="+", default=[256], metavar="L", help="tokens a row holds (default: 256)")

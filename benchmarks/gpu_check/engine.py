@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.decode.steps import passes_of
 from benchmarks.exactness import Report, Setting, compare, covering_settings, reference_greedy, run
 from benchmarks.growth import run_stream
+from benchmarks.streams import made_stream
 from benchmarks.workloads import MIXED, snippets
 from ssd.config import SamplingParams
 from ssd.model.loading.load_target import load_model, open_target
@@ -57,10 +58,9 @@ def growth(args: argparse.Namespace) -> dict[str, Any]:
     codec = TextCodec.load(str(args.model))
     model = load_model(args.model, dtype="float32", device=args.device)
     on, off = (open_target(model, num_slots=1, max_length=1024) for _ in range(2))
-    options = argparse.Namespace(
-        requests=args.requests, max_tokens=96, window=8, batch=1, num_speculative_tokens=16, seed=0
-    )
-    summary = run_stream(on, off, codec, MIXED, "greedy", options).summary()
+    options = argparse.Namespace(requests=args.requests, max_tokens=96, window=8, batch=1, num_speculative_tokens=16)
+    stream = made_stream(MIXED, codec, args.requests, seed=0, most_tokens=1024 - 96)
+    summary = run_stream(on, off, codec, stream, "greedy", options).summary()
     print(f"growth: on/off {summary['speedup_first']} at first, {summary['speedup_last']} at last, "
           f"tokens per step {summary['acceptance_length_first']} to {summary['acceptance_length_last']}")  # fmt: skip
     return summary

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from benchmarks.report.constants import constants_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
-from benchmarks.report.growth import growth_section
+from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
 from benchmarks.report.service import connections_section, http_section, side_channels_section, soak_section
+from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,6 +56,10 @@ def pages() -> dict[str, str]:
         put("README.md", "gains", gains_section(growth, overhead, vllm, curve))
     if (decode := _result("decode")) is not None:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
+    if sources := [found for name in ("sources", "sources-gemma") if (found := _result(name)) is not None]:
+        put(BENCHMARKS, "sources", sources_section(sources))
+    if parts := list(_real_model()):
+        put(BENCHMARKS, "real-model", "\n\n".join(parts))
     if vllm is not None:
         put(ENGINES, "vllm", vllm_section(vllm))
     if (replay := _result("replay")) is not None:
@@ -82,6 +88,15 @@ def pages() -> dict[str, str]:
     put(API, "api", api_section())
     put(TUNING, "constants", constants_section(ROOT))
     return texts
+
+
+def _real_model() -> Iterator[str]:
+    """What was measured on the real model."""
+    if (growth := _result("growth-gemma")) is not None:
+        yield f"{growth_figure('growth-gemma')}\n\n{growth_table(growth)}"
+    overhead = _result("overhead-gemma")
+    if (decode := _result("decode-gemma")) is not None:
+        yield engine_section(decode, overhead)
 
 
 def _result(name: str) -> dict[str, Any] | None:

@@ -161,7 +161,7 @@ class SamplingRow:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ScoredPass:
     """What the target said at every position of a pass, behind wrong tokens too; valid while it is told.
 

@@ -11,6 +11,7 @@ import numpy as np
 from ssd.config import DraftConfig
 from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoreObserver
+from ssd.engine.audience import Audience
 from ssd.engine.faults import BestEffort
 from ssd.engine.sequence import Sequence
 from ssd.engine.timed_passes import timed_passes
@@ -37,6 +38,7 @@ class Proposals:
         self._best_effort = best_effort
         self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._shape = possible_shape(draft.draft_shape, target)
+        self._audience: Audience | None = None
         self._observer = drafter if draft.recycling and self._limit and isinstance(drafter, ScoreObserver) else None
         self._price_list = PriceList()
         self._kept_shares = KeptShares()
@@ -85,7 +87,11 @@ class Proposals:
         """Tell the drafter all that a pass said, before any of its tokens is taken; nothing where it learns nothing."""
         observer = self._observer
         if observer is not None:
-            self._best_effort(lambda: observer.observe_scores(ended.scored()))
+            self._best_effort(lambda: observer.observe_scores(ended.scored(self._audience_of(ended))))
+
+    def _audience_of(self, ended: Pass) -> Audience:
+        self._audience = Audience.of(ended.batch, self._audience)
+        return self._audience
 
     def observe_pass(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
         """Learn what the pass over such drafts took, which put out ``num_tokens``."""
@@ -111,6 +117,7 @@ class Proposals:
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a request: nothing of it will be asked for, or all of it anew."""
+        self._audience = None  # it holds the sequence
         self._asked.forget(sequence.request.request_id)
         self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 

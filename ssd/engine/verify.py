@@ -13,12 +13,13 @@ import torch
 
 from ssd.config import DraftShape
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, ScoredPass
+from ssd.engine.audience import Audience
 from ssd.engine.sequence import Sequence
 from ssd.errors import require_fault
 from ssd.model.kv.tree import is_tree, leading_chain, node_parents
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.target_tokens import target_tokens
-from ssd.model.target import Target, pad_rows
+from ssd.model.target import Target
 from ssd.model.verification import accepted_length, accepted_path
 
 log = logging.getLogger(__name__)
@@ -95,18 +96,17 @@ class Pass:
         self._slots = [sequence.slot for sequence in batch]
         self._counts = [len(draft.token_ids) + 1 for draft in drafts]
         self._has_trees = any(draft.parents is not None for draft in drafts)
-        self._fed = fed = pad_rows(
-            [np.append(s.context[-1:], draft.token_ids) for s, draft in zip(batch, drafts, strict=True)]
-        )
+        width = max(self._counts)
+        self._fed, self._before = _fed(batch, drafts, width)
         self._rows = [sequence.sampling_row(draft) for sequence, draft in zip(batch, drafts, strict=True)]
-        self._parents = node_parents([draft.parents for draft in drafts], fed.shape[1]) if self._has_trees else None
-        self._chosen: npt.NDArray[np.int64] = np.zeros(fed.shape, np.int64)
+        self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
+        self._chosen: npt.NDArray[np.int64] = np.zeros(self._fed.shape, np.int64)
         self._paths: list[npt.NDArray[np.int64]] = []
-        noise = noise_of(self._rows, fed.shape[1]) if target.takes_noise else None
+        noise = noise_of(self._rows, width) if target.takes_noise else None
         if self._parents is not None:
-            self._output = target.forward_trees(self._slots, fed, self._counts, self._parents, noise)
+            self._output = target.forward_trees(self._slots, self._fed, self._counts, self._parents, noise)
         else:
-            self._output = target.forward(self._slots, fed, self._counts, noise)
+            self._output = target.forward(self._slots, self._fed, self._counts, noise)
 
     def verdicts(self) -> list[Verdict | BaseException]:
         """How far the target agrees with each draft, once the pass is done; of a row that fails, what it raised.
@@ -150,25 +150,38 @@ class Pass:
                 chosen.append(error)
         return chosen
 
-    def scored(self) -> ScoredPass:
+    def scored(self, audience: Audience) -> ScoredPass:
         """What the target said at every position; once verdicts are known, before any of their tokens is taken."""
-        caches = [None if sequence.namespace is None else sequence.namespace.cache for sequence in self.batch]
-        used = np.array(self._counts)
-        used[[not len(path) for path in self._paths]] = 0
-        top_ids, top_logits = self._output.top(used.tolist())
+        used = self._counts
+        if not all(map(len, self._paths)):
+            used = [count if len(path) else 0 for count, path in zip(used, self._paths, strict=True)]
+        top_ids, top_logits = self._output.top(used)
         return ScoredPass(
-            request_ids=[sequence.request.request_id for sequence in self.batch],
-            learned=[None if cache is None else cache.learned for cache in caches],
-            may_keep=np.array([sequence.namespace is not None and sequence.request.learn for sequence in self.batch]),
-            before=np.array([s.tokens[s.num_tokens - 2] if s.num_tokens > 1 else -1 for s in self.batch], np.int32),
+            request_ids=audience.request_ids,
+            learned=audience.learned,
+            may_keep=audience.may_keep,
+            before=self._before,
             fed=self._fed,
-            counts=used,
+            counts=np.array(used, np.int64),
             parents=self._parents,
             chosen=np.ascontiguousarray(self._chosen),
             paths=self._paths,
             top_ids=top_ids,
             top_logits=top_logits,
         )
+
+
+def _fed(batch: Rows[Sequence], drafts: Rows[Draft], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Each row's last token and draft, int64[B, width], padded with 0; and the token before, int32[B], -1 for none."""
+    fed, before = np.zeros((len(batch), width), np.int64), np.full(len(batch), -1, np.int32)
+    for b, (sequence, draft) in enumerate(zip(batch, drafts, strict=True)):
+        tokens, end = sequence.tokens, sequence.num_tokens
+        fed[b, 0] = tokens[end - 1]
+        if end > 1:
+            before[b] = tokens[end - 2]
+        if len(draft.token_ids):
+            fed[b, 1 : 1 + len(draft.token_ids)] = draft.token_ids
+    return fed, before
 
 
 def _verdict(chosen: npt.NDArray[np.int64], path: npt.NDArray[np.int64], logits: torch.Tensor, draft: Draft) -> Verdict:

@@ -101,6 +101,12 @@ class Rate:
         record = self._record
         return record.tokens / record.seconds if record.seconds > 0.0 else 0.0
 
+    @property
+    def seconds_per_pass(self) -> float:
+        """Seconds of an average pass of late; 0 before the first."""
+        record = self._record
+        return record.seconds / record.passes if record.passes > 0.0 else 0.0
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Count a pass that put out ``num_tokens``."""
         _add_pass(self._records.address, num_tokens, seconds)
@@ -131,6 +137,11 @@ class StepRate:
     def tokens_per_s(self) -> float:
         """Tokens per second of recent steps; 0 before the first."""
         return self._rate.tokens_per_s
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Seconds of a recent step; 0 before the first."""
+        return self._rate.seconds_per_pass
 
     def begin(self) -> None:
         """Begin a step; the one before is over."""

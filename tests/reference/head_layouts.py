@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ def mtp(
 
 
 def medusa(
-    blocks: list[list[tuple[torch.Tensor, torch.Tensor | None]]], outputs: list[torch.Tensor], hidden: torch.Tensor
+    blocks: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor | None]]],
+    outputs: Sequence[torch.Tensor],
+    hidden: torch.Tensor,
 ) -> torch.Tensor:
     """Logits [heads, V] of one hidden state, [H]: weights and biases of blocks by head and block, output layers."""
     logits = []

@@ -25,9 +25,10 @@ UNLIKELIHOOD_WEIGHT = 3.0
 class Prefixes:
     """Openings from which the model is let to write: any place of the corpus, or a question of a conversation."""
 
-    def __init__(self, documents: list[npt.NDArray[np.int64]], seed: int) -> None:
+    def __init__(self, documents: list[npt.NDArray[np.int64]], seed: int, num_rows: int = NUM_ROLLOUTS) -> None:
         self._documents = documents
         self._seed = seed
+        self._num_rows = num_rows
         assistant = SPECIAL_TOKENS.index("<|assistant|>")
         self._questions = [document[: np.argmax(document == assistant) + 1] for document in documents]
         self._questions = [question for question in self._questions if 1 < len(question) <= MAX_PREFIX_TOKENS]
@@ -35,17 +36,17 @@ class Prefixes:
         self._weights /= self._weights.sum()
 
     def batch(self, step: int) -> torch.Tensor:
-        """Prefixes of one length, int64[NUM_ROLLOUTS, length]; a function of the seed and the step."""
+        """Prefixes of one length, int64[num_rows, length]; a function of the seed and the step."""
         random = np.random.default_rng([self._seed, 1, step])
         length = int(random.integers(4, MAX_PREFIX_TOKENS + 1))
         # Every fourth step asks questions, cut at the front to the same length.
         if step % 4 == 3:
             fitting = [question for question in self._questions if len(question) >= length]
-            if len(fitting) >= NUM_ROLLOUTS:
-                chosen = random.choice(len(fitting), NUM_ROLLOUTS, replace=False)
+            if len(fitting) >= self._num_rows:
+                chosen = random.choice(len(fitting), self._num_rows, replace=False)
                 return torch.from_numpy(np.stack([fitting[i][-length:] for i in chosen]))
         rows: list[npt.NDArray[np.int64]] = []
-        while len(rows) < NUM_ROLLOUTS:
+        while len(rows) < self._num_rows:
             document = self._documents[random.choice(len(self._documents), p=self._weights)]
             if len(document) > length:
                 start = int(random.integers(0, len(document) - length))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
 
 import numpy as np
 
@@ -18,9 +17,6 @@ from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suf
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
 from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
-
-_NO_MATCH: Final = 1, 2
-"""Longest and shortest match: there is none."""
 
 
 class SuffixDrafter:
@@ -51,12 +47,11 @@ class SuffixDrafter:
         """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
 
         ``lookup_threads`` : that look up the rows of a large call, the caller's among them; drafts are the same.
-        ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether anything is
-        looked up; a client's prediction is followed all the same.
+        ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether
+        index, own text and predictions are looked up; without, what other sources offer is judged all the same.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
-        lengths = checked_lengths(max_match_length, min_match_length)
-        self._longest, self._shortest = lengths if retrieval else _NO_MATCH
+        self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
         self._price = price
         self._workspace = Workspace(lookup_threads - 1)
         self._helpers = Helpers(self._workspace)

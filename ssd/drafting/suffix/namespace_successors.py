@@ -51,11 +51,18 @@ class NamespaceSuccessors:
     def learn(self, scored: ScoredPass) -> None:
         """Enter what a pass said, each row in the table that its request drafts from. O(positions)."""
         self._num_passes += 1
-        rows = zip(scored.learned, scored.request_ids, scored.may_keep.tolist(), strict=True)
-        tables = np.array([self._table_for(*row) for row in rows], np.int64)
+        tables, table = list[int](), 0
+        last: LearnedState | None = None
+        for row in zip(scored.learned, scored.request_ids, scored.may_keep.tolist(), strict=True):
+            learned, _, may_keep = row
+            if (
+                learned is None or not may_keep or learned is not last
+            ):  # else as the row before: most are of one namespace
+                table, last = self._table_for(*row), learned if may_keep else None
+            tables.append(table)
         parents = scored.fed if scored.parents is None else scored.parents
         learn_successors(
-            tables,
+            np.array(tables, np.int64),
             scored.before,
             scored.fed,
             scored.counts,

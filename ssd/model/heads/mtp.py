@@ -22,8 +22,9 @@ class MTPHead(RecurrentHead):
 
     ``project(concat(norm_embedding(embedding), norm_hidden(features)))`` goes through ``layer`` and ``norm``; that is
     what the target's output layer reads, and the next features: what the module is fed first, the target's hidden state
-    behind the final norm, has passed a norm as well. So do SGLang (deepseek_nextn.py) and, for Qwen3-Next, vLLM
-    (qwen3_next_mtp.py). A checkpoint with several modules was trained for one token each; the first is used for all.
+    behind the final norm, has passed a norm as well. So do SGLang (deepseek_nextn.py) and vLLM (qwen3_next_mtp.py, and
+    for GLM deepseek_mtp.py; that of 2025 leaves the norm out there). A checkpoint with several modules was trained for
+    one token each; the first is used for all.
 
     ``hidden_first`` : whether features come first in the concatenation. ``norm`` : None where there is none, as with
     ERNIE 4.5. ``config`` : the layer's; its attention is found by the name that stands there.
@@ -93,7 +94,9 @@ def decoder_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
         decoder = TargetParts(model).decoder
         layers, norm = list(decoder.layers), decoder.norm
     except Exception as failure:  # whatever an architecture does: there is no module for it
-        raise ModelError(f"{_no_module(target)}: {first_line(failure)}") from failure
+        raise ModelError(
+            f"{_no_module(target)}: its layers are built in another way ({first_line(failure)})"
+        ) from failure
     types = list(getattr(decoder.config, "layer_types", None) or [None] * len(layers))
     named = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
     found = [

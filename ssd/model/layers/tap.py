@@ -120,7 +120,8 @@ def require_tap(model: PreTrainedModel, layers: Sequence[int]) -> None:
         # The last one that a model gives out has gone through the final norm.
         expected = read[0] if layer == FINAL else states[layer] if layer < len(states) - 1 else None
         if expected is not None and not _is_close(found, expected):
-            raise ModelError(_refusal(model, f"what its layers put out behind layer {layer} is changed before use"))
+            where = "the output layer" if layer == FINAL else "the next layer"
+            raise ModelError(_refusal(model, f"what its layers put out is changed before {where} reads it"))
 
 
 def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
     if logits.device.type != "cpu":
         return unpacked(packed_top(logits))
     shape = (*logits.shape[:2], SUCCESSORS)
-    ids, values = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+    ids, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
     _sweep(logits.float().contiguous().numpy(), np.asarray(counts, np.int64), ids, values)
     return ids, values
 
@@ -77,6 +77,7 @@ def _sweep_row(logits: Float32s, ids: TokenIds, values: Float32s) -> None:
 
 @kernel
 def _sweep(logits: Float32s, counts: Int64s, ids: TokenIds, values: Float32s) -> None:
+    ids[:], values[:] = -1, -np.inf
     for b in range(len(counts)):
         for t in range(counts[b]):
             _sweep_row(logits[b, t], ids[b, t], values[b, t])

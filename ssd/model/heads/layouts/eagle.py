@@ -49,15 +49,15 @@ def _is_speculators(config: Config, names: Collection[str]) -> bool:
 def _build_speculators(config: Config, tensors: Tensors, target: PreTrainedModel) -> EagleHead:
     if config.get("layernorms") or "embedding_layernorm.weight" in tensors:
         raise ModelError(
-            "the draft head has layer norms around EAGLE's layer (layernorms: true in its config.json), which is not "
+            "it has layer norms around EAGLE's layer (layernorms: true in its config.json), which is not "
             "read: take one without them, or an EAGLE-3 head"
         )
     kind = config.get("transformer_layer_architecture", "LlamaDecoderLayer")
     if kind != "LlamaDecoderLayer":
-        raise ModelError(f"the draft head's layer is a {str(kind)[:60]}: only LlamaDecoderLayer is read")
+        raise ModelError(f"its layer is a {str(kind)[:60]}: only LlamaDecoderLayer is read")
     inner = config.get("transformer_layer_config")
     if not isinstance(inner, dict):
-        raise ModelError("the draft head's config.json lacks transformer_layer_config: download the head again")
+        raise ModelError("its config.json lacks transformer_layer_config: download the head again")
     inner = {**inner, "num_hidden_layers": 1}
     return _build(inner, tensors, target, {"fc.": "fusion_fc.", "layers.0.": "transformer."})
 
@@ -81,7 +81,7 @@ def _build(config: Config, tensors: Tensors, target: PreTrainedModel, prefixes: 
                 qkv_bias=not layers.attention_bias and theirs("layers.0.self_attn.q_proj.bias") in tensors,
             )
     except Exception as failure:  # whatever the numbers of a configuration lead to
-        raise ModelError(f"the draft head's config.json describes no layer: {first_line(failure)}") from failure
+        raise ModelError(f"its config.json describes no layer: {first_line(failure)}") from failure
     shapes = shapes_of(head)
     found = read(tensors, {theirs(ours): shape for ours, shape in shapes.items()})
     fill(head, {ours: found[theirs(ours)] for ours in shapes}, target)
@@ -93,20 +93,16 @@ def _build(config: Config, tensors: Tensors, target: PreTrainedModel, prefixes: 
 def llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
     """What a configuration says of a head's layers, which attend by the slots; raises ModelError."""
     if (number(config, "head_dim") or 1) > _MOST_HEAD_DIM:
-        raise ModelError(
-            f"the draft head's config.json says head_dim {config['head_dim']}: {_MOST_HEAD_DIM} is the most"
-        )
+        raise ModelError(f"its config.json says head_dim {config['head_dim']}: {_MOST_HEAD_DIM} is the most")
     fields: dict[str, Any] = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     fields.setdefault("hidden_size", target.config.get_text_config().hidden_size)
     fields.setdefault("num_hidden_layers", 1)
     try:
         found = LlamaConfig(**json.loads(json.dumps(fields)))
     except Exception as failure:
-        raise ModelError(f"the draft head's config.json cannot be read: {first_line(failure)}") from failure
+        raise ModelError(f"its config.json cannot be read: {first_line(failure)}") from failure
     if not 1 <= found.num_hidden_layers <= _MOST_LAYERS:
-        raise ModelError(
-            f"the draft head says num_hidden_layers {found.num_hidden_layers}: 1 to {_MOST_LAYERS} are read"
-        )
+        raise ModelError(f"it says num_hidden_layers {found.num_hidden_layers}: 1 to {_MOST_LAYERS} are read")
     found._attn_implementation = ATTENTION_NAME
     return found
 

@@ -78,7 +78,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         path = self._paths[name]
         try:
             with safe_open(path, "pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
+                # A copy: what is read lies in the file, which somebody may change later.
+                tensor: torch.Tensor = file.get_tensor(name).clone()
         except Exception as error:
             raise ModelError(_torn(path, error)) from error
         return tensor

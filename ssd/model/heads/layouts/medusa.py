@@ -117,10 +117,10 @@ def _token_map(tensors: Tensors, name: str, vocab_size: int) -> torch.Tensor | N
         return None
     found = tensors[name]
     if found.dim() != 1 or found.dtype.is_floating_point or not 1 <= len(found) <= vocab_size:
-        raise ModelError(f"the draft head's {name} is no list of token ids: download it again")
+        raise ModelError(f"its {name} is no list of token ids: download it again")
     if not 0 <= int(found.min()) <= int(found.max()) < vocab_size:
         raise ModelError(
-            f"the draft head's {name} has token {int(found.max())}, the model has {vocab_size}: it was made for another"
+            f"its {name} has token {int(found.max())}, the model has {vocab_size}: it was made for another"
         )
     return found.long()
 

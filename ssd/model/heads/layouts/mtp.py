@@ -13,7 +13,8 @@ from ssd.model.heads.layouts.reading import fill, has, number, read, require, re
 from ssd.model.heads.mtp import DecoderLayer, MTPHead, decoder_layers
 from ssd.model.heads.probe import require_drivable
 
-_SAME = ("hidden_size", "vocab_size", "num_hidden_layers")
+_ALONE = "model.layers.0."
+"""Where a module stands that was taken out of its checkpoint, as SGLang publishes DeepSeek's: it counts itself only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ def _deepseek(index: int) -> _Names:
     """DeepSeek-V3, GLM-4.5: after the last layer one more (vLLM, deepseek_mtp.py and glm4_moe_mtp.py).
 
     What is stored of the embeddings and the output layer is a copy of the target's, as the paper says, and not read.
+    ``index`` : of that layer.
     """
     at = f"model.layers.{index}."
     return _Names(
@@ -77,7 +79,7 @@ _DEEPSEEK_PROJECT = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 
 
 def _deepseek_names(config: Config, names: Collection[str]) -> _Names | None:
-    """Of the first module; None where there is none. The number of layers says where it is, else the lowest index."""
+    """Of the first module; None where there is none."""
     found = sorted(int(match[1]) for name in names if (match := _DEEPSEEK_PROJECT.fullmatch(name)))
     return _deepseek(found[0]) if found else None
 
@@ -100,7 +102,10 @@ def _layout(name: str, find: Callable[[Config, Collection[str]], _Names | None])
 
 def _build(config: Config, tensors: Tensors, target: PreTrainedModel, parts: _Names) -> MTPHead:
     layer_config = config.get("transformer_layer_config", config)
-    require_same(layer_config if isinstance(layer_config, dict) else {}, target, _SAME)
+    same = (
+        ("hidden_size", "vocab_size") if parts.layer == _ALONE else ("hidden_size", "vocab_size", "num_hidden_layers")
+    )
+    require_same(layer_config if isinstance(layer_config, dict) else {}, target, same)
     number(config, "num_nextn_predict_layers")
     require(tensors, parts.parts().values())
     head = MTPHead(

@@ -26,7 +26,7 @@ def number(config: Config, *names: str) -> int | None:
         value = config.get(name)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
-                raise ModelError(f"the draft head's config.json says {name}: {str(value)[:40]!r}: a number is expected")
+                raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a number is expected")
             return value
     return None
 
@@ -38,7 +38,7 @@ def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str])
         wanted, found = getattr(own, field, None), number(config, field)
         if found is not None and wanted is not None and found != wanted:
             raise ModelError(
-                f"the draft head was made for another model: its config.json says {field} {found}, the model has "
+                f"it was made for another model: its config.json says {field} {found}, the model has "
                 f"{wanted}. Take the head that was trained for this model"
             )
 
@@ -55,7 +55,7 @@ def read(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, t
         found[name] = tensor = _read(tensors, name, shape)
         if tensor.shape != shape:
             raise ModelError(
-                f"the draft head's tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}: it was "
+                f"its tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}: it was "
                 "made for another model, or its files do not belong together"
             )
     return found
@@ -67,7 +67,7 @@ def require(names: Collection[str], wanted: Iterable[str]) -> None:
     if absent:
         listed = ", ".join(absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
         raise ModelError(
-            f"the draft head lacks {len(absent)} of its tensors, {listed}: some of its files are not there, or it was "
+            f"it lacks {len(absent)} of its tensors, {listed}: some of its files are not there, or it was "
             "made for another kind of model. Download it again"
         )
 
@@ -110,18 +110,18 @@ def _read(tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     try:
         return torch.stack([torch.cat([_plain(tensors, name) for name in each]) for each in names])
     except RuntimeError as error:
-        raise ModelError(f"the draft head's experts {expert[1]}* differ in shape: its files are not whole") from error
+        raise ModelError(f"its experts {expert[1]}* differ in shape: its files are not whole") from error
 
 
 def _plain(tensors: Tensors, name: str) -> torch.Tensor:
     tensor = tensors[name]
     if name + _SCALE not in tensors:
         if not tensor.dtype.is_floating_point:
-            raise ModelError(f"the draft head's tensor {name} is quantised to {tensor.dtype}, which is not read")
+            raise ModelError(f"its tensor {name} is quantised to {tensor.dtype}, which is not read")
         return tensor
     scale: Any = tensors[name + _SCALE]
     if tensor.dim() != 2 or scale.shape != tuple(-(-size // _BLOCK) for size in tensor.shape):
-        raise ModelError(f"the draft head's tensor {name} and its scales do not belong together: download it again")
+        raise ModelError(f"its tensor {name} and its scales do not belong together: download it again")
     for axis in (0, 1):
         scale = scale.repeat_interleave(_BLOCK, axis).narrow(axis, 0, tensor.shape[axis])
     whole: torch.Tensor = tensor.float() * scale.float()

@@ -1,0 +1,1 @@
+"""What each source of drafts brings alone, and all together, on text that never repeats."""

@@ -1,0 +1,1 @@
+"""How draft heads for the bundled model are trained and measured."""

@@ -1,0 +1,118 @@
+"""A drafter among several: asked without ever failing the others, and what its time and its tokens have been."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Protocol, runtime_checkable
+
+from ssd.drafting.offers import MODEL
+from ssd.drafting.one_by_one import OneByOne
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
+from ssd.errors import require_fault
+from ssd.pricing.acceptance_rates import AcceptanceRates
+from ssd.pricing.excess import Excess
+
+log = logging.getLogger(__name__)
+
+_MOST_SKIPPED: Final = 1024
+_FIRST_DEPTH: Final = 4.0
+_DEPTH_RATE: Final = 0.1
+
+
+@runtime_checkable
+class CostlyDrafter(Protocol):
+    """A drafter whose time counts; of one without these methods it does not."""
+
+    def seconds_per_token(self, num_rows: int) -> float:
+        """Seconds to draft one more token for each of ``num_rows`` requests together; 0 while it is not known."""
+        ...
+
+    def seconds_to_begin(self, request: DraftRequest) -> float:
+        """Seconds before it can draft for ``request`` at all, spent once: to read a context it has not followed."""
+        ...
+
+
+class Source:
+    """One drafter of several.
+
+    ``rates`` : how often its tokens are accepted. ``excess`` : what asking it brought beyond what was there.
+    ``forgone`` : of each request, the gains it would have had if the drafter had read its context; in tokens.
+    ``depth`` : of its recent drafts, in tokens one after another. ``kind`` : as `Offers` has it.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.rates = AcceptanceRates()
+        self.excess = Excess()
+        self.forgone: dict[str, float] = {}
+        self.depth = _FIRST_DEPTH
+        self.kind: int = getattr(drafter, "kind", MODEL)
+        self.num_not_asked = 0
+        self._asked = OneByOne(drafter)
+        self._num_failures = self._failures_in_a_row = self._num_to_skip = 0
+
+    @property
+    def num_failures(self) -> int:
+        """Times that it failed, for all requests or for one."""
+        return self._num_failures + self._asked.num_failures
+
+    def ask(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per request, in order; none of one that fails, which is left alone for 1, 2, 4 ... calls."""
+        nothing = [EMPTY_DRAFT] * len(requests)
+        if not requests:
+            return nothing
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return nothing
+        try:
+            drafts = self._asked.propose(requests)
+        except BaseException as error:
+            require_fault(error)
+            self.count_failure()
+            self._num_to_skip = min(2 ** (self._failures_in_a_row - 1), _MOST_SKIPPED)
+            return nothing
+        self._failures_in_a_row = 0
+        return drafts
+
+    def seconds_per_token(self, num_rows: int) -> float:
+        """Of one more token for each of so many requests together."""
+        return self.drafter.seconds_per_token(num_rows) if isinstance(self.drafter, CostlyDrafter) else 0.0
+
+    def seconds_to_begin(self, request: DraftRequest) -> float:
+        """Before it can draft for a request at all."""
+        return self.drafter.seconds_to_begin(request) if isinstance(self.drafter, CostlyDrafter) else 0.0
+
+    def may_begin(self, request: DraftRequest, cost: float, gain: float) -> bool:
+        """Whether beginning, which costs so many tokens, costs no more than was forgone so far; else ``gain`` is."""
+        forgone = self.forgone.get(request.request_id, 0.0)
+        if cost <= forgone:
+            return True
+        self.forgone[request.request_id] = forgone + gain
+        return False
+
+    def drafted(self, depth: int) -> None:
+        """Count a draft of so many tokens one after another."""
+        self.depth += _DEPTH_RATE * (depth - self.depth)
+
+    def forget(self, request_id: str) -> None:
+        """Forget that a request failed: it has ended, or begins anew."""
+        self._asked.forget(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """Tell the drafter that a request has ended, also where that fails."""
+        self.rates.forget(request_id)
+        self.forgone.pop(request_id, None)
+        self.forget(request_id)
+        try:
+            self.drafter.finish(request_id)
+        except BaseException as error:
+            require_fault(error)
+            self.count_failure()
+
+    def count_failure(self) -> None:
+        """Count a failure that is being handled; the 1st, 2nd, 4th, 8th ... is logged."""
+        self._num_failures += 1
+        self._failures_in_a_row += 1
+        if self._num_failures.bit_count() == 1:
+            log.exception("%s failed (%d failures so far)", type(self.drafter).__name__, self._num_failures)

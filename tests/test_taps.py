@@ -1,0 +1,171 @@
+"""Hidden states out of the slot path: what is stored of a position is what the model itself says, wherever it goes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from ssd.errors import ModelError
+from ssd.model.kv.tree import node_parents
+from ssd.model.layers.tap import FINAL, Tap, Tapped, require_tap
+from ssd.model.loading.load_target import open_target
+from ssd.model.target import pad_rows
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.steps_probe import make_steps
+from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
+from tests.heads import everything
+from tests.models import VOCAB, tiny_model
+from tests.static_targets import RECORDERS, recorder_of
+
+# What transformers has to say about tiny settings.
+pytestmark = pytest.mark.filterwarnings("default")
+
+Ints = npt.NDArray[np.int64]
+
+LAYERS: tuple[int, ...] = (0, 1, FINAL)
+
+
+def tapping(model: PreTrainedModel, layers: tuple[int, ...] = LAYERS, **sizes: int) -> SlotTarget:
+    target = SlotTarget(model, sizes.get("num_slots", 4), sizes.get("max_length", 64), 8)
+    target.keep_features(everything(layers, model.config.get_text_config().hidden_size))
+    return target
+
+
+def features_of(target: SlotTarget, slot: int) -> torch.Tensor:
+    assert target.features is not None
+    return target.features.stored[slot, 0, : target.length(slot)]
+
+
+@torch.inference_mode()
+def own_states(model: PreTrainedModel, tokens: Ints, layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
+    """What transformers says, of a plain pass over all tokens; FINAL is what the output layer is given."""
+    used = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    ids = torch.from_numpy(tokens[None].astype(np.int64)).to(model.device)
+    read: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, given: read.append(given[0]))
+    states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    hook.remove()
+    model.set_attn_implementation(used)
+    return torch.cat([(read[0] if layer == FINAL else states[layer])[0] for layer in layers], -1)
+
+
+def text(length: int, seed: int = 0) -> Ints:
+    return np.random.default_rng(seed).integers(3, VOCAB, length, np.int64)
+
+
+def read_in_parts(target: SlotTarget, slots: list[int], texts: list[Ints]) -> None:
+    """A part by itself without logits, the rest in ragged passes; each pass after one that is taken back."""
+    for slot, tokens in zip(slots, texts, strict=True):
+        target.prefill([slot], pad_rows([tokens[:5]]), [5])
+    while rows := [b for b, slot in enumerate(slots) if target.length(slot) < len(texts[b])]:
+        held = [target.length(slots[b]) for b in rows]
+        wrong = [text(4, seed=9)] * len(rows)
+        right = [texts[b][length:][: 2 + b] for b, length in zip(rows, held, strict=True)]
+        for parts in (wrong, right):
+            for b, length in zip(rows, held, strict=True):
+                target.rollback(slots[b], length)
+            target.forward([slots[b] for b in rows], pad_rows(parts), [len(part) for part in parts])
+
+
+@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.kind is SLOTS])
+def test_every_architecture_taps_or_says_why_not(name: str) -> None:
+    """What is stored is what transformers gives out with output_hidden_states."""
+    model = tiny_model(name)
+    layers = LAYERS
+    if name in UNTAPPED:
+        layers, reason = UNTAPPED[name]
+        with pytest.raises(ModelError, match=reason):
+            require_tap(model, LAYERS)
+    require_tap(model, layers)
+    target = tapping(model, layers)
+    texts = [text(11), text(14, seed=1)]
+    read_in_parts(target, [2, 0], texts)
+    for slot, tokens in zip([2, 0], texts, strict=True):
+        torch.testing.assert_close(features_of(target, slot), own_states(model, tokens, layers), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_recorded_passes_store_what_plain_ones_do(recorder: str) -> None:
+    model = tiny_model()
+    if recorder != "eagerly":
+        model = model.to("cuda")
+    plain, static = tapping(model), tapping(model)
+    static.steps = make_steps(static, recorder_of(recorder), tolerance=1e-4)
+    texts = [text(11), text(14, seed=1), text(9, seed=2)]
+    for target in (plain, static):
+        read_in_parts(target, [2, 0, 3], texts)
+    assert static.steps.num_recorded and static.steps.failure is None
+    for slot in (2, 0, 3):
+        torch.testing.assert_close(features_of(static, slot), features_of(plain, slot), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_a_kept_path_keeps_its_features(is_static: bool) -> None:
+    model = tiny_model()
+    target = tapping(model)
+    target.can_verify_trees = True
+    if is_static:
+        target.steps = make_steps(target, recorder_of("eagerly"), tolerance=1e-4)
+    prefix, nodes = text(6), text(6, seed=3)
+    parents = node_parents([np.array([-1, -1, 1, 0, 2], np.int32)], 6)
+    for slot in (1, 3):
+        target.prefill([slot], pad_rows([prefix]), [6])
+    target.forward_trees([1, 3], np.stack([nodes, nodes]), [6, 6], np.repeat(parents, 2, 0))
+    paths = [np.array([0, 2, 3, 5]), np.array([0, 1, 4])]
+    target.keep_paths([1, 3], [6, 6], paths)
+    for slot, path in zip((1, 3), paths, strict=True):
+        expected = own_states(model, np.concatenate([prefix, nodes[path]]))
+        torch.testing.assert_close(features_of(target, slot), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_a_copied_prefix_brings_its_features() -> None:
+    target = tapping(tiny_model())
+    read_in_parts(target, [2, 0], [text(11), text(14, seed=1)])
+    target.copy_prefix(0, 3, 12)
+    assert torch.equal(features_of(target, 3), features_of(target, 0)[:12])
+
+
+def test_nothing_is_kept_where_nobody_reads() -> None:
+    target = SlotTarget(tiny_model(), 2, 32, 4)
+    target.prefill([0], pad_rows([text(5)]), [5])
+    held = target.kv_cache.bytes_per_token
+    assert target.features is None
+    tapped = tapping(tiny_model(), num_slots=2, max_length=32)
+    tapped.prefill([0], pad_rows([text(5)]), [5])
+    assert tapped.kv_cache.bytes_per_token == held + 3 * 64 * 4
+
+
+def test_features_count_in_the_budget() -> None:
+    """As many bytes of memory hold fewer slots."""
+    model = tiny_model()
+    plain = open_target(model, num_slots=64, max_length=100, kv_cache_memory_bytes=2_000_000)
+    tapped = Tapped((1,), lambda hidden: hidden[0], 64, bytes_per_token=256)
+    target = open_target(model, num_slots=64, max_length=100, kv_cache_memory_bytes=2_000_000, tapped=tapped)
+    per_token = 2_000_000 // 117
+    assert plain.num_slots == per_token // 512 and target.num_slots == per_token // (512 + 64 * 4 + 256)
+
+
+def test_only_a_pass_that_is_listened_to_is_kept() -> None:
+    model = tiny_model()
+    tap = Tap(model, (1,))
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with tap.listening() as first:
+        model(input_ids=ids)
+    model(input_ids=ids)
+    assert len(first) == 1 and first[0].shape == (1, 3, 64)
+    with pytest.raises(KeyError), tap.listening():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "reason"),
+    [("Llama", (3,), "made for another model"), ("Mamba", (1,), "eave"), ("GPT-J", (1,), "eave")],
+)
+def test_what_cannot_be_tapped_is_refused(name: str, layers: tuple[int, ...], reason: str) -> None:
+    tapped = Tapped(layers, lambda hidden: hidden[0], 64)
+    with pytest.raises(ModelError, match=reason):
+        open_target(tiny_model(name), num_slots=1, max_length=32, tapped=tapped)

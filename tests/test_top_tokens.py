@@ -1,0 +1,195 @@
+"""A pass says which tokens are most probable after every position, whichever way it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.drafting import make_drafter
+from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.suffix.successors import SUCCESSORS
+from ssd.engine import Engine, Request
+from ssd.model.loading.load_target import open_target
+from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.top_tokens import packed_top, top_tokens, unpacked
+from ssd.model.steps.graphs import eagerly
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.ways.steps_probe import make_steps
+from ssd.retrieval.cache import CacheSet
+from tests.models import tiny_model
+from tests.reference.top_tokens import top_of
+
+# What transformers has to say about tiny settings.
+pytestmark = pytest.mark.filterwarnings("default")
+
+SIZES = [1, 3, 7, 8, 9, 127, 128, 129, 300, 1000]
+
+
+def found_at(ids: np.ndarray, values: np.ndarray) -> list[tuple[int, float]]:
+    there = ids >= 0
+    assert not (there[1:] & ~there[:-1]).any() and np.isneginf(values[~there]).all()
+    return list(zip(ids[there].tolist(), values[there].tolist(), strict=True))
+
+
+@st.composite
+def logits(draw: st.DrawFn) -> torch.Tensor:
+    """[B, T, V]: spread or full of ties, rising or falling, with what is impossible and what is no number."""
+    random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    shape = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from(SIZES))
+    made = random.normal(0, 3, shape) if draw(st.booleans()) else random.integers(-2, 3, shape).astype(float)
+    match draw(st.sampled_from(["as it is", "rising", "falling", "mostly impossible", "no numbers"])):
+        case "rising":
+            made.sort(-1)
+        case "falling":
+            made = -np.sort(-made, -1)
+        case "mostly impossible":
+            made[random.random(shape) < 0.97] = -np.inf
+        case "no numbers":
+            made[random.random(shape) < 0.3] = np.nan
+            made[random.random(shape) < 0.02] = np.inf
+    return torch.from_numpy(made.astype(np.float32))
+
+
+@settings(max_examples=150, deadline=None)
+@given(logits(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.data())
+def test_a_sweep_finds_what_sorting_finds(scores: torch.Tensor, dtype: torch.dtype, data: st.DataObject) -> None:
+    scores = scores.to(dtype)
+    counts = data.draw(st.lists(st.integers(0, scores.shape[1]), min_size=len(scores), max_size=len(scores)))
+    ids, values = top_tokens(scores, counts)
+    assert ids.shape == values.shape == (*scores.shape[:2], SUCCESSORS)
+    for b, count in enumerate(counts):
+        for t in range(scores.shape[1]):
+            expected = top_of(scores[b, t].tolist(), SUCCESSORS) if t < count else []
+            assert found_at(ids[b, t], values[b, t]) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(logits().filter(lambda made: not bool(made.isnan().any())))
+def test_on_a_device_the_same_logits_are_found(scores: torch.Tensor) -> None:
+    ids, values = unpacked(packed_top(scores))
+    assert np.array_equal(values, top_tokens(scores, [scores.shape[1]] * len(scores))[1])
+    for at in np.ndindex(ids.shape[:2]):
+        assert all(float(scores[at][token]) == value for token, value in found_at(ids[at], values[at]))
+
+
+def test_what_is_no_number_is_nothing_on_a_device() -> None:
+    ids, values = unpacked(packed_top(torch.full((1, 1, 20), float("nan"))))
+    assert (ids == -1).all() and ids.shape == values.shape == (1, 1, SUCCESSORS)
+
+
+def test_logits_of_any_layout_are_read_as_they_are() -> None:
+    scores = torch.randn(2, 50, 3).transpose(1, 2)
+    assert np.array_equal(top_tokens(scores, [3, 3])[0], top_tokens(scores.contiguous(), [3, 3])[0])
+
+
+class Witness:
+    """The usual drafter; beside it, all that it is told of passes is compared with what the engine holds."""
+
+    def __init__(self, draft: DraftConfig) -> None:
+        self._drafter: Any = make_drafter("ssd", draft)
+        self.engine: Engine | None = None
+        self.told: list[str] = []
+        self.num_rejected = self.num_branches = 0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts: list[Draft] = self._drafter.propose(requests)
+        return drafts
+
+    def observe_scores(self, scored: ScoredPass) -> None:
+        self._drafter.observe_scores(scored)
+        self.told.append("scores")
+        assert self.engine is not None
+        running = {sequence.request.request_id: sequence for sequence in self.engine._scheduler.running}
+        for array in (scored.before, scored.fed, scored.chosen, scored.top_ids, scored.top_logits):
+            assert array.flags.c_contiguous
+        for b, name in enumerate(scored.request_ids):
+            context, count, path = running[name].context, int(scored.counts[b]), scored.paths[b].tolist()
+            assert scored.fed[b, 0] == context[-1] and scored.before[b] == (context[-2] if len(context) > 1 else -1)
+            parents = [-1, *range(count - 1)] if scored.parents is None else scored.parents[b, :count].tolist()
+            assert path[0] == 0 and [parents[node] for node in path[1:]] == path[:-1]
+            assert [scored.chosen[b, node] for node in path[:-1]] == [scored.fed[b, node] for node in path[1:]]
+            # Greedy without rules: what was chosen is the most probable.
+            assert np.array_equal(scored.chosen[b, :count], scored.top_ids[b, :count, 0])
+            self.num_rejected += count - len(path)
+            self.num_branches += parents != [-1, *range(count - 1)]
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        self.told.append("verdict")
+        self._drafter.observe(request_id, draft, num_accepted)
+
+    def finish(self, request_id: str) -> None:
+        self._drafter.finish(request_id)
+
+
+def asked_of(engine: Engine, num_requests: int, max_tokens: int, **request: Any) -> dict[str, list[int]]:
+    """Prompts that repeat themselves now and then, all at once: what each was answered."""
+    found: dict[str, list[int]] = {}
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    for i in range(num_requests):
+        prompt = tuple(np.random.default_rng(i).integers(3, 9, 1 + 9 * i).tolist())
+        engine.submit(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling, **request))
+    while engine.has_work():
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+@pytest.mark.parametrize("way", ["Llama", "Llama, static", "Llama, top tokens in the pass", "StableLM", "Qwen3-Next",
+                                 "RecurrentGemma"])  # fmt: skip
+def test_a_drafter_is_told_what_every_pass_said(way: str, shape: Any, overlap: bool) -> None:
+    architecture, _, kind = way.partition(", ")
+    draft = DraftConfig(num_speculative_tokens=6, draft_shape=shape)
+    target = open_target(tiny_model(architecture), num_slots=3, max_length=96, max_draft_tokens=6)
+    if kind:
+        assert isinstance(target, SlotTarget)
+        target.steps = make_steps(target, eagerly, tolerance=1e-3, keeps_top=kind != "static")
+    target.runs_beside_host = overlap
+    witness = Witness(draft)
+    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        engine = witness.engine = Engine(target, drafter=witness, caches=caches, draft=draft, eos_token_ids=[2])
+        found = asked_of(engine, 3, 24)
+        assert engine.metrics.drafter_failures == 0
+    assert witness.told[0] == "scores" and witness.told.count("verdict") >= sum(map(len, found.values())) / 7
+    assert witness.num_rejected > 0
+    assert (witness.num_branches > 0) == (shape == "tree" and architecture == "Llama")
+
+
+@pytest.mark.parametrize("drafter", ["none", "frequency"])
+def test_where_nobody_learns_from_it_nothing_is_looked_for(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(_output: PassOutput, _counts: Sequence[int]) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(PassOutput, "top", never)
+    target = open_target(tiny_model(), num_slots=3, max_length=96, max_draft_tokens=6)
+    draft = DraftConfig(num_speculative_tokens=6)
+    for config, name in ((draft, drafter), (replace(draft, recycling=False), "ssd")):
+        engine = Engine(target, drafter=make_drafter(name, config), draft=config, eos_token_ids=[2])
+        asked_of(engine, 2, 8)
+        assert engine.metrics.drafter_failures == 0
+
+
+@pytest.mark.parametrize("may_learn", [True, False])
+def test_a_request_that_is_not_to_be_learned_from_teaches_its_namespace_nothing(may_learn: bool) -> None:
+    target = open_target(tiny_model(), num_slots=3, max_length=96, max_draft_tokens=6)
+    drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=6))
+    assert isinstance(drafter, SuffixDrafter) and drafter._successors is not None
+    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        engine = Engine(target, drafter=drafter, caches=caches, eos_token_ids=[2])
+        asked_of(engine, 2, 8, learn=may_learn)
+        learned = caches.get("default").learned
+        assert bool(drafter._successors.of(learned, "any")) == may_learn
+        assert drafter._successors.of(None, "0") == 0
+        asked_of(engine, 2, 8, namespace=None)
+        assert bool(drafter._successors.of(learned, "any")) == may_learn
+        assert not drafter._successors._own, "a request without a namespace leaves nothing behind"
