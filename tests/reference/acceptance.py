@@ -118,7 +118,7 @@ class SlowModel:
             absent = {"own": not own, "index": not index, "prediction": not prediction, "offer": not offer}
             absent |= {"recycled": not recycled, "level 1": levels < 1, "level 2": levels < 2}
             absent |= {"noise": not noise}
-            others = {"offer": 1.5, "recycled": 0.4} if own or index else {"offer": 6.0, "recycled": 3.0}
+            others = {"offer": 2.5, "recycled": 2.0} if own or index else {"offer": 6.0, "recycled": 3.0}
             others |= {"noise": 1.5}
             say = {view: 0.0 if absent.get(view) else weight for view, weight in (_WEIGHTS | others).items()}
             self.weights[chosen] = {view: weight / sum(say.values()) for view, weight in say.items()} | {"1": 0.0}

@@ -385,7 +385,7 @@ def _prior_weights() -> Floats:
     for chosen in range(SETS):
         sources, levels = divmod(chosen // WHEN_SETS, LEVEL_VIEWS)
         own, index, prediction, offer, recycled, noise = (sources >> bit & 1 for bit in range(_SOURCES))
-        offer_says, recycled_says = (1.5, 0.4) if own or index else (6.0, 3.0)
+        offer_says, recycled_says = (2.5, 2.0) if own or index else (6.0, 3.0)
         say = np.array([0.8 * own, 0.8 * index, 8.0 * prediction, 0.8, 0.5 * (levels >= 1), 0.3 * (levels >= 2)])
         say = np.concatenate([say, np.full(4, 0.3), [offer_says * offer, recycled_says * recycled, 1.5 * noise]])
         weights[chosen, :INPUTS] = say / say.sum()
