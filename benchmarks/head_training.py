@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = []
     for directory in args.heads:
         head = load_head(directory, model)
-        if hasattr(head, "config"):
-            head.config._attn_implementation = "sdpa"
+        if (config := getattr(head, "config", None)) is not None:
+            config._attn_implementation = "sdpa"
         held_out = [acceptance(model, head, each) for each in texts]
         result = {**recorded(directory), "bytes": num_bytes(directory), "held_out": held_out}
         results.append(result)

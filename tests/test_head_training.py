@@ -98,6 +98,8 @@ def test_text_behind_its_end_is_not_counted() -> None:
 class _Knowing(ParallelHead):
     """Heads that say what comes in a text that only counts up, but for one of them."""
 
+    embeddings: torch.Tensor
+
     def __init__(self, wrong: int) -> None:
         super().__init__()
         self.feature_layers, self.feature_size, self.num_tokens, self._wrong = (0,), 32, 4, wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
+from ssd.drafting.noise_keys import gumbel_noise_of, position_keys
 from ssd.drafting.offers import GUESS, HEAD, KINDS, MAX_OFFERED, MODEL, Offers
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow, ScoredPass
 from ssd.drafting.suffix.chain import CHAIN_CANDIDATES, CHAIN_RECYCLED
@@ -92,7 +94,16 @@ def situation(
             successors |= dict(entries_of_row(scored, b))
     warmth = 0 if temperature == 0 else 1 if temperature <= 0.5 else 2
     by_path = slow.offers_by_path([(t, p, max(c, 0.0) if c == c else 0.0, k) for t, p, c, k in offered])
-    return drafter, asked_of(snapshot, context, offers=by_path, successors=successors, warmth=warmth)
+    more: dict[str, Any] = {"offers": by_path, "successors": successors, "warmth": warmth}
+    if temperature:
+        more |= {"noise": partial(noise_behind, len(context)), "temperature": temperature}
+    return drafter, asked_of(snapshot, context, **more)
+
+
+def noise_behind(length: int, depth: int, token: int) -> float:
+    """The target's noise for requests with seed 0."""
+    keys = position_keys(0, 0, np.array([[length + depth]]))
+    return float(gumbel_noise_of(keys, np.array([[token]]))[0, 0])
 
 
 situations = (few_snapshots, contexts.filter(bool), st.integers(1, 6), offers, told, st.integers(0, 9),

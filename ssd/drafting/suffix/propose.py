@@ -7,7 +7,7 @@ from typing import Final
 from ssd.compiled.addresses import TokenIds, inlined, int32_array, kernel
 from ssd.drafting.suffix.acceptance import Model, model_at
 from ssd.drafting.suffix.ahead import look_up_ahead, open_rows
-from ssd.drafting.suffix.ask import Ask, DraftRecord, asks_at, clear, drafts_at, plant_offers
+from ssd.drafting.suffix.ask import Ask, DraftRecord, asks_at, clear, drafts_at, foresee, plant_offers
 from ssd.drafting.suffix.carry_on import LEAST_CONTINUED, begin_text, search
 from ssd.drafting.suffix.chain import chain
 from ssd.drafting.suffix.follow import NO_TABLE, follow, keep
@@ -155,6 +155,7 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
             prediction = int32_array(ask.prediction, ask.prediction_length)
             follow_prediction(state.prediction, prediction, context, frame.prediction_hits)
         frame.candidates.successors = ask.successors
+        foresee(ask, frame.candidates.foreseen)
         plant_offers(ask, frame.candidates.forest)
         offer_guesses(state.guesses, context, frame.candidates.forest)
         texts = texts_of(context, searched)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ssd.compiled.addresses import Int64s, inlined
+from ssd.drafting.suffix.foreseen import begin_position, weigh
 from ssd.drafting.suffix.gather import Evidence, Texts
 from ssd.drafting.suffix.judge import Candidates, Position
 from ssd.drafting.suffix.recycled import NOT_ASKED, recall
@@ -42,6 +43,9 @@ def seek(
     recycled.count = NOT_ASKED
     if found.successors != 0 and not _is_sure(evidence, size, at.passed, votes):
         recall(found.successors, at.earlier, at.before, recycled)
+    if found.foreseen.is_known:
+        begin_position(found.foreseen, at.depth)
+        weigh(found.foreseen, recycled)
     size = add_offered(found.forest, at.offered, size, votes)
     if size > most:
         size = keep_greatest(votes, size, most, evidence.num_levels, at.predicted, found.forest, at.offered)

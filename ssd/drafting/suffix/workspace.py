@@ -12,8 +12,9 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Int64s, TokenIds, address, data_of, inlined, kernel
 from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
 from ssd.compiled.registry import CHECKED, name_memory
+from ssd.drafting.noise_keys import request_key
 from ssd.drafting.offers import MAX_OFFERED, Offers
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow, ScoredPass
 from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
 from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT
 from ssd.drafting.suffix.chain import ChainScratch
@@ -292,6 +293,7 @@ class Workspace:
         ask.is_tree = request.tree
         ask.num_prices = ask.prediction_length = ask.num_offered = 0
         ask.warmth = 0 if request.sampling is None else _warmth(request.sampling.params.temperature)
+        ask.temperature, ask.noise_key = _noise_of(request.sampling)
         ask.price = price if prices is None or not len(prices) else prices[0]
         held: tuple[npt.NDArray[Any], ...] = ()
         if prices is not None and len(prices) > 1:
@@ -370,6 +372,16 @@ class Workspace:
             else EMPTY_DRAFT
             for row, size in enumerate(sizes)
         ]
+
+
+def _noise_of(sampling: SamplingRow | None) -> tuple[float, int]:
+    """Temperature and noise key of an `Ask`.
+
+    Where drafts are verified by rejection, nothing about them may depend on the noise that draws other tokens.
+    """
+    if sampling is None or sampling.params.greedy or sampling.acceptance != "match":
+        return 0.0, 0
+    return sampling.params.temperature, request_key(sampling.seed, sampling.choice_index)
 
 
 def _warmth(temperature: float) -> int:
