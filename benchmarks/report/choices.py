@@ -219,13 +219,14 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "places kept to the next step",
             "following takes 4.6 us, searching 17, at 16M tokens; no other value tried",
         ),
-        Choice("drafting/suffix/vote.py", {"MAX_CANDIDATES": "8"}, "tokens judged, trees"),
-        Choice("drafting/suffix/chain.py", {"_CANDIDATES": "4"}, "tokens judged, chains"),
+        Choice("drafting/suffix/vote.py", {"MAX_VOTED": "12", "MAX_RECYCLED": "6"}, "tokens judged, trees"),
+        Choice("drafting/suffix/chain.py", {"CHAIN_CANDIDATES": "4", "CHAIN_RECYCLED": "2"}, "tokens judged, chains"),
         Choice(
             "drafting/suffix/propose.py",
-            {"_MOST_CONTINUED": "4", "_LEAST_CONTINUED": "4"},
+            {"_MOST_CONTINUED": "4"},
             "drafts past the end of their sources",
         ),
+        Choice("drafting/suffix/carry_on.py", {"LEAST_CONTINUED": "4"}, "matches that carry a draft on"),
         Choice("drafting/suffix/prediction.py", {"_LONGEST": "32", "_FAR": "64"}, "a prediction's place, found again"),
     ),
     "Acceptance model": (
