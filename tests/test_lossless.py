@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.exactness import Report, compare, covering_settings, reference_greedy, run
+from benchmarks.exactness import Makers, Report, compare, covering_settings, reference_greedy, run
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
 NUM_PROMPTS = 200
 MAX_TOKENS = 20
-DRAFTERS = ["ssd", "frequency", "prompt-lookup", "random", "oracle"]
+SOURCES: Makers = {
+    "retrieval": lambda: SuffixDrafter(recycling=False),
+    "recycling": lambda: SuffixDrafter(retrieval=False),
+}
+"""Each of the sources that "ssd" drafts from, alone."""
+DRAFTERS = ["ssd", *SOURCES, "frequency", "prompt-lookup", "random", "oracle"]
 SETTINGS = covering_settings(DRAFTERS, [1, 4, 16], [1, 4, 8])
 
 
@@ -40,7 +46,7 @@ def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[s
         part = slice(number % 3, None, 3)
         compare(
             target, prompts[part], sampling[part], expected[part], setting,
-            eos_token_ids=codec.eos_token_ids, report=report,
+            eos_token_ids=codec.eos_token_ids, report=report, makers=SOURCES,
         )  # fmt: skip
     with capsys.disabled():
         print(f"\n{kind}: {report} over {len(SETTINGS)} settings")
@@ -51,4 +57,4 @@ def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[s
     # Else nothing was tried: what knows the answer is accepted from in every setting, what looks up in one at least.
     lengths = {name: [length for key, length in report.acceptance.items() if key.startswith(name)] for name in DRAFTERS}
     assert min(lengths["oracle"]) > 1.5
-    assert all(max(lengths[name]) > 1 for name in ("ssd", "frequency", "prompt-lookup"))
+    assert all(max(lengths[name]) > 1 for name in ("ssd", *SOURCES, "frequency", "prompt-lookup"))

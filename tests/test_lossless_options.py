@@ -69,7 +69,8 @@ def test_no_option_lets_speculation_change_the_output(sampling: SamplingParams, 
     else:
         assert EOS not in expected[:-1]
         known = [*expected, 7, 7]  # the drafter goes on where the output must stop
-    drafters = [OracleDrafter({tuple(prompt): known}, VOCAB), RandomDrafter(VOCAB), make_drafter("ssd", DraftConfig())]
+    drafters = [OracleDrafter({tuple(prompt): known}, VOCAB), RandomDrafter(VOCAB), make_drafter("ssd", DraftConfig()),
+                make_drafter("ssd", DraftConfig(retrieval=False))]  # fmt: skip
     for drafter in drafters:
         outputs = outputs_of(drafter, prompt, sampling, k=6)
         found = tokens_of(outputs)

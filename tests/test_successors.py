@@ -30,8 +30,8 @@ def _read(table: int, before: int, token: int, out: np.ndarray) -> int:
         return 0
     size = 0
     for i in range(SUCCESSORS):
-        out[i, 0], out[i, 1] = found.tokens[row, i], found.shares[row, i]
-        if found.tokens[row, i] >= 0:
+        out[i, 0], out[i, 1] = found.entries[row].tokens[i], found.entries[row].shares[i]
+        if out[i, 0] >= 0:
             size = i + 1
     return size
 

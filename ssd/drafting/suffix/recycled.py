@@ -43,9 +43,9 @@ def recall(successors: int, earlier: int, before: int, recycled: Recycled) -> No
         row = row_after_one(table, before)
     if row == NO_ENTRY:
         return
-    count = 0
-    while count < SUCCESSORS and table.tokens[row, count] >= 0:
-        recycled.tokens[count], recycled.shares[count] = table.tokens[row, count], table.shares[row, count]
+    entry, count = table.entries[row], 0
+    while count < SUCCESSORS and entry.tokens[count] >= 0:
+        recycled.tokens[count], recycled.shares[count] = entry.tokens[count], entry.shares[count]
         count += 1
     recycled.count = count
 

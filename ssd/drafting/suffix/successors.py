@@ -8,6 +8,7 @@ often.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp
 from typing import Annotated, Final
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.compiled.records import Record, view_of
+from ssd.compiled.records import Int64, Record, view_of
 
 SUCCESSORS: Final = 8
 """Kept of each entry, the most probable first."""
@@ -36,16 +37,24 @@ Int8s = npt.NDArray[np.int8]
 Float32s = npt.NDArray[np.float32]
 
 
+class SuccessorEntry(Record):
+    """What is likely after a token or a pair of them, in one place of memory.
+
+    ``key`` : of which, 0 of none. ``tokens`` : -1 where fewer are known. ``shares`` : 0..SHARES - 1.
+    """
+
+    key: Int64
+    tokens: Annotated[TokenIds, np.int32, SUCCESSORS]
+    shares: Annotated[Int8s, np.int8, SUCCESSORS]
+
+
 class SuccessorTable(Record):
     """What the target said lately in one namespace. Memory that is all zero holds nothing.
 
-    Row i of ``tokens`` and ``shares`` belongs to ``keys[i]``, 0 where nothing is. The first AFTER_ONE rows are keyed by
-    a token, the others by a pair. ``tokens`` : -1 where fewer are known. ``shares`` : 0..SHARES - 1.
+    The first AFTER_ONE ``entries`` are keyed by a token, the others by a pair.
     """
 
-    keys: Annotated[Int64s, np.int64, AFTER_ONE + AFTER_TWO]
-    tokens: Annotated[TokenIds, np.int32, (AFTER_ONE + AFTER_TWO, SUCCESSORS)]
-    shares: Annotated[Int8s, np.int8, (AFTER_ONE + AFTER_TWO, SUCCESSORS)]
+    entries: Annotated[Sequence[SuccessorEntry], SuccessorEntry, AFTER_ONE + AFTER_TWO]
 
 
 successors_at = view_of(SuccessorTable)
@@ -77,7 +86,7 @@ def row_after_one(table: SuccessorTable, token: int) -> int:
     if token < 0:
         return NO_ENTRY
     row = _row_after_one(token)
-    return row if table.keys[row] == _key(token) else NO_ENTRY
+    return row if table.entries[row].key == _key(token) else NO_ENTRY
 
 
 @inlined
@@ -86,7 +95,7 @@ def row_after_two(table: SuccessorTable, before: int, token: int) -> int:
     if before < 0 or token < 0:
         return NO_ENTRY
     row = _row_after_two(before, token)
-    return row if table.keys[row] == _pair_key(before, token) else NO_ENTRY
+    return row if table.entries[row].key == _pair_key(before, token) else NO_ENTRY
 
 
 @inlined
@@ -110,8 +119,8 @@ def share_level(share: float) -> int:
 
 
 @inlined
-def _write(table: SuccessorTable, row: int, key: int, ids: TokenIds, logits: Float32s) -> None:
-    """Make ``row`` the entry of ``key``; where nothing is known, leave what is there."""
+def _write(entry: SuccessorEntry, key: int, ids: TokenIds, logits: Float32s) -> None:
+    """Make ``entry`` that of ``key``; where nothing is known, leave what is there."""
     total = 0.0
     for i in range(SUCCESSORS):
         if ids[i] >= 0:
@@ -121,11 +130,11 @@ def _write(table: SuccessorTable, row: int, key: int, ids: TokenIds, logits: Flo
         level = share_level(exp(float(logits[i]) - float(logits[0])) / total) if ids[i] >= 0 else -1
         if level < 0:
             break
-        table.tokens[row, size], table.shares[row, size] = ids[i], level
+        entry.tokens[size], entry.shares[size] = ids[i], level
         size += 1
     if size:
-        table.keys[row] = key
-        table.tokens[row, size:] = -1
+        entry.key = key
+        entry.tokens[size:] = -1
 
 
 @kernel
@@ -154,6 +163,7 @@ def learn_successors(
                 previous = fed[b, parents[b, t] if is_tree else t - 1]
             ids, logits = top_ids[b, t], top_logits[b, t]
             if token >= 0:
-                _write(table, _row_after_one(token), _key(token), ids, logits)
+                _write(table.entries[_row_after_one(token)], _key(token), ids, logits)
                 if previous >= 0:
-                    _write(table, _row_after_two(previous, token), _pair_key(previous, token), ids, logits)
+                    row, key = _row_after_two(previous, token), _pair_key(previous, token)
+                    _write(table.entries[row], key, ids, logits)
