@@ -83,6 +83,9 @@ bench: $(READY)
 				| tail -n 1 >benchmarks/results/replay-tree.json; \
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
+	@if [ -n "$$SSD_HYBRID" ]; then \
+		$(BIN)/python -m benchmarks.hybrid $$SSD_HYBRID/*.jsonl.gz --out benchmarks/results/hybrid.json; \
+	else echo "hybrid skipped: set SSD_HYBRID to a directory of requests recorded with another drafter"; fi
 	$(BIN)/python -m benchmarks.index --tokens 1000000 --json | tail -n 1 >benchmarks/results/index-1m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --worst-cases --peers --json \
 		| tail -n 1 >benchmarks/results/index-16m.json

@@ -22,6 +22,7 @@ from ssd.config import DraftAcceptance, DraftConfig, EngineConfig, SamplingParam
 from ssd.drafting import Arbiter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.errors import ModelError
 from ssd.model.draft.load_draft import load_draft_model
@@ -118,6 +119,7 @@ MAKERS: dict[str, Callable[[], Drafter]] = {
     "noisy": lambda: DraftModelDrafter(draft_target("noisy")),
     "random": lambda: uncut("random"),
     "arbiter": lambda: Arbiter([PromptLookupDrafter(), DraftModelDrafter(draft_target("noisy"))]),
+    "joint": lambda: Arbiter([SuffixDrafter(), DraftModelDrafter(draft_target("noisy"))]),
 }
 
 
@@ -140,7 +142,7 @@ def test_a_draft_model_changes_no_token(kind: str, capsys: pytest.CaptureFixture
     report = Report()
     for setting in (
         Setting("itself", 4, 1), Setting("itself", 8, 8), Setting("noisy", 4, 4), Setting("random", 3, 8),
-        Setting("arbiter", 8, 4),
+        Setting("arbiter", 8, 4), Setting("joint", 8, 1), Setting("joint", 8, 4),
     ):  # fmt: skip
         compare(
             target(), asked, sampling, expected, setting,

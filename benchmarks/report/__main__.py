@@ -21,6 +21,7 @@ from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
+from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
@@ -66,6 +67,8 @@ def pages() -> dict[str, str]:
     if (replay := _result("replay")) is not None:
         curves = curve_section(curve, _result("replay-tree")) if curve is not None else ""
         put(BENCHMARKS, "replay", "\n".join([replay_section(replay), "", curves]))
+    if (hybrid := _result("hybrid")) is not None:
+        put(BENCHMARKS, "hybrid", hybrid_section(hybrid))
     if (clients := _result("clients")) is not None:
         put(CLIENTS, "clients", clients_section(clients))
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]

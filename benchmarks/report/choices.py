@@ -157,11 +157,31 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "0.05 2.68 @ 6.1",
         ),
         Choice(
-            "drafting/arbiter.py",
-            {"TRIAL_EVERY": "256", "_TRIAL_SHARE": "0.01", "_TRIAL_TOKENS": "2"},
-            "trials of a draft model that does not pay",
+            "drafting/trials.py",
+            {"TRIAL_EVERY": "256", "_TRIAL_SHARE": "0.01"},
+            "trials of a source that does not pay",
             "at most 1 % of the output; `benchmarks.draft_model`: one as large as its target "
             "drafts 0 %, was up to 40 %",
+        ),
+        Choice("drafting/rivals.py", {"_TRIAL_TOKENS": "2"}, "length of a trial where drafts compete"),
+        Choice(
+            "drafting/joint.py",
+            {"_PROMISE_SHARE": "0.6", "_FORGETTING": "0.8"},
+            "what a request's next steps bring",
+            "a prototype of `benchmarks.hybrid`, instructcoder: 0.2 5.69x, 0.6 5.69x, 1.0 5.63x; at the rate of all "
+            "steps instead 5.51x, was 5.68x",
+        ),
+        Choice(
+            "drafting/carried.py",
+            {"_MOST_PREFIXES": "5", "_MOST_TOKENS": "4"},
+            "what is looked up behind another's draft",
+            "a prototype of `benchmarks.hybrid`, four files: without 5.69, 2.39, 2.35, 2.57x; 5 and 4 5.80, 2.45, "
+            "2.44, 2.62x; 5 and 8 5.76, 2.43, 2.45, 2.61x; 3 and 16 5.66, 2.43, 2.42, 2.60x",
+        ),
+        Choice(
+            "pricing/excess.py",
+            {"_FIRST_GUESS": "1.0", "_FIRST_WEIGHT": "8.0", "_MEMORY": "500.0", "_LEANING": "12.0"},
+            "what asking a source should bring",
         ),
         Choice(
             "pricing/acceptance_rates.py",

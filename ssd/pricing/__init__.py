@@ -4,19 +4,21 @@ A draft is judged by its expected accepted tokens, and all that it costs is put 
 seconds become tokens at the rate at which tokens come. Who estimates what, from what, and who reads it:
 
 - ``pass_costs``, ``price_list``: the **seconds of a pass** from its positions, by ``least_squares`` over recent
-  passes and those timed at start-up. Read by the price and the cut; of a draft model's passes, by the arbiter.
+  passes and those timed at start-up. Read by the price and the cut; of a costly source's passes, by the arbiter.
 - ``rate.Rate``: the **tokens and seconds of a pass of late**. Read by the price and the cut: a token is worth the
   time that it would take in this pass and one like the recent ones, (G + T) / (C + K).
 - ``PriceList.price``: the **price of a drafted token**, from both. Told to every drafter, which ends a draft, or does
   not begin one, where no token can pay any more.
 - ``PriceList.paying_width`` (rows padded to the widest) and ``cut_rows`` (no padding): the **cut**, from both and all
   drafts of a pass together. Read by the engine, and by the row drafter that vLLM is given.
-- ``rate.StepRate``: the **tokens a second of whole steps**, drafting included. The arbiter turns seconds of a draft
-  model into tokens by it.
-- ``acceptance_rates``: the **chance of a token before it is drafted**, by drafter and request. Read by the arbiter
-  and by the draft model, to decide whether to draft it.
-- ``gain``: the **accepted tokens less prices** of a draft or of the promise of one. The arbiter takes the draft of
-  most.
+- ``rate.StepRate``: the **tokens and seconds of whole steps**, drafting included. The arbiter turns seconds of a
+  costly source into tokens by it.
+- ``excess``: the **tokens that asking a source brings** beyond the draft that is there, by what that draft promises.
+  The arbiter asks where it exceeds the source's time, turned into tokens by what this request's steps bring of late.
+- ``acceptance_rates``: the **chance of a token before it is drafted**, by drafter and request. Read by the draft model,
+  to decide whether to draft it; and by the arbiter for drafts without estimates and for those that cannot be joined.
+- ``gain``: the **accepted tokens less prices** of a draft or of the promise of one. Of drafts that cannot be joined
+  the arbiter takes the one of most.
 - ``platt_scaling``: the **chance of a token that a draft model drew**, from the model's own probability and what came
   of those before. It is the draft model's estimate.
 - ``calibration``: the **share of promised tokens that came**, by temperature. The engine divides prices by it and
