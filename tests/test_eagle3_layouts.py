@@ -88,7 +88,10 @@ def test_both_layouts_give_the_same_head(tmp_path: Path) -> None:
     assert one.feature_layers == other.feature_layers == (2, 4, 5)
     for head in (one, other):
         assert head.draft_to_target is not None and torch.equal(head.draft_to_target, DRAFTED)
-        assert torch.equal(head.fc.weight, random(HIDDEN, 3 * HIDDEN, seed=1))
+        hidden = random(5, 3 * HIDDEN, seed=8)
+        with torch.inference_mode():
+            fused = head.combine(hidden.split(HIDDEN, -1))
+        torch.testing.assert_close(fused, hidden @ random(HIDDEN, 3 * HIDDEN, seed=1).T, atol=1e-4, rtol=1e-3)
         assert not head.training and not any(weight.requires_grad for weight in head.parameters())
     assert torch.equal(said_by(one), said_by(other))
     changed = load(speculators(tmp_path / "changed", norm_before_residual=True))
