@@ -28,6 +28,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.bundled.training import corpus
 from ssd.bundled.training.heads.measure import acceptance
 from ssd.bundled.training.heads.texts import held_out_prompts, write_batches
+from ssd.model.heads.eagle3 import Eagle3Head
 from ssd.model.heads.head import Head, ParallelHead
 from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.kv.attention import ATTENTION_NAME
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = []
     for directory in args.heads:
         head = load_head(directory, model)
-        if hasattr(head, "config"):
+        if isinstance(head, Eagle3Head):
             head.config._attn_implementation = "sdpa"
         held_out = [acceptance(model, head, each) for each in texts]
         result = {**recorded(directory), "bytes": num_bytes(directory), "held_out": held_out}
@@ -112,8 +113,8 @@ def _head_pass(head: Head, tokens: torch.Tensor) -> Callable[[], Any]:
     features = torch.randn(1, CONTEXT_TOKENS, head.feature_size)
     if isinstance(head, ParallelHead):
         return lambda: head(features[:, -1])
+    assert isinstance(head, Eagle3Head) and head.config._attn_implementation == ATTENTION_NAME
     cache = SlotKVCache(1, 2 * CONTEXT_TOKENS, torch.device("cpu"))
-    assert head.config._attn_implementation == ATTENTION_NAME  # type: ignore[union-attr]
 
     def read(count: int, start: int) -> Any:
         rows = SlotRows.build(cache, [0], count, torch.device("cpu"))
