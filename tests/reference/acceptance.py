@@ -197,8 +197,9 @@ def candidates(
     model: SlowModel,
     follows: bool = True,
     most: int = 12,
+    most_recycled: int = 6,
 ) -> dict[int, tuple[float, Views, View]]:
-    """Chance, views and weight set of the tokens, ``most`` at most, that may come after the context and ``draft``."""
+    """Chance, views and weight set of every token that may come after the context and ``draft``."""
     depth = len(draft)
     alive: list[tuple[int, Evidence]] = []  # of each level what no longer match has
     seen: set[tuple[int, int, int]] = set()
@@ -230,9 +231,7 @@ def candidates(
     offered = asked.offers.get(tuple(draft), {})
     found_tokens += [token for token in offered if token not in found_tokens]
     assert len(found_tokens) <= most, "more than the fast one judges"
-    for token, _ in known:
-        if token not in found_tokens and len(found_tokens) < most:
-            found_tokens.append(token)
+    found_tokens += [token for token, _ in known[:most_recycled] if token not in found_tokens]
     result: dict[int, tuple[float, Views, View]] = {}
     for token in found_tokens:
         views: Views = {}
@@ -290,5 +289,6 @@ def candidates(
 
 
 def goes_on(levels: list[tuple[int, Evidence]], draft: Sequence[int]) -> bool:
-    """Whether any place agrees with all of the draft."""
-    return any(list(item[0][: len(draft)]) == list(draft) for _, found in levels for item in found)
+    """Whether any place agrees with all of the draft and says what comes next."""
+    places = [item[0] for _, found in levels for item in found]
+    return any(len(said) > len(draft) and list(said[: len(draft)]) == list(draft) for said in places)
