@@ -27,7 +27,8 @@ from benchmarks.environment import model_facts
 from ssd.bundled import MODEL_PATH
 from ssd.bundled.training import corpus
 from ssd.bundled.training.heads.measure import acceptance
-from ssd.bundled.training.heads.texts import held_out_prompts, write_batches
+from ssd.bundled.training.heads.texts import Written, held_out_prompts, write_batches
+from ssd.model.heads.eagle3 import Eagle3Head
 from ssd.model.heads.head import Head, ParallelHead
 from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.kv.attention import ATTENTION_NAME
@@ -48,17 +49,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("heads", nargs="+", type=Path, metavar="DIR", help="directories of trained heads")
     parser.add_argument("--rows", type=int, default=96, help="texts of each kind (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=200, help="timed passes (default: %(default)s)")
+    parser.add_argument("--texts", type=Path, help="file to keep the texts in, and to take them from if it is there")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     model = load_model(MODEL_PATH, dtype="float32", device="cpu").requires_grad_(False)
     tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
     prompts = held_out_prompts(corpus.standard_library(), tokenizer)
-    texts = write_batches(model, prompts, SEED, args.rows, TEMPERATURES)
+    if args.texts is not None and args.texts.exists():
+        texts = [Written(*fields) for fields in torch.load(args.texts, weights_only=True)]
+    else:
+        texts = write_batches(model, prompts, SEED, args.rows, TEMPERATURES)
+        if args.texts is not None:
+            torch.save([(each.tokens, each.start, each.temperature, each.seed) for each in texts], args.texts)
     results = []
     for directory in args.heads:
         head = load_head(directory, model)
-        if (config := getattr(head, "config", None)) is not None:
-            config._attn_implementation = "sdpa"
+        if isinstance(head, Eagle3Head):
+            head.config._attn_implementation = "sdpa"
         held_out = [acceptance(model, head, each) for each in texts]
         result = {**recorded(directory), "bytes": num_bytes(directory), "held_out": held_out}
         results.append(result)
@@ -67,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for result, milliseconds in zip(results, pass_times(model, heads, args.rounds), strict=True):
         result |= milliseconds
         print(result["kind"], milliseconds, flush=True)
-    parameters = {"rows": args.rows, "rounds": args.rounds, "context_tokens": CONTEXT_TOKENS, "seed": SEED}
+    parameters = {"rows": len(texts[0].tokens), "rounds": args.rounds, "context_tokens": CONTEXT_TOKENS, "seed": SEED}
     described = {**facts("heads-training"), **model_facts("bundled model", model)}
     print(json.dumps({**described, "parameters": parameters, "results": results}))
     return 0
@@ -112,8 +119,8 @@ def _head_pass(head: Head, tokens: torch.Tensor) -> Callable[[], Any]:
     features = torch.randn(1, CONTEXT_TOKENS, head.feature_size)
     if isinstance(head, ParallelHead):
         return lambda: head(features[:, -1])
+    assert isinstance(head, Eagle3Head) and head.config._attn_implementation == ATTENTION_NAME
     cache = SlotKVCache(1, 2 * CONTEXT_TOKENS, torch.device("cpu"))
-    assert head.config._attn_implementation == ATTENTION_NAME  # type: ignore[union-attr]
 
     def read(count: int, start: int) -> Any:
         rows = SlotRows.build(cache, [0], count, torch.device("cpu"))

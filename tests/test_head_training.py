@@ -98,23 +98,20 @@ def test_text_behind_its_end_is_not_counted() -> None:
 class _Knowing(ParallelHead):
     """Heads that say what comes in a text that only counts up, but for one of them."""
 
-    embeddings: torch.Tensor
-
-    def __init__(self, wrong: int) -> None:
+    def __init__(self, wrong: int, embeddings: torch.Tensor) -> None:
         super().__init__()
+        self._embeddings = embeddings / embeddings.norm(dim=1, keepdim=True)
         self.feature_layers, self.feature_size, self.num_tokens, self._wrong = (0,), 32, 4, wrong
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        now = (features @ self.embeddings.T).argmax(-1)
+        now = (features @ self._embeddings.T).argmax(-1)
         ahead = torch.tensor([2 + d + (d == self._wrong) for d in range(4)])
         return torch.nn.functional.one_hot(now[:, None] + ahead, VOCABULARY).float()
 
 
 @pytest.mark.parametrize("wrong", [0, 2])
 def test_tokens_behind_a_wrong_one_are_not_accepted(target: LlamaForCausalLM, wrong: int) -> None:
-    head = _Knowing(wrong)
-    weight = target.get_input_embeddings().weight
-    head.embeddings = weight / weight.norm(dim=1, keepdim=True)
+    head = _Knowing(wrong, target.model.embed_tokens.weight)
     texts = Written(torch.arange(1, 41)[None].repeat(2, 1), 3, 0.0, 0)
     figures = acceptance(target, head, texts)["most_probable"]
     assert figures["accepted_to_depth"] == [1.0] * wrong + [0.0] * (4 - wrong)

@@ -184,12 +184,12 @@ def main() -> None:
     stream = TokenStream(documents, args.seed, STEP_ROWS * ROW_LENGTH)
     done = train(kind, target, written, stream, args)
     num_bytes = save(kind, args.out)
+    chosen = {name: value for name, value in vars(args).items() if name not in ("out", "texts", "deadline")}
+    log(args.out, **chosen | done, bytes=num_bytes, torch=torch.__version__, python=platform.python_version())
     held_out = [
         acceptance(target, kind.head, texts)
         for texts in write_batches(target, held_out_prompts(files, tokenizer), args.seed + 7, HELD_OUT_ROWS, (0.0, 0.7))
     ]
-    chosen = {name: value for name, value in vars(args).items() if name not in ("out", "texts", "deadline")}
-    log(args.out, **chosen | done, bytes=num_bytes, torch=torch.__version__, python=platform.python_version())
     log(args.out, kind=args.kind, held_out=held_out)
 
 
