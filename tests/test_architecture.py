@@ -34,7 +34,7 @@ LAYERS = [
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
     "ssd.pricing": {"ssd.errors", "ssd.config", "ssd.compiled"},
-    "ssd.bundled": {"ssd.errors", "ssd.config", "ssd.text"},
+    "ssd.bundled": {"ssd.errors", "ssd.config", "ssd.text", "ssd.model"},
     "ssd.integrations": set(LAYERS[: LAYERS.index("ssd.engine")]),
     "cache_builder": set(LAYERS[: LAYERS.index("ssd.model")]) - {"ssd.token_rules"},
     "benchmarks": {*LAYERS, "cache_builder", "server"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
+from ssd.model.heads import faster
 from ssd.model.heads.head import Head, RecurrentHead
 from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.heads.mtp import MTPHead
-from ssd.model.heads.probe import require_drivable
+from ssd.model.heads.probe import require_drivable, say
+from ssd.model.layers.replace import Replaced, parents
 from ssd.model.loading.load_target import load_model
 from tests import published_heads as published
 from tests.models import VOCAB, tiny_model
@@ -67,14 +69,14 @@ def test_what_is_whole_is_read(kind: str, tmp_path: Path) -> None:
     head = load_head(published.write(tmp_path, *KINDS[kind]()), target())
     assert isinstance(head, Head)
     assert not head.training
-    assert {parameter.device.type for parameter in head.parameters()} == {"cpu"}
+    assert not any(parameter.requires_grad for parameter in head.parameters())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_are_in_the_dtype_of_the_target(kind: str, tmp_path: Path) -> None:
     model = tiny_model().to(torch.bfloat16)
     head = load_head(published.write(tmp_path, *KINDS[kind]()), model)
-    assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in say(head, model)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -182,11 +184,29 @@ def test_a_module_lies_among_the_tensors_of_its_target(tmp_path: Path) -> None:
 def test_a_head_is_not_changed_with_its_files(tmp_path: Path) -> None:
     published.write(tmp_path, *medusa())
     head = load_head(tmp_path, target())
-    wanted = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    wanted = say(head, target())
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.seek(5000)
         file.write(bytes(20000))
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in head.state_dict().items())
+    assert all(map(torch.equal, say(head, target()), wanted))
+
+
+def test_layers_that_say_something_else_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = published.write(tmp_path, *eagle())
+    monkeypatch.setattr(faster, "CPU_LAYERS", ())
+    wanted = say(load_head(directory, target()), target())
+
+    def halve(model: torch.nn.Module) -> Iterator[Replaced]:
+        for parent in parents(model):
+            down = getattr(parent, "down_proj", None)
+            if isinstance(down, torch.nn.Linear):
+                half = torch.nn.Linear(down.in_features, down.out_features, bias=False)
+                half.weight.data = down.weight.data / 2
+                parent.down_proj = half
+                yield Replaced(parent, "down_proj", lambda down=down: down)  # type: ignore[misc]
+
+    monkeypatch.setattr(faster, "CPU_LAYERS", (halve,))
+    assert all(map(torch.equal, say(load_head(directory, target()), target()), wanted))
 
 
 class Mischief:

@@ -17,7 +17,7 @@ from ssd.model.heads.eagle import EagleHead
 from ssd.model.heads.head import FINAL, ParallelHead, RecurrentHead
 from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.heads.mtp import MTPHead, decoder_layers
-from ssd.model.heads.probe import require_drivable
+from ssd.model.heads.probe import require_drivable, say
 from ssd.model.heads.target_parts import TargetParts
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.loading.load_target import open_target
@@ -195,6 +195,19 @@ def a_module(target: PreTrainedModel) -> MTPHead:
             tensor.sub_(1)
     require_drivable(head, target)
     return head.eval()
+
+
+@pytest.mark.parametrize("name", [each.name for each in ARCHITECTURES.values() if each.kind is SLOTS])
+def test_eagle_and_medusa_go_with_every_architecture_in_slots(name: str, tmp_path: Path) -> None:
+    target = tiny_model(name)
+    eagle = published.write(tmp_path / "eagle", published.EAGLE_SHAPE, published.eagle())
+    blocks, _ = published.medusa(2, 1)
+    tensors = {key.replace(".0.", ".0.linear."): tensor for key, tensor in blocks.items()}
+    medusa = published.write(tmp_path / "medusa", {"medusa_num_heads": 2}, tensors)
+    for directory in (eagle, medusa):
+        logits = say(load_head(directory, target), target)[1]
+        assert logits.shape == (1, 2, VOCAB)
+        assert logits.isfinite().all()
 
 
 MEDUSA_CASES: dict[str, dict[str, Any]] = {

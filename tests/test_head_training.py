@@ -10,12 +10,14 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from ssd.bundled.training.heads.__main__ import frequent_tokens, make_optimizers, save
-from ssd.bundled.training.heads.eagle3 import Eagle3Training, unroll
+from ssd.bundled.training.heads.chains import chains, unroll
+from ssd.bundled.training.heads.eagle3 import Eagle3Training
 from ssd.bundled.training.heads.kinds import Kind
 from ssd.bundled.training.heads.measure import acceptance
 from ssd.bundled.training.heads.medusa import MedusaTraining
 from ssd.bundled.training.heads.texts import Written, gumbel, read, write
 from ssd.bundled.training.train import take_step
+from ssd.model.heads.head import ParallelHead
 from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.layers.tap import Tap
 
@@ -52,7 +54,7 @@ def test_unrolled_steps_are_the_passes_of_serving(target: LlamaForCausalLM) -> N
     kind = Eagle3Training(target, torch.arange(VOCABULARY), (1, 2, 3), 40)
     tokens = torch.randint(1, VOCABULARY, (2, 9))
     hidden, _ = read(target, tokens, Tap(target, (1, 2, 3)))
-    chains = kind.chains(tokens, hidden, 3, lambda _depth, logits: logits.argmax(-1))
+    drafts = chains(kind.head, tokens, hidden, VOCABULARY, 3, lambda logits: logits.argmax(-1))
     features = kind.head.combine(hidden)
     for start in range(8):
         cache = DynamicCache()
@@ -62,7 +64,7 @@ def test_unrolled_steps_are_the_passes_of_serving(target: LlamaForCausalLM) -> N
         )
         for depth in range(min(3, 8 - start)):
             drafted = logits[:, -1:].argmax(-1)
-            assert torch.equal(chains[depth][:, start], drafted[:, 0])
+            assert torch.equal(drafts[depth][:, start], drafted[:, 0])
             position = torch.tensor([[start + depth + 1]])
             logits, outgoing = kind.head(drafted, outgoing[:, -1:], position, past_key_values=cache)
 
@@ -93,25 +95,30 @@ def test_text_behind_its_end_is_not_counted() -> None:
     assert visible.tolist() == [[False, True, True, False], [False, True, True, True]]
 
 
-class _Knowing:
-    """A head that says the text, but for one depth."""
+class _Knowing(ParallelHead):
+    """Heads that say what comes in a text that only counts up, but for one of them."""
 
-    def __init__(self, kind: Kind, wrong_depth: int) -> None:
-        self.head, self.loss, self.files = kind.head, kind.loss, kind.files
-        self._wrong = wrong_depth
+    embeddings: torch.Tensor
 
-    def chains(self, tokens: torch.Tensor, hidden: object, depth: int, draw: object) -> list[torch.Tensor]:
-        said = [torch.nn.functional.pad(tokens, (0, depth))[:, 2 + d :][:, : tokens.shape[1] - 1] for d in range(depth)]
-        said[self._wrong] = said[self._wrong] + 1
-        return said
+    def __init__(self, wrong: int) -> None:
+        super().__init__()
+        self.feature_layers, self.feature_size, self.num_tokens, self._wrong = (0,), 32, 4, wrong
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        now = (features @ self.embeddings.T).argmax(-1)
+        ahead = torch.tensor([2 + d + (d == self._wrong) for d in range(4)])
+        return torch.nn.functional.one_hot(now[:, None] + ahead, VOCABULARY).float()
 
 
-@pytest.mark.parametrize("wrong_depth", [0, 2])
-def test_tokens_behind_a_wrong_one_are_not_accepted(target: LlamaForCausalLM, wrong_depth: int) -> None:
-    texts = write(target, torch.ones(2, 3, dtype=torch.int64), 30, 0.0, 0)
-    figures = acceptance(target, _Knowing(new_kind("eagle3", target), wrong_depth), texts)["most_probable"]
-    assert figures["accepted_to_depth"] == [1.0] * wrong_depth + [0.0] * (4 - wrong_depth)
-    assert figures["accepted"] == wrong_depth
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_tokens_behind_a_wrong_one_are_not_accepted(target: LlamaForCausalLM, wrong: int) -> None:
+    head = _Knowing(wrong)
+    weight = target.get_input_embeddings().weight
+    head.embeddings = weight / weight.norm(dim=1, keepdim=True)
+    texts = Written(torch.arange(1, 41)[None].repeat(2, 1), 3, 0.0, 0)
+    figures = acceptance(target, head, texts)["most_probable"]
+    assert figures["accepted_to_depth"] == [1.0] * wrong + [0.0] * (4 - wrong)
+    assert figures["accepted"] == wrong
 
 
 def test_the_most_frequent_tokens_are_found() -> None:

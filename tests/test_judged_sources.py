@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
+from ssd.drafting.noise_keys import gumbel_noise_of, position_keys
 from ssd.drafting.offers import GUESS, HEAD, KINDS, MAX_OFFERED, MODEL, Offers
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow, ScoredPass
-from ssd.drafting.suffix.chain import CHAIN_CANDIDATES
+from ssd.drafting.suffix.chain import CHAIN_CANDIDATES, CHAIN_RECYCLED
 from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.vote import MAX_CANDIDATES
+from ssd.drafting.suffix.vote import MAX_RECYCLED
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
@@ -91,7 +94,16 @@ def situation(
             successors |= dict(entries_of_row(scored, b))
     warmth = 0 if temperature == 0 else 1 if temperature <= 0.5 else 2
     by_path = slow.offers_by_path([(t, p, max(c, 0.0) if c == c else 0.0, k) for t, p, c, k in offered])
-    return drafter, asked_of(snapshot, context, offers=by_path, successors=successors, warmth=warmth)
+    more: dict[str, Any] = {"offers": by_path, "successors": successors, "warmth": warmth}
+    if temperature:
+        more |= {"noise": partial(noise_behind, len(context)), "temperature": temperature}
+    return drafter, asked_of(snapshot, context, **more)
+
+
+def noise_behind(length: int, depth: int, token: int) -> float:
+    """The target's noise for requests with seed 0."""
+    keys = position_keys(0, 0, np.array([[length + depth]]))
+    return float(gumbel_noise_of(keys, np.array([[token]]))[0, 0])
 
 
 situations = (few_snapshots, contexts.filter(bool), st.integers(1, 6), offers, told, st.integers(0, 9),
@@ -116,13 +128,15 @@ def test_a_chain_takes_the_best_of_all_sources(
     draft, model, product = drafter.propose([request])[0], slow.SlowModel(), 1.0
     tokens = draft.token_ids.tolist()
     for depth in range(len(tokens) + 1):
-        found = slow.candidates(levels, known, tokens[:depth], model, most=CHAIN_CANDIDATES)
+        if depth and not slow.goes_on(levels, tokens[:depth]):
+            return  # looked up again
+        voted = slow.candidates(levels, replace(known, successors={}), tokens[:depth], model)
+        assume(len(voted) <= CHAIN_CANDIDATES)  # which of more are judged is not the twin's to say
+        found = slow.candidates(levels, known, tokens[:depth], model, most_recycled=CHAIN_RECYCLED)
         best = max((chance for chance, _, _ in found.values()), default=0.0)
         if depth == len(tokens):
             assert not found or depth == limit or product * best < price + 1e-9
             break
-        if not found or (depth and not slow.goes_on(levels, tokens[:depth])):
-            return  # looked up again
         assert draft.probabilities is not None
         assert draft.probabilities[depth] == pytest.approx(best, rel=1e-9)
         assert found[tokens[depth]][0] == pytest.approx(best, rel=1e-9)
@@ -149,7 +163,9 @@ def test_a_tree_holds_the_most_probable_nodes_of_all_sources(
     open_paths: list[tuple[float, list[int]]] = [(1.0, [])]
     while open_paths:
         product, path = open_paths.pop()
-        for token, (chance, _, _) in slow.candidates(levels, known, path, model, most=MAX_CANDIDATES).items():
+        if path and not slow.goes_on(levels, path):
+            return  # looked up again
+        for token, (chance, _, _) in slow.candidates(levels, known, path, model, most_recycled=MAX_RECYCLED).items():
             if product * chance >= price and len(path) < limit:
                 products.append(product * chance)
                 open_paths.append((product * chance, [*path, token]))
@@ -195,6 +211,90 @@ def test_offers_and_places_go_on_behind_each_other() -> None:
     assert draft.parents is not None
     at = draft.token_ids.tolist()
     assert at[draft.parents[at.index(60)]] == 101 == at[draft.parents[at.index(102)]]
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_what_a_head_began_is_carried_on_by_places_that_say_it(tree: bool) -> None:
+    """The text stands in the index, but behind other tokens: nothing is found before the head has said some of it."""
+    snapshot = reference.make_snapshot([[*range(90, 120), SEPARATOR]])
+    began: Offered = [(token, token - 101, 0.95, HEAD) for token in range(100, 105)]
+    request = asked(snapshot, [1, 2, 3], 16, began, 0.0, prices=np.array([0.01]), tree=tree)
+    assert SuffixDrafter().propose([request])[0].token_ids.tolist() == [*range(100, 116)]
+    request.offers = offers_of(began[:2])
+    assert SuffixDrafter().propose([request])[0].token_ids.tolist() == [100, 101]
+
+
+def test_a_tree_is_carried_on_past_the_end_of_all_it_was_drawn_from() -> None:
+    first, second = [*range(60)], [*range(40, 100)]
+    snapshot = reference.make_snapshot([[*first, SEPARATOR], [*second, SEPARATOR]])
+    request = DraftRequest("a", np.arange(30, dtype=np.int32), 0, snapshot, 60, prices=np.array([1e-6]), tree=True)
+    assert [*range(30, 90)] == sorted(set(SuffixDrafter().propose([request])[0].token_ids.tolist()))
+
+
+def scored(fed: list[int], parents: list[int] | None, chosen: list[int], path: list[int]) -> ScoredPass:
+    width = len(fed)
+    return ScoredPass(
+        request_ids=["a"],
+        learned=[None],
+        may_keep=np.ones(1, np.bool_),
+        before=np.array([1], np.int32),
+        fed=np.array([fed]),
+        counts=np.array([width]),
+        parents=None if parents is None else np.array([parents]),
+        chosen=np.array([chosen]),
+        paths=[np.array(path, np.int64)],
+        top_ids=np.full((1, width, 8), -1, np.int32),
+        top_logits=np.zeros((1, width, 8), np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "guessed"),
+    [
+        # 20 was wrong, the target said 30; behind 20 it said 21 as the draft did, then 23 and 24
+        (([2, 20, 21, 22], None, [30, 21, 23, 24], [0]), [1, 2, 30], [21, 23, 24]),
+        (([2, 20, 21, 22], None, [20, 31, 23, 24], [0, 1]), [1, 2, 20, 31], [23, 24]),
+        (([2, 20, 21], None, [20, 21, 32], [0, 1, 2]), [1, 2, 20, 21, 32], []),
+        (([2], None, [30], [0]), [1, 2, 30], []),
+        # a tree: behind the first wrong child, along what the target said
+        (([2, 20, 40, 21, 22], [-1, 0, 0, 1, 1], [30, 22, 9, 9, 23], [0]), [1, 2, 30], [22, 23]),
+        # another text, or none: the request was not asked in between
+        (([2, 20, 21, 22], None, [30, 21, 23, 24], [0]), [1, 2, 30, 5], []),
+        (([2, 20, 21, 22], None, [30, 21, 23, 24], [0]), [30], []),
+        (([2, 20, 21, 22], None, [30, 21, 23, 24], []), [1, 2, 30], []),
+    ],
+)
+@pytest.mark.parametrize("tree", [False, True])
+def test_what_was_said_behind_a_wrong_token_is_offered_at_its_place(
+    row: tuple[list[int], list[int] | None, list[int], list[int]], text: list[int], guessed: list[int], tree: bool
+) -> None:
+    drafter = SuffixDrafter()
+    context = np.array([1, 2], np.int32)
+    drafter.propose([DraftRequest("a", context, 2, None, 4, tree=tree)])
+    drafter.observe_scores(scored(*row))
+    request = DraftRequest("a", np.array(text, np.int32), 2, None, 8, tree=tree, prices=np.array([0.001]))
+    for _ in range(2):  # asked again in the same step, with what others offer
+        draft = drafter.propose([request])[0]
+        assert draft.token_ids.tolist() == guessed
+        assert draft.source == ("guess" if guessed else "none")
+    drafter.finish("a")
+    assert len(drafter.propose([request])[0].token_ids) == 0
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=50)
+def test_guesses_of_any_pass_are_tokens_that_the_target_chose(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    width = int(random.integers(1, 40))
+    parents = [-1, *(int(random.integers(0, node)) for node in range(1, width))]
+    fed, chosen = random.integers(0, 4, width).tolist(), random.integers(0, 4, width).tolist()
+    end = int(random.integers(0, width))
+    drafter = SuffixDrafter()
+    drafter.propose([DraftRequest("a", np.array([1, 2], np.int32), 2, None, 4)])
+    drafter.observe_scores(scored(fed, parents if seed % 2 else None, chosen, [0, end] if end else [0]))
+    text = np.array([fed[end], chosen[end]], np.int32)
+    draft = drafter.propose([DraftRequest("a", text, 2, None, 64, prices=np.array([1e-9]))])[0]
+    assert set(draft.token_ids.tolist()) <= set(chosen)
 
 
 def test_without_lookups_only_what_others_say_is_drafted() -> None:

@@ -20,6 +20,7 @@ from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
+from benchmarks.report.heads import heads_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
@@ -28,8 +29,8 @@ from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING = (
-    f"docs/{name}.md" for name in ("api", "benchmarks", "clients", "engines", "serving", "tuning")
+API, BENCHMARKS, CLIENTS, ENGINES, HEADS, SERVING, TUNING = (
+    f"docs/{name}.md" for name in ("api", "benchmarks", "clients", "engines", "head-training", "serving", "tuning")
 )
 
 
@@ -43,7 +44,7 @@ def pages() -> dict[str, str]:
     """The text that every page with figures should have, by its path below the root."""
     texts = {
         name: (ROOT / name).read_text()
-        for name in ("README.md", "SECURITY.md", API, BENCHMARKS, CLIENTS, ENGINES, SERVING, TUNING)
+        for name in ("README.md", "SECURITY.md", API, BENCHMARKS, CLIENTS, ENGINES, HEADS, SERVING, TUNING)
     }
 
     def put(page: str, name: str, section: str) -> None:
@@ -84,6 +85,8 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "http", http_section(http))
     if (soak := _result("soak")) is not None:
         put(BENCHMARKS, "soak", soak_section(soak))
+    if (heads := _result("heads-training")) is not None:
+        put(HEADS, "heads-training", heads_section(heads))
     put(SERVING, "flags", flags_section())
     put(API, "api", api_section())
     put(TUNING, "constants", constants_section(ROOT))

@@ -1,4 +1,4 @@
-"""The small language model that ships with the project, so that everything runs without a model hub.
+"""The small language model that ships with the project, and a draft head for it: everything runs without a model hub.
 
 ``MODEL_PATH`` is an ordinary Hugging Face model directory: ``AutoModelForCausalLM.from_pretrained(MODEL_PATH)``.
 How it was made is kept in ``ssd/bundled/training`` of a checkout (``python -m ssd.bundled.training.train`` and
@@ -13,4 +13,7 @@ from pathlib import Path
 MODEL_PATH: Path = Path(__file__).resolve().parent / "model"
 """Directory of the bundled model: weights, tokenizer, chat template, model card."""
 
-__all__ = ["MODEL_PATH"]
+HEAD_PATH: Path = Path(__file__).resolve().parent / "head"
+"""Directory of an EAGLE-3 head for it, in the layout of the EAGLE repository, and of the log of its training."""
+
+__all__ = ["HEAD_PATH", "MODEL_PATH"]

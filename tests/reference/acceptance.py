@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tests.reference.drafting import Evidence
@@ -32,6 +33,8 @@ _WEIGHTS = {
 }
 _TYPICAL_OFFERED = [0.015, 0.06, 0.15, 0.27, 0.45, 0.65, 0.85, 0.97]
 _TYPICAL_SUCCESSOR = [0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95]
+_TYPICAL_VERDICT = [0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6]
+_TYPICAL_HEIGHT = [-1.3, -0.75, -0.25, 0.25, 0.75, 1.25, 1.75, 3.0]
 _SURE_LENGTH = 9
 
 
@@ -82,6 +85,10 @@ def prior(view: str, key: View) -> float:
         warmth, is_pair, rank, level = key
         chance = (0.85 if is_pair else 0.6) * _TYPICAL_SUCCESSOR[level]
         logit = _log_odds(0.4 * (1 - chance) if rank == 8 else chance * 0.9**rank) - [0, 0.2, 0.5][warmth]
+    elif view == "noise":
+        verdict, height, length, share = key
+        place = _rule_of_thumb([1.5, 4.0, 8.0, 24.0][length], 3.0, [0.2, 0.6, 1.0][share])
+        logit = _log_odds(_TYPICAL_VERDICT[verdict]) + 0.5 * place + 0.5 * _TYPICAL_HEIGHT[height]
     elif view.startswith("level"):
         logit = _rule_of_thumb(_TYPICAL_LENGTH[key[0]], _TYPICAL_SUPPORT[key[1]], _TYPICAL_SHARE[key[2]])
     elif view == "request":
@@ -107,10 +114,12 @@ class SlowModel:
 
     def weights_of(self, chosen: View) -> dict[str, float]:
         if chosen not in self.weights:
-            own, index, prediction, offer, recycled, levels, _when = chosen
+            own, index, prediction, offer, recycled, noise, levels, _when = chosen
             absent = {"own": not own, "index": not index, "prediction": not prediction, "offer": not offer}
             absent |= {"recycled": not recycled, "level 1": levels < 1, "level 2": levels < 2}
+            absent |= {"noise": not noise}
             others = {"offer": 1.5, "recycled": 0.4} if own or index else {"offer": 6.0, "recycled": 3.0}
+            others |= {"noise": 1.5}
             say = {view: 0.0 if absent.get(view) else weight for view, weight in (_WEIGHTS | others).items()}
             self.weights[chosen] = {view: weight / sum(say.values()) for view, weight in say.items()} | {"1": 0.0}
         return self.weights[chosen]
@@ -157,7 +166,8 @@ class Asked:
     """One request's situation: ``mean_error`` of its earlier drafts' estimates, ``prediction`` of what is to come.
 
     ``offers`` : by path, of each token offered behind it the kind and the chance. ``successors`` : after one token or
-    two, the target's own candidates with the levels of their shares.
+    two, the target's own candidates with the levels of their shares. ``noise`` : of a token behind so many drafted
+    ones, where the target draws at ``temperature``.
     """
 
     context: Sequence[int]
@@ -171,6 +181,22 @@ class Asked:
     offers: dict[tuple[int, ...], dict[int, tuple[int, float]]] = field(default_factory=dict)
     successors: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict)
     warmth: int = 0
+    noise: Callable[[int, int], float] | None = None
+    temperature: float = 0.0
+
+
+def noise_verdict(known: list[tuple[int, int]], token: int, noise: Callable[[int], float], temperature: float) -> int:
+    """What an entry, of tokens with the levels of their shares, and the noise of each say of a token."""
+    if not known:
+        return 0
+    scores = {each: math.log(_TYPICAL_SUCCESSOR[level]) / temperature + noise(each) for each, level in known}
+    if token not in scores:
+        return 1
+    best, *others = sorted(scores.values(), reverse=True)
+    if scores[token] < best:
+        return 3 if best - scores[token] < 1.0 else 2
+    lead = best - others[0] if others else math.inf
+    return 4 if lead < 0.5 else 5 if lead < 1.5 else 6
 
 
 def offers_by_path(
@@ -197,8 +223,9 @@ def candidates(
     model: SlowModel,
     follows: bool = True,
     most: int = 12,
+    most_recycled: int = 6,
 ) -> dict[int, tuple[float, Views, View]]:
-    """Chance, views and weight set of the tokens, ``most`` at most, that may come after the context and ``draft``."""
+    """Chance, views and weight set of every token that may come after the context and ``draft``."""
     depth = len(draft)
     alive: list[tuple[int, Evidence]] = []  # of each level what no longer match has
     seen: set[tuple[int, int, int]] = set()
@@ -230,9 +257,7 @@ def candidates(
     offered = asked.offers.get(tuple(draft), {})
     found_tokens += [token for token in offered if token not in found_tokens]
     assert len(found_tokens) <= most, "more than the fast one judges"
-    for token, _ in known:
-        if token not in found_tokens and len(found_tokens) < most:
-            found_tokens.append(token)
+    found_tokens += [token for token, _ in known[:most_recycled] if token not in found_tokens]
     result: dict[int, tuple[float, Views, View]] = {}
     for token in found_tokens:
         views: Views = {}
@@ -283,12 +308,24 @@ def candidates(
             ranks = [each for each, _ in known]
             rank = ranks.index(token) if token in ranks else 8
             views["recycled"] = asked.warmth, is_pair, rank, known[rank if rank < 8 else 0][1]
-        sources = True in tops, False in tops, predicted is not None, bool(offered), bool(known)
+        if asked.noise is not None:
+            verdict = noise_verdict(known, token, partial(asked.noise, depth), asked.temperature)
+            height = min(7, max(0, int(2 * (asked.noise(depth, token) + 1) + 1)))
+            views["noise"] = verdict, height, *coarse
+        sources = (
+            True in tops,
+            False in tops,
+            predicted is not None,
+            bool(offered),
+            bool(known),
+            asked.noise is not None,
+        )
         chosen = *sources, min(max(filled, 1), 3) - 1, when
         result[token] = model.chance(views, chosen), views, chosen
     return result
 
 
 def goes_on(levels: list[tuple[int, Evidence]], draft: Sequence[int]) -> bool:
-    """Whether any place agrees with all of the draft."""
-    return any(list(item[0][: len(draft)]) == list(draft) for _, found in levels for item in found)
+    """Whether any place agrees with all of the draft and says what comes next."""
+    places = [item[0] for _, found in levels for item in found]
+    return any(len(said) > len(draft) and list(said[: len(draft)]) == list(draft) for said in places)

@@ -118,3 +118,23 @@ class SlowRowPrices:
                 best, most = count, rate
         least = ordered[best - 1] if best else np.inf
         return [sum(1 for _ in itertools.takewhile(lambda gain: gain >= least, row)) for row in rows]
+
+
+def mean_excess(seen: Sequence[tuple[float, float, int]], promised: float, first: float) -> float:
+    """What `Excess` expects after so few askings that none has faded."""
+    assert len(seen) < 140
+
+    def bucket(value: float, bounds: Sequence[float]) -> int:
+        return sum(value >= bound for bound in bounds)
+
+    def cell(promised: float, first: float) -> tuple[int, int]:
+        return bucket(promised, _EXCESS_PROMISED), bucket(first, _EXCESS_FIRST)
+
+    of_all = [excess for _, _, excess in seen]
+    alike = [excess for p, f, excess in seen if cell(p, f) == cell(promised, first)]
+    overall = (8.0 + sum(of_all)) / (8.0 + len(of_all))
+    return (sum(alike) + 12.0 * overall) / (len(alike) + 12.0)
+
+
+_EXCESS_PROMISED = [0.05, 0.15, 0.3, 0.5, 0.8, 1.2, 1.8, 2.6, 4, 6, 10, 20]
+_EXCESS_FIRST = [0.05, 0.12, *(tenth / 10 for tenth in range(2, 10)), 0.97]

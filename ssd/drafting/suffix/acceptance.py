@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Int64s, inlined, kernel
 from ssd.compiled.records import Float64, Record, view_of
 from ssd.drafting.offers import KINDS
+from ssd.drafting.suffix.foreseen import HEIGHTS, TYPICAL_SHARE, VERDICTS
 from ssd.drafting.suffix.successors import SHARES as SUCCESSOR_SHARES
 from ssd.drafting.suffix.successors import SUCCESSORS
 
@@ -37,7 +38,8 @@ OFFER: Final = 10  # what is offered here: by which source, is it this token, th
 RECYCLED: Final = (
     11  # the target's own candidates: after two tokens or one, the rank, its share; how the request samples
 )
-INPUTS: Final = 12
+NOISE: Final = 12  # what the target's own noise says, of the entry there and of the token; length and share, coarsely
+INPUTS: Final = 13
 LEVEL_VIEWS: Final = 3
 
 LENGTHS: Final = 13
@@ -66,13 +68,14 @@ _SHAPES: Final = (
     (PAIR_HASHES, COARSE_LENGTHS, COARSE_SHARES),
     (KINDS, 2, OFFERED_CHANCES, WHEN_SETS),
     (WARMTHS, 2, SUCCESSORS + 1, SUCCESSOR_SHARES),
+    (VERDICTS, HEIGHTS, COARSE_LENGTHS, COARSE_SHARES),
 )
 OFFSETS: Final = np.cumsum([0, *(math.prod(shape) for shape in _SHAPES)])
 ENTRIES: Final = int(OFFSETS[-1])
-_SOURCES: Final = 5
+_SOURCES: Final = 6
 SETS: Final = 2**_SOURCES * LEVEL_VIEWS * WHEN_SETS
-"""Sets of mixer weights: own text, index, prediction, offers and recycled ones there or not, how many levels, how deep.
-"""
+"""Sets of mixer weights: own text, index, prediction, offers, recycled ones and noise there or not, how many levels,
+how deep."""
 
 _NUM_WEIGHTS: Final = SETS * (INPUTS + 1)
 
@@ -105,7 +108,9 @@ _TYPICAL_SHARE: Final = np.array([0.02, 0.1, 0.25, 0.42, 0.5, 0.6, 0.75, 0.92, 1
 _TYPICAL_COARSE_LENGTH: Final = np.array([1.5, 4.0, 8.0, 24.0])
 _TYPICAL_COARSE_SHARE: Final = np.array([0.2, 0.6, 1.0])
 _TYPICAL_OFFERED: Final = np.array([0.015, 0.06, 0.15, 0.27, 0.45, 0.65, 0.85, 0.97])
-_TYPICAL_SUCCESSOR: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
+_TYPICAL_SUCCESSOR: Final = TYPICAL_SHARE
+_TYPICAL_HEIGHT: Final = np.array([-1.3, -0.75, -0.25, 0.25, 0.75, 1.25, 1.75, 3.0])
+_TYPICAL_VERDICT: Final = np.array([0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6])
 
 
 class Model(Record):
@@ -194,11 +199,13 @@ def weight_set(
     has_prediction: bool,
     has_offer: bool,
     has_recycled: bool,
+    has_noise: bool,
     num_levels: int,
     depth: int,
 ) -> int:
     """Which weights a candidate is mixed with, 0..SETS - 1."""
     sources = int(has_own) + 2 * int(has_index) + 4 * int(has_prediction) + 8 * int(has_offer) + 16 * int(has_recycled)
+    sources += 32 * int(has_noise)
     levels = min(max(num_levels, 1), LEVEL_VIEWS) - 1
     return (sources * LEVEL_VIEWS + levels) * WHEN_SETS + when(depth)
 
@@ -352,6 +359,10 @@ def _prior(view: int) -> Floats:
         warmth = np.array([0.0, -0.2, -0.5])[:, None, None, None]
         by_rank: Floats = np.concatenate([_log_odds(ranked), absent], axis=1) + warmth
         return by_rank
+    if view == NOISE:
+        places = _expected(_TYPICAL_COARSE_LENGTH[:, None], 3.0, _TYPICAL_COARSE_SHARE)
+        says = _log_odds(_TYPICAL_VERDICT)[:, None, None, None]
+        return says + 0.5 * places + 0.5 * _TYPICAL_HEIGHT[:, None, None]
     return _expected(length, support, share)
 
 
@@ -373,9 +384,9 @@ def _prior_weights() -> Floats:
     weights = np.zeros((SETS, INPUTS + 1))
     for chosen in range(SETS):
         sources, levels = divmod(chosen // WHEN_SETS, LEVEL_VIEWS)
-        own, index, prediction, offer, recycled = (sources >> bit & 1 for bit in range(_SOURCES))
+        own, index, prediction, offer, recycled, noise = (sources >> bit & 1 for bit in range(_SOURCES))
         offer_says, recycled_says = (1.5, 0.4) if own or index else (6.0, 3.0)
         say = np.array([0.8 * own, 0.8 * index, 8.0 * prediction, 0.8, 0.5 * (levels >= 1), 0.3 * (levels >= 2)])
-        say = np.concatenate([say, np.full(4, 0.3), [offer_says * offer, recycled_says * recycled]])
+        say = np.concatenate([say, np.full(4, 0.3), [offer_says * offer, recycled_says * recycled, 1.5 * noise]])
         weights[chosen, :INPUTS] = say / say.sum()
     return weights

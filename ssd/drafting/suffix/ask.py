@@ -7,7 +7,8 @@ from typing import Annotated, Final
 import numpy as np
 
 from ssd.compiled.addresses import Float64s, TokenIds, float64_array, inlined, int32_array
-from ssd.compiled.records import Address, Float64, Int64, Record, views_of
+from ssd.compiled.records import Address, Float64, Int64, Record, Uint64, views_of
+from ssd.drafting.suffix.foreseen import Foreseen
 from ssd.drafting.suffix.gather import NOTHING, Evidence, is_own, num_samples, origin_of
 from ssd.drafting.suffix.judge import Candidates
 from ssd.drafting.suffix.offered import ROOT, Forest, child_of, clear_forest, plant
@@ -36,7 +37,8 @@ class Ask(Record):
     is known of the context has been looked up ahead and is the row's evidence. ``warmth`` : how the target chooses: 0
     greedily or in a way not known, 1 at a temperature up to 0.5, 2 above. ``num_offered`` : of an `Offers`, whose
     arrays are the ``offered`` ones. ``successors`` : of a `SuccessorTable`, 0 for none. ``no_lookup`` : whether nothing
-    is looked up, neither in the index nor in own text.
+    is looked up, neither in the index nor in own text. ``noise_key`` : of the request,
+    ``temperature`` : its own where the target draws with noise that this key gives; else 0.
     """
 
     context: Address
@@ -59,6 +61,8 @@ class Ask(Record):
     num_offered: Int64
     successors: Address
     no_lookup: Int64
+    noise_key: Uint64
+    temperature: Float64
 
 
 class DraftRecord(Record):
@@ -124,6 +128,13 @@ def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int,
     elif own == 0.0:
         child = child_of(found.forest, ROOT, token)
         out.source = _OFFERED + found.forest.kinds[child] if child >= 0 else _RECYCLED
+
+
+@inlined
+def foresee(ask: Ask, foreseen: Foreseen) -> None:
+    """Take up the noise that the target draws with for this request, if it does."""
+    foreseen.is_known, foreseen.request = int(ask.temperature > 0.0), ask.noise_key
+    foreseen.start, foreseen.temperature = ask.context_length, ask.temperature
 
 
 @inlined

@@ -11,6 +11,7 @@ from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.suffix.acceptance import Model
 from ssd.drafting.suffix.agreement import num_unanimous
 from ssd.drafting.suffix.ask import Ask, DraftRecord, name_source, predicted_token, price_of
+from ssd.drafting.suffix.carry_on import wants_places
 from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples, token_before
 from ssd.drafting.suffix.judge import Candidates, Position, bring_near, judge, judge_again
 from ssd.drafting.suffix.learn import JudgedDraft, error_bucket, keep_judged
@@ -20,8 +21,11 @@ from ssd.drafting.suffix.recycled import NOT_ASKED
 from ssd.drafting.suffix.seek import seek
 from ssd.drafting.suffix.vote import count_again
 
-CHAIN_CANDIDATES: Final = 6
+CHAIN_CANDIDATES: Final = 4
 """Tokens judged at a position: the best of them is hardly ever one with fewer votes."""
+
+CHAIN_RECYCLED: Final = 2
+"""Of the target's own candidates beside them."""
 
 
 class ChainScratch(Record):
@@ -42,6 +46,7 @@ def chain(
     texts: Texts,
     evidence: Evidence,
     begin: int,
+    may_look_up: bool,
     ask: Ask,
     prediction: PredictionPlace,
     model: Model,
@@ -53,7 +58,7 @@ def chain(
     """Draft the most probable token while the chance that all of the draft is accepted is worth the next one's price.
 
     ``begin`` : tokens of ``out`` that are there already and that ``texts.context`` ends with. Returns whether it ended
-    because nothing was found to go on with.
+    because nothing was found to go on with, or, where it ``may_look_up`` what it ends with, no place that says so.
     """
     alive, count = space.alive, num_samples(evidence)
     for i in range(count):
@@ -89,7 +94,11 @@ def chain(
             count_again(next_token(evidence, alive[0], depth - begin, texts), votes)
             judge_again(evidence, at, model, found)
         else:
-            size = seek(texts, evidence, alive, count, at, CHAIN_CANDIDATES, found)
+            looks_up = may_look_up and depth < ask.limit
+            if looks_up and wants_places(texts, evidence, alive, count, at.passed, predicted):
+                space.product, space.follows, space.offered = product, int(follows), offered
+                return True
+            size = seek(texts, evidence, alive, count, at, CHAIN_CANDIDATES, CHAIN_RECYCLED, found)
             judge(evidence, size, at, model, found)
         if size == 0:
             space.product, space.follows, space.offered = product, int(follows), offered

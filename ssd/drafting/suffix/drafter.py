@@ -34,6 +34,8 @@ class SuffixDrafter:
     `gather.look_up`.
     """
 
+    judges_offers = True
+
     def __init__(
         self,
         *,
@@ -116,6 +118,7 @@ class SuffixDrafter:
         """Learn what the target held likely at every position of a pass."""
         if self._successors is not None:
             self._successors.learn(scored)
+            self._workspace.keep_guesses(scored)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""

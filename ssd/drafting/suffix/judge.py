@@ -17,6 +17,7 @@ from ssd.drafting.suffix.acceptance import (
     LENGTHS,
     LEVEL,
     LEVEL_VIEWS,
+    NOISE,
     OFFER,
     OFFERED_CHANCES,
     OFFSETS,
@@ -44,6 +45,7 @@ from ssd.drafting.suffix.acceptance import (
     weight_set,
     when,
 )
+from ssd.drafting.suffix.foreseen import HEIGHTS, Foreseen, begin_position, height_of, verdict_on
 from ssd.drafting.suffix.gather import MAX_LEVELS, NOTHING, Evidence, Texts, next_token, origin_of, own_position
 from ssd.drafting.suffix.offered import Forest, best_child, child_of, has_children
 from ssd.drafting.suffix.recycled import Recycled, rank_of
@@ -63,13 +65,15 @@ class Candidates(Record):
     ``supports`` : places down to it.
 
     ``forest`` : what is offered after the context. ``successors`` : where the target's own candidates are kept, the
-    address of a `SuccessorTable`, 0 for nowhere; ``recycled`` : those of this position.
+    address of a `SuccessorTable`, 0 for nowhere; ``recycled`` : those of this position. ``foreseen`` : the target's
+    noise there.
     """
 
     votes: Votes
     forest: Forest
     successors: Address
     recycled: Recycled
+    foreseen: Foreseen
     inputs: Annotated[Int64s, np.int64, (MAX_CANDIDATES, INPUTS)]
     sets: Annotated[Int64s, np.int64, MAX_CANDIDATES]
     chances: Annotated[Float64s, np.float64, MAX_CANDIDATES]
@@ -100,6 +104,14 @@ class Position(NamedTuple):
     was_right: bool
     error_bucket: int
     prompt_length: int
+
+
+@inlined
+def _noise_entry(found: Candidates, token: int, rank: int, coarse: int) -> int:
+    """The entry of the view of noise. ``rank`` : of the token in the entry there, ``coarse`` : its length and share."""
+    verdict = verdict_on(found.foreseen, found.recycled, rank)
+    key = verdict * HEIGHTS + height_of(found.foreseen, token)
+    return int(OFFSETS[NOISE] + key * COARSE_LENGTHS * COARSE_SHARES + coarse)
 
 
 @inlined
@@ -134,7 +146,14 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
     has_offer = has_children(found.forest, at.offered)
     best = best_child(found.forest, at.offered) if has_offer else NOTHING
     chosen = weight_set(
-        own_top < NOWHERE, index_top < NOWHERE, at.predicted >= 0, has_offer, has_recycled, num_filled, at.depth
+        own_top < NOWHERE,
+        index_top < NOWHERE,
+        at.predicted >= 0,
+        has_offer,
+        has_recycled,
+        found.foreseen.is_known == 1,
+        num_filled,
+        at.depth,
     )
     for row in range(size):
         token, cast, inputs = votes.tokens[row], votes.by_token[row], found.inputs[row]
@@ -171,11 +190,13 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
             key = found.forest.kinds[shown] * 2 + int(child >= 0)
             key = key * OFFERED_CHANCES + offered_bucket(found.forest.chances[shown])
             inputs[OFFER] = OFFSETS[OFFER] + key * WHEN_SETS + when(at.depth)
+        rank = rank_of(recycled, token)
         if has_recycled:
-            rank = rank_of(recycled, token)
             key = (at.warmth * 2 + recycled.is_pair) * (SUCCESSORS + 1) + rank
             share = recycled.shares[rank if rank < SUCCESSORS else 0]
             inputs[RECYCLED] = OFFSETS[RECYCLED] + key * SUCCESSOR_SHARES + share
+        if found.foreseen.is_known:
+            inputs[NOISE] = _noise_entry(found, token, rank, coarse)
         found.sets[row], found.chances[row] = chosen, chance_of(model, inputs, chosen)
 
 
@@ -200,6 +221,8 @@ def bring_near(
 @inlined
 def judge_again(evidence: Evidence, at: Position, model: Model, found: Candidates) -> None:
     """``judge`` where the same places, one token further, again are unanimous: few views see a difference."""
+    if found.foreseen.is_known:
+        begin_position(found.foreseen, at.depth)
     for level in range(evidence.num_levels):
         agreeing = evidence.lengths[level] + at.passed
         if length_bucket(agreeing) != length_bucket(agreeing - 1):
@@ -210,5 +233,7 @@ def judge_again(evidence: Evidence, at: Position, model: Model, found: Candidate
     inputs[TOKEN] = OFFSETS[TOKEN] + hash_of(token) * rows + coarse
     inputs[BEFORE] = OFFSETS[BEFORE] + hash_of(at.before) * rows + coarse
     inputs[PAIR] = OFFSETS[PAIR] + hash_of_pair(at.before, token) * rows + coarse
+    if found.foreseen.is_known:
+        inputs[NOISE] = _noise_entry(found, token, SUCCESSORS, coarse)
     found.sets[0] = deeper_set(found.sets[0], at.depth)
     found.chances[0] = chance_of(model, inputs, found.sets[0])

@@ -7,24 +7,22 @@ from typing import Final
 from ssd.compiled.addresses import TokenIds, inlined, int32_array, kernel
 from ssd.drafting.suffix.acceptance import Model, model_at
 from ssd.drafting.suffix.ahead import look_up_ahead, open_rows
-from ssd.drafting.suffix.ask import Ask, DraftRecord, asks_at, clear, drafts_at, plant_offers
+from ssd.drafting.suffix.ask import Ask, DraftRecord, asks_at, clear, drafts_at, foresee, plant_offers
+from ssd.drafting.suffix.carry_on import LEAST_CONTINUED, begin_text, search
 from ssd.drafting.suffix.chain import chain
 from ssd.drafting.suffix.follow import NO_TABLE, follow, keep
 from ssd.drafting.suffix.gather import (
     IN_STEP,
-    MAX_LEVELS,
     Texts,
-    begin_lookup,
     evidence_at,
-    look_up,
     scratch_at,
     texts_of,
 )
+from ssd.drafting.suffix.guesses import offer_guesses
 from ssd.drafting.suffix.learn import begin_draft, learn_from_context, learn_from_path
 from ssd.drafting.suffix.prediction import follow_prediction
-from ssd.drafting.suffix.tree import grow_tree
+from ssd.drafting.suffix.tree import Carrying, grow_tree
 from ssd.drafting.suffix.workspace import (
-    CONTINUED_CONTEXT,
     Frame,
     RequestState,
     evidence_of,
@@ -37,26 +35,23 @@ from ssd.retrieval.snapshot import SnapshotRecord, snapshot_at
 _MOST_CONTINUED: Final = 4
 """Times that a draft is carried on past the end of all it was drawn from."""
 
-_LEAST_CONTINUED: Final = 4
-"""Shorter matches do not carry on a draft whose sources have ended: they mostly begin something else."""
-
 
 @kernel
 def _search(
     frame: Frame, snapshot: SnapshotRecord, ask: Ask, context: TokenIds, max_length: int, min_length: int
 ) -> None:
     """Make what stands after the context's last tokens elsewhere the spare evidence."""
-    lookups, evidence = scratch_at(frame.lookups), evidence_of(frame, frame.num_rows)
-    length = begin_lookup(lookups.lookups[0], context, max_length, evidence)
-    if length >= min_length and ask.no_lookup == 0:
-        look_up(snapshot, lookups, 1, min_length, MAX_LEVELS, True)
+    spare_at = evidence_of(frame, frame.num_rows)
+    if ask.no_lookup == 1:
+        evidence_at(spare_at).num_levels = 0
+    else:
+        search(snapshot, scratch_at(frame.lookups), context, max_length, min_length, spare_at)
 
 
 @inlined
 def _continued(frame: Frame, context: TokenIds, out: DraftRecord) -> TokenIds:
     """The end of the context and the draft after it, one text."""
-    kept, drafted = min(len(context), CONTINUED_CONTEXT), out.size
-    frame.continued[:kept] = context[len(context) - kept :]
+    kept, drafted = begin_text(context, frame.continued), out.size
     frame.continued[kept : kept + drafted] = out.tokens[:drafted]
     return frame.continued[: kept + drafted]
 
@@ -76,8 +71,15 @@ def _draft_tree(
 ) -> None:
     if found_at == evidence_of(frame, frame.num_rows):
         _search(frame, snapshot, ask, texts.context, max_length, min_length)
+    carrying = Carrying(
+        snapshot,
+        scratch_at(frame.lookups),
+        evidence_of(frame, frame.num_rows + 1),
+        max_length,
+        max(min_length, LEAST_CONTINUED),
+    )
     evidence = evidence_at(found_at)
-    grow_tree(texts, evidence, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
+    grow_tree(texts, evidence, carrying, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
     out.is_tree = 1
     state.followed.table = NO_TABLE
 
@@ -99,29 +101,30 @@ def _draft_chain(
     spare_at = evidence_of(frame, frame.num_rows)
     evidence = evidence_at(spare_at)
     follow(state.followed, snapshot.table_number, texts, max_length, evidence)
-    has_ended = True
+    has_ended, may_look_up = True, ask.no_lookup == 0
     if evidence.num_levels > 0:
-        has_ended = chain(texts, evidence, 0, ask, prediction, model, found, space, judged, out)
+        has_ended = chain(texts, evidence, 0, may_look_up, ask, prediction, model, found, space, judged, out)
     if out.size < ask.limit:  # there is nothing to follow, or it does not lead far enough
         begin_draft(judged, len(texts.context))
         clear(out)
         if found_at == spare_at:
             _search(frame, snapshot, ask, texts.context, max_length, min_length)
         evidence = evidence_at(found_at)
-        has_ended = chain(texts, evidence, 0, ask, prediction, model, found, space, judged, out)
+        has_ended = chain(texts, evidence, 0, may_look_up, ask, prediction, model, found, space, judged, out)
     keep(state.followed, snapshot.table_number, texts, evidence)
     context = texts.context
-    for _ in range(_MOST_CONTINUED):
+    for number in range(_MOST_CONTINUED + 1):
         # All that agreed has ended and the draft is still worth more: what it ends with may go on elsewhere.
         drafted = out.size
         if not has_ended or drafted == 0 or drafted == ask.limit:
             break
         texts = texts_of(_continued(frame, context, out), snapshot)
-        _search(frame, snapshot, ask, texts.context, max_length, max(min_length, _LEAST_CONTINUED))
-        evidence = evidence_at(spare_at)
-        if evidence.num_levels == 0:
-            break
-        has_ended = chain(texts, evidence, drafted, ask, prediction, model, found, space, judged, out)
+        evidence, may_look_up = evidence_at(spare_at), may_look_up and number < _MOST_CONTINUED
+        if may_look_up:
+            _search(frame, snapshot, ask, texts.context, max_length, max(min_length, LEAST_CONTINUED))
+        else:
+            evidence.num_levels = 0
+        has_ended = chain(texts, evidence, drafted, may_look_up, ask, prediction, model, found, space, judged, out)
         if out.size == drafted:
             break
 
@@ -152,7 +155,9 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
             prediction = int32_array(ask.prediction, ask.prediction_length)
             follow_prediction(state.prediction, prediction, context, frame.prediction_hits)
         frame.candidates.successors = ask.successors
+        foresee(ask, frame.candidates.foreseen)
         plant_offers(ask, frame.candidates.forest)
+        offer_guesses(state.guesses, context, frame.candidates.forest)
         texts = texts_of(context, searched)
         found_at = evidence_of(frame, row if is_ahead and ask.is_looked_up else frame.num_rows)
         if ask.is_tree:

@@ -175,7 +175,7 @@ def _ask(frame: Frame, rows: Rows) -> tuple[int, int]:
         # One token is always the target's own.
         ask.limit, ask.state = max(0, min(batch.limit, batch.max_length - text.length - 1)), text.state
         ask.is_tree, ask.num_prices, ask.prediction_length, ask.num_offered = 0, 0, 0, 0
-        ask.successors, ask.no_lookup, ask.warmth = 0, 0, 0
+        ask.successors, ask.no_lookup, ask.warmth, ask.temperature = 0, 0, 0, 0.0
         asked[num_asked] = row
         num_asked += 1
     return num_asked, num_tokens

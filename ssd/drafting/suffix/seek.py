@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ssd.compiled.addresses import Int64s, inlined
+from ssd.drafting.suffix.foreseen import begin_position, weigh
 from ssd.drafting.suffix.gather import Evidence, Texts
 from ssd.drafting.suffix.judge import Candidates, Position
 from ssd.drafting.suffix.recycled import NOT_ASKED, recall
@@ -22,23 +23,32 @@ def _is_sure(evidence: Evidence, size: int, passed: int, votes: Votes) -> bool:
 
 @inlined
 def seek(
-    texts: Texts, evidence: Evidence, alive: Int64s, num_alive: int, at: Position, most: int, found: Candidates
+    texts: Texts,
+    evidence: Evidence,
+    alive: Int64s,
+    num_alive: int,
+    at: Position,
+    most: int,
+    most_recycled: int,
+    found: Candidates,
 ) -> int:
-    """Find the candidates of a position, ``most`` at most: how many there are.
+    """Find the candidates of a position: how many there are.
 
-    ``alive`` : samples that agree with the draft so far, see ``count_votes``. Tokens with votes, the predicted one and
-    those offered take the places first, those with the greatest share; the target's own what is left.
+    ``alive`` : samples that agree with the draft so far, see ``count_votes``. At most ``most`` tokens with votes, the
+    predicted one and those offered, of which the greatest share of votes or chance decides; beside them
+    ``most_recycled`` of the target's own.
     """
     votes, recycled = found.votes, found.recycled
     size = count_votes(texts, evidence, alive, num_alive, at.passed, at.predicted, votes)
     recycled.count = NOT_ASKED
     if found.successors != 0 and not _is_sure(evidence, size, at.passed, votes):
         recall(found.successors, at.earlier, at.before, recycled)
+    if found.foreseen.is_known:
+        begin_position(found.foreseen, at.depth)
+        weigh(found.foreseen, recycled)
     size = add_offered(found.forest, at.offered, size, votes)
     if size > most:
-        return keep_greatest(votes, size, most, evidence.num_levels, at.predicted, found.forest, at.offered)
-    for rank in range(recycled.count):
-        if size == most:
-            break
+        size = keep_greatest(votes, size, most, evidence.num_levels, at.predicted, found.forest, at.offered)
+    for rank in range(min(most_recycled, recycled.count)):
         size = add_voteless(recycled.tokens[rank], size, votes)
     return size

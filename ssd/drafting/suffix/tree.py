@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 
-from ssd.compiled.addresses import Int64s, inlined, kernel
+from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
 from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.suffix.acceptance import INPUTS, Model
 from ssd.drafting.suffix.ask import MAX_DRAFT, Ask, DraftRecord, name_source, predicted_token, price_of
-from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples, token_before
+from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT, begin_text, search, wants_places
+from ssd.drafting.suffix.gather import (
+    EVIDENCE_BYTES,
+    MAX_SAMPLES,
+    NOTHING,
+    Evidence,
+    LookupScratch,
+    Texts,
+    evidence_at,
+    next_token,
+    num_samples,
+    token_before,
+)
 from ssd.drafting.suffix.judge import Candidates, Position, judge
 from ssd.drafting.suffix.learn import JudgedDraft, error_bucket, keep_judged
 from ssd.drafting.suffix.offered import ROOT, child_of
 from ssd.drafting.suffix.prediction import PredictionPlace
 from ssd.drafting.suffix.seek import seek
-from ssd.drafting.suffix.vote import MAX_CANDIDATES
+from ssd.drafting.suffix.vote import MAX_CANDIDATES, MAX_RECYCLED, MAX_VOTED
+from ssd.retrieval.snapshot import SnapshotRecord
 
 _MOST_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
 _KEPT: Final = -1
+
+MOST_CARRIED: Final = 2
+"""Places of a tree that are looked up again, because all that led to them has ended."""
 
 
 class Node(Record):
     """A drafted token.
 
-    ``depth`` : draft tokens before it. ``first``, ``num_alive`` : the samples that agree with the path to it, where in
-    ``alive`` they begin and how many they are. ``follows`` : whether the prediction agrees with that path. ``offered``
-    : the node of the forest that the path leads to, NOTHING for none. ``best`` : the most probable candidate after it:
-    its number, NOTHING where there is none.
+    ``depth`` : draft tokens before it. ``lookup`` : which one its samples come from, 0 for that of the context;
+    ``looked_up_at`` : draft tokens before that. ``first``, ``num_alive`` : the samples that agree with the path to it,
+    where in ``alive`` they begin and how many they are. ``follows`` : whether the prediction agrees with that path.
+    ``offered`` : the node of the forest that the path leads to, NOTHING for none. ``best`` : the most probable
+    candidate after it: its number, NOTHING where there is none.
     """
 
     depth: Int64
+    lookup: Int64
+    looked_up_at: Int64
     first: Int64
     num_alive: Int64
     follows: Int64
@@ -59,13 +78,29 @@ class TreeScratch(Record):
     """Scratch memory.
 
     ``alive`` : samples that agree with the path to a node, those of every node one after another. ``heap`` : numbers of
-    the candidates that may enter the tree, the greatest product first.
+    the candidates that may enter the tree, the greatest product first. ``texts`` : of each further lookup the text.
+    ``lengths`` : how long that is.
     """
 
     alive: Annotated[Int64s, np.int64, (MAX_DRAFT + 2) * MAX_SAMPLES]
     nodes: Annotated[Sequence[Node], Node, MAX_DRAFT]
     opened: Annotated[Sequence[OpenCandidate], OpenCandidate, _MOST_OPEN]
     heap: Annotated[Int64s, np.int64, _MOST_OPEN]
+    texts: Annotated[TokenIds, np.int32, (MOST_CARRIED, CONTINUED_CONTEXT + MAX_DRAFT)]
+    lengths: Annotated[Int64s, np.int64, MOST_CARRIED]
+
+
+class Carrying(NamedTuple):
+    """What further lookups of a tree use.
+
+    ``evidences_at`` : address of Evidence[MOST_CARRIED]. Matches have ``min_length`` to ``max_length`` tokens.
+    """
+
+    snapshot: SnapshotRecord
+    lookups: LookupScratch
+    evidences_at: int
+    max_length: int
+    min_length: int
 
 
 @inlined
@@ -108,10 +143,48 @@ def _keep_once(space: TreeScratch, number: int, judged: JudgedDraft, drafted: bo
         candidate.weight_set = _KEPT
 
 
+@inlined
+def _texts_of(space: TreeScratch, texts: Texts, lookup: int) -> Texts:
+    """The texts that a lookup's samples lie in."""
+    context = texts.context if lookup == 0 else space.texts[lookup - 1][: space.lengths[lookup - 1]]
+    return Texts(context, texts.ring, texts.tail_start, texts.tail_stop)
+
+
+@inlined
+def _evidence_of(carrying: Carrying, evidence: Evidence, lookup: int) -> Evidence:
+    """What a lookup found, 0 for that of the context."""
+    if lookup == 0:
+        return evidence
+    return evidence_at(carrying.evidences_at + EVIDENCE_BYTES * (lookup - 1))
+
+
+@kernel
+def _look_up_again(
+    space: TreeScratch, number: int, texts: Texts, node: int, carrying: Carrying, out: DraftRecord
+) -> None:
+    """Look up the context and the path to a node."""
+    text, depth = space.texts[number], space.nodes[node].depth
+    kept = begin_text(texts.context, text)
+    for place in range(depth, -1, -1):
+        text[kept + place] = out.tokens[node]
+        node = out.parents[node]
+    space.lengths[number] = kept + depth + 1
+    found_at = carrying.evidences_at + EVIDENCE_BYTES * number
+    search(
+        carrying.snapshot,
+        carrying.lookups,
+        text[: kept + depth + 1],
+        carrying.max_length,
+        carrying.min_length,
+        found_at,
+    )
+
+
 @kernel
 def grow_tree(
     texts: Texts,
     evidence: Evidence,
+    carrying: Carrying,
     ask: Ask,
     prediction: PredictionPlace,
     model: Model,
@@ -125,7 +198,8 @@ def grow_tree(
     A node's chance is the product of those on its path, so none is above its parent's and the order is that of all
     nodes there could be: no tree of as many nodes from these candidates has a greater expected number of accepted
     tokens. The best candidate of every place that was looked at is learned from, however little it seems worth:
-    what is never drafted could else never be found to be underrated. O(limit * samples).
+    what is never drafted could else never be found to be underrated. Where all places that agreed with a path have
+    ended, it is looked up again, of the first MOST_CARRIED paths. O(limit * samples).
     """
     alive, nodes, heap = space.alive, space.nodes, space.heap
     count = num_samples(evidence)
@@ -136,11 +210,24 @@ def grow_tree(
     last = int(np.int64(texts.context[-1]))
     before, earlier = last, token_before(texts)
     error, votes, was_right = error_bucket(judged), found.votes, prediction.was_wrong == 0
+    lookup, looked_up_at, num_carried, here, said = 0, 0, 0, evidence, _texts_of(space, texts, 0)
     while True:
         predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
+        may_look_up = num_carried < MOST_CARRIED and num_nodes < ask.limit and ask.no_lookup == 0
+        passed = depth - looked_up_at
+        if may_look_up and wants_places(said, here, alive[first:], count, passed, predicted):
+            _look_up_again(space, num_carried, texts, parent, carrying, out)
+            num_carried += 1
+            lookup, looked_up_at, passed = num_carried, depth, 0
+            here, said = _evidence_of(carrying, evidence, lookup), _texts_of(space, texts, lookup)
+            count = num_samples(here)
+            for i in range(count):
+                alive[first + i] = i
+            node = nodes[parent]
+            node.lookup, node.looked_up_at, node.num_alive = lookup, looked_up_at, count
         at = Position(
             depth=depth,
-            passed=depth,
+            passed=passed,
             before=before,
             earlier=earlier,
             offered=offered,
@@ -151,8 +238,8 @@ def grow_tree(
             error_bucket=error,
             prompt_length=ask.prompt_length,
         )
-        size = seek(texts, evidence, alive[first:], count, at, MAX_CANDIDATES, found)
-        judge(evidence, size, at, model, found)
+        size = seek(said, here, alive[first:], count, at, MAX_VOTED, MAX_RECYCLED, found)
+        judge(here, size, at, model, found)
         best = 0
         for row in range(1, size):
             if found.chances[row] > found.chances[best]:
@@ -197,18 +284,21 @@ def grow_tree(
         out.parents[num_nodes] = parent
         out.size = num_nodes + 1
         # Its samples are those of its parent that go on with it.
+        lookup = nodes[parent].lookup if parent >= 0 else 0
+        looked_up_at = nodes[parent].looked_up_at if parent >= 0 else 0
+        here, said = _evidence_of(carrying, evidence, lookup), _texts_of(space, texts, lookup)
         from_first = nodes[parent].first if parent >= 0 else 0
         from_count = nodes[parent].num_alive if parent >= 0 else num_samples(evidence)
         first = nodes[num_nodes - 1].first + nodes[num_nodes - 1].num_alive if num_nodes > 0 else from_count
         count = 0
         for i in range(from_count):
             alive[first + count] = alive[from_first + i]
-            count += next_token(evidence, alive[from_first + i], depth, texts) == before
+            count += next_token(here, alive[from_first + i], depth - looked_up_at, said) == before
         follows = (parent < 0 or nodes[parent].follows == 1) and predicted_token(ask, prediction, depth) == before
         offered = child_of(found.forest, nodes[parent].offered if parent >= 0 else ROOT, before)
         node = nodes[num_nodes]
         node.depth, node.first, node.num_alive, node.follows = depth, first, count, int(follows)
-        node.offered = offered
+        node.offered, node.lookup, node.looked_up_at = offered, lookup, looked_up_at
         parent = num_nodes
         depth += 1
         num_nodes += 1

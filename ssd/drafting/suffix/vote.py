@@ -13,9 +13,15 @@ from ssd.drafting.offers import MAX_OFFERED
 from ssd.drafting.suffix.gather import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_own, next_token
 from ssd.drafting.suffix.offered import MAX_GUESSED, Forest, child_of, has_children
 
-MAX_CANDIDATES: Final = 8
-"""Most tokens judged at one position: those with the greatest share of the votes at any level of any source, or the
-greatest chance that another source gives them; then the target's own candidates, while there is room."""
+MAX_VOTED: Final = 12
+"""Most tokens judged at one position that places say or other sources offer: those with the greatest share of the votes
+at any level of any source, or the greatest chance."""
+
+MAX_RECYCLED: Final = 6
+"""Of the target's own candidates beside them."""
+
+MAX_CANDIDATES: Final = MAX_VOTED + MAX_RECYCLED
+"""Most tokens judged at one position."""
 
 NOWHERE: Final = MAX_LEVELS
 """The level of a source that has no place left."""

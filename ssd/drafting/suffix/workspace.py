@@ -9,26 +9,26 @@ from typing import Annotated, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import TokenIds, address, data_of, inlined, kernel
+from ssd.compiled.addresses import Int64s, TokenIds, address, data_of, inlined, kernel
 from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
 from ssd.compiled.registry import CHECKED, name_memory
+from ssd.drafting.noise_keys import request_key
 from ssd.drafting.offers import MAX_OFFERED, Offers
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow, ScoredPass
 from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
+from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT
 from ssd.drafting.suffix.chain import ChainScratch
 from ssd.drafting.suffix.follow import NO_TABLE, Followed
 from ssd.drafting.suffix.gather import EVIDENCE_BYTES, IN_STEP, Evidence, Hits, LookupScratch
+from ssd.drafting.suffix.guesses import Guesses, keep_guesses
 from ssd.drafting.suffix.judge import Candidates
 from ssd.drafting.suffix.learn import JudgedDraft, forget_draft
 from ssd.drafting.suffix.prediction import PredictionPlace, begin_prediction
-from ssd.drafting.suffix.tree import TreeScratch
+from ssd.drafting.suffix.tree import MOST_CARRIED, TreeScratch
 from ssd.errors import ConfigError
 from ssd.retrieval.lanes import Lane, Walker
 from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
-
-CONTINUED_CONTEXT: Final = 4096
-"""Tokens of a context that are looked at where a draft is carried on past the end of its sources."""
 
 _MAX_STATES: Final = 4096  # requests remembered; when there are more, all begin anew
 
@@ -46,14 +46,15 @@ class RequestState(Record):
     followed: Followed
     judged: JudgedDraft
     prediction: PredictionPlace
+    guesses: Guesses
 
 
 class Frame(Record):
     """What kernels find in a workspace.
 
     ``asks`` : Ask[num_rows]; ``drafts`` : DraftRecord[num_rows]. ``states`` : RequestState[num_states].
-    ``evidences`` : Evidence[num_rows + 1], of each row what was looked up ahead, and a spare one. ``lookups`` : the
-    caller's LookupScratch. All else is scratch.
+    ``evidences`` : Evidence[num_rows + 1 + MOST_CARRIED], of each row what was looked up ahead, a spare one, and those
+    of a tree's further lookups. ``lookups`` : the caller's LookupScratch. All else is scratch.
 
     ``groups`` : int64[groups of rows, 2]: of each IN_STEP rows how many threads wanted to look them up, and whether
     one has. ``num_open_at`` : where it is said how many rows threads may help with: an int64, 0 for not yet.
@@ -83,7 +84,7 @@ states_at = views_of(RequestState)
 
 @inlined
 def evidence_of(frame: Frame, row: int) -> int:
-    """Where the evidence of a row lies; that of ``num_rows`` is the spare one."""
+    """Where the evidence of a row lies; that of ``num_rows`` is the spare one, then come a tree's."""
     return frame.evidences + EVIDENCE_BYTES * row
 
 
@@ -105,6 +106,7 @@ def begin_state(state: RequestState, prompt_length: int) -> None:
     state.followed.table = NO_TABLE
     forget_draft(state.judged)
     begin_prediction(state.prediction, prompt_length)
+    state.guesses.count = 0
 
 
 @kernel
@@ -128,6 +130,30 @@ def place(
     ask.limit, ask.state = max(0, min(limit, MAX_DRAFT)), state
     if is_new:
         begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
+
+
+@kernel
+def keep_all_guesses(
+    workspace: int,
+    states: Int64s,
+    ends: Int64s,
+    fed: Int64s,
+    counts: Int64s,
+    parents: Int64s,
+    is_tree: bool,
+    chosen: Int64s,
+) -> None:
+    """Keep what the target chose behind wrong tokens, of every row of a `ScoredPass`.
+
+    ``states`` : int64[B], of each row's request in the workspace at an address, less than 0 for none. ``ends`` :
+    int64[B], the last of the positions that were right, less than 0 for none. ``parents`` : looked at where
+    ``is_tree``.
+    """
+    frame = frame_at(workspace)
+    kept = states_at(frame.states, frame.num_states)
+    for b in range(len(states)):
+        if states[b] >= 0:
+            keep_guesses(kept[states[b]].guesses, fed[b], parents[b], is_tree, counts[b], chosen[b], ends[b])
 
 
 class LookupMemory:
@@ -192,7 +218,7 @@ class Workspace:
 
     def _make_rows(self, count: int) -> None:
         self._asks, self._drafts = Records(Ask, count), Records(DraftRecord, count)
-        self._evidences = Records(Evidence, count + 1)
+        self._evidences = Records(Evidence, count + 1 + MOST_CARRIED)
         frame = self._frame
         frame.num_rows, frame.asks, frame.drafts = count, self._asks.address, self._drafts.address
         self._groups = np.zeros((1 + count // IN_STEP, 2), np.int64)
@@ -238,6 +264,21 @@ class Workspace:
         """Where what is kept of a request lies; None when nothing is."""
         return self._state_of.get(request_id)
 
+    def keep_guesses(self, scored: ScoredPass) -> None:
+        """Keep of each request what the target chose behind wrong tokens. O(positions)."""
+        states = [self._state_of.get(request_id, -1) for request_id in scored.request_ids]
+        ends = [path[-1] if len(path) else -1 for path in scored.paths]
+        keep_all_guesses(
+            self.address,
+            np.array(states, np.int64),
+            np.array(ends, np.int64),
+            scored.fed,
+            scored.counts,
+            scored.fed if scored.parents is None else scored.parents,
+            scored.parents is not None,
+            scored.chosen,
+        )
+
     def ask(
         self, row: int, request: DraftRequest, price: float, successors: int = 0, looks_up: bool = True
     ) -> tuple[npt.NDArray[Any], ...]:
@@ -252,6 +293,7 @@ class Workspace:
         ask.is_tree = request.tree
         ask.num_prices = ask.prediction_length = ask.num_offered = 0
         ask.warmth = 0 if request.sampling is None else _warmth(request.sampling.params.temperature)
+        ask.temperature, ask.noise_key = _noise_of(request.sampling)
         ask.price = price if prices is None or not len(prices) else prices[0]
         held: tuple[npt.NDArray[Any], ...] = ()
         if prices is not None and len(prices) > 1:
@@ -330,6 +372,16 @@ class Workspace:
             else EMPTY_DRAFT
             for row, size in enumerate(sizes)
         ]
+
+
+def _noise_of(sampling: SamplingRow | None) -> tuple[float, int]:
+    """Temperature and noise key of an `Ask`.
+
+    Where drafts are verified by rejection, nothing about them may depend on the noise that draws other tokens.
+    """
+    if sampling is None or sampling.params.greedy or sampling.acceptance != "match":
+        return 0.0, 0
+    return sampling.params.temperature, request_key(sampling.seed, sampling.choice_index)
 
 
 def _warmth(temperature: float) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ssd.config import SamplingParams
+from ssd.drafting.offers import MODEL
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow
 from ssd.errors import ModelError
 from ssd.model.draft.sampling import draw
@@ -72,6 +73,8 @@ class DraftModelDrafter:
 
     Owned by one thread. A pass that fails leaves no trace: the slots read their text again.
     """
+
+    kind = MODEL
 
     def __init__(
         self, target: Target, *, vocab_size: int | None = None, price: float = 0.2, chunk_tokens: int = 512

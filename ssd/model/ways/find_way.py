@@ -13,10 +13,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ssd.errors import first_line
 from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.layers.cpu_layers import CPU_LAYERS
 from ssd.model.layers.fused_linear import fuse_linears
-from ssd.model.layers.fused_norm import fuse_norms
-from ssd.model.layers.fused_rotary import fuse_rotary
-from ssd.model.layers.packed_linear import pack_linears
 from ssd.model.layers.probe_logits import PROBE_LENGTH, plain_logits
 from ssd.model.layers.replace import replace_layers
 from ssd.model.ways.logits_probe import PROBE_SLOTS, PROBE_WIDTH, check_windows, declared_layers, relative_error
@@ -30,9 +28,6 @@ log = logging.getLogger(__name__)
 _MOST_ERROR = 1e-3
 _MOST_ERROR_LOW_PRECISION = 0.08
 """A wrong mask, position or state is off by about 1; rounding to bfloat16 by up to some hundredths."""
-
-
-_CPU_LAYERS = (pack_linears, fuse_norms, fuse_rotary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
     # Quantised activations turn the last bit of a float32 into a step of their scale.
     exact = model.dtype == torch.float32 and getattr(model.config, "quantization_config", None) is None
     limit = _MOST_ERROR if exact else _MOST_ERROR_LOW_PRECISION
-    kinds = _CPU_LAYERS if model.device.type == "cpu" else (fuse_linears,) if fuse else ()
+    kinds = CPU_LAYERS if model.device.type == "cpu" else (fuse_linears,) if fuse else ()
     replace_layers(model, kinds, expected=expected, tolerance=limit)
     if keeps_state(model):
         reason = "it keeps a running state"

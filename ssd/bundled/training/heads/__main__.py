@@ -185,7 +185,7 @@ def main() -> None:
     done = train(kind, target, written, stream, args)
     num_bytes = save(kind, args.out)
     held_out = [
-        acceptance(target, kind, texts)
+        acceptance(target, kind.head, texts)
         for texts in write_batches(target, held_out_prompts(files, tokenizer), args.seed + 7, HELD_OUT_ROWS, (0.0, 0.7))
     ]
     chosen = {name: value for name, value in vars(args).items() if name not in ("out", "texts", "deadline")}

@@ -1,20 +1,17 @@
 """Training an EAGLE-3 head: it reads its own output while it learns, as it will when it drafts.
 
-"Training-time test" (arXiv 2503.01840, section 3): the head is unrolled for some steps over a whole text at once. In
-step j each position stands for a drafted one whose last j tokens are drafted too: features come from the step before,
-one place to the left, and attention reaches the target's features up to j places back and the drafted ones since.
+"Training-time test" (arXiv 2503.01840, section 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
-from ssd.bundled.training.heads.kinds import Draw, distance
+from ssd.bundled.training.heads.chains import unroll
+from ssd.bundled.training.heads.kinds import distance
 from ssd.model.heads.eagle3 import Eagle3Head
 
 STEP_WEIGHT = 0.8
@@ -74,23 +71,6 @@ class Eagle3Training:
             weights += weight
         return total / weights
 
-    @torch.inference_mode()
-    def chains(self, tokens: torch.Tensor, hidden: list[torch.Tensor], depth: int, draw: Draw) -> list[torch.Tensor]:
-        """See `Kind`."""
-        features = self.head.combine([states[:, :-1] for states in hidden])
-        drafts: list[torch.Tensor] = []
-
-        def drawn(step: int, logits: torch.Tensor) -> torch.Tensor:
-            everything = torch.full((*logits.shape[:-1], self.head.config.vocab_size), -torch.inf)
-            everything[..., self._draft_ids] = logits
-            drafts.append(draw(step, everything))
-            return drafts[-1]
-
-        for _logits in unroll(self.head, tokens[:, 1:], features, depth, drawn):
-            pass
-        # Step j has the chain that began at s at s + j.
-        return [functional.pad(draft[:, step:], (0, step), value=-1) for step, draft in enumerate(drafts)]
-
     def files(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The layout of the EAGLE repository."""
         head = self.head
@@ -112,30 +92,3 @@ class Eagle3Training:
             },
         }
         return config, dict(head.state_dict())
-
-
-def unroll(
-    head: Eagle3Head, next_tokens: torch.Tensor, features: torch.Tensor, num_steps: int, draw: Draw | None
-) -> Iterator[torch.Tensor]:
-    """Logits [B, n, Vd] of each step.
-
-    next_tokens : int64[B, n], the token after each position. features : [B, n, H], the target's. draw : what the head
-    reads in later steps; None for the text as it is. The first j positions of step j stand for nothing.
-    """
-    length = next_tokens.shape[1]
-    positions = torch.arange(length)[None]
-    cache = DynamicCache()
-    for step in range(num_steps):
-        mask = None if step == 0 else _reach(length, step)
-        logits, features = head(next_tokens, features, positions, attention_mask=mask, past_key_values=cache)
-        yield logits
-        features = functional.pad(features[:, :-1], (0, 0, 1, 0))
-        if draw is not None:
-            next_tokens = functional.pad(draw(step, logits)[:, :-1], (1, 0))
-
-
-def _reach(length: int, step: int) -> torch.Tensor:
-    """Which keys of this step and those before it a position sees, bool[1, 1, length, (step + 1) * length]."""
-    back = torch.arange(length)[:, None] - torch.arange(length)
-    blocks = [back >= step] + [back == step - earlier for earlier in range(1, step + 1)]
-    return torch.cat(blocks, dim=1)[None, None]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ssd.bundled.training.heads.kinds import Draw, distance
+from ssd.bundled.training.heads.kinds import distance
 from ssd.model.heads.medusa import MedusaHead
 
 HEAD_WEIGHT = 0.8
@@ -30,7 +29,8 @@ class MedusaTraining:
 
     def loss(self, tokens: torch.Tensor, hidden: list[torch.Tensor], logits: torch.Tensor, depth: int) -> torch.Tensor:
         """Distance from what the target says behind the text as it goes on, later heads counted less."""
-        said, wanted = self._said(hidden), torch.softmax(logits, -1)
+        features, wanted = self.head.combine(hidden), torch.softmax(logits, -1)
+        said = self.head(features.flatten(0, 1)).reshape(*features.shape[:2], self.head.num_tokens, -1)
         total, weights = torch.zeros(()), 0.0
         for head in range(depth):
             ahead = head + 1
@@ -38,15 +38,6 @@ class MedusaTraining:
             total = total + weight * distance(said[:, :-ahead, head], wanted[:, ahead:])
             weights += weight
         return total / weights
-
-    @torch.inference_mode()
-    def chains(self, tokens: torch.Tensor, hidden: list[torch.Tensor], depth: int, draw: Draw) -> list[torch.Tensor]:
-        """See `Kind`."""
-        said = self._said(hidden)[:, :-1]
-        # `draw` has the entries of depth d stand where EAGLE-3's do, d places on.
-        shifted = [functional.pad(said[:, : said.shape[1] - d, d], (0, 0, d, 0)) for d in range(depth)]
-        drawn = [draw(d, logits) for d, logits in enumerate(shifted)]
-        return [functional.pad(draft[:, d:], (0, d), value=-1) for d, draft in enumerate(drawn)]
 
     def files(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The layout of the Medusa repository."""
@@ -62,8 +53,3 @@ class MedusaTraining:
             kind, number, *rest = name.split(".")
             tensors[".".join([number, *rest]) if kind == "blocks" else f"{number}.1.{rest[-1]}"] = weight
         return config, tensors
-
-    def _said(self, hidden: list[torch.Tensor]) -> torch.Tensor:
-        features = self.head.combine(hidden)
-        said: torch.Tensor = self.head(features.flatten(0, 1))
-        return said.unflatten(0, features.shape[:2])

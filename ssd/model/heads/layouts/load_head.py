@@ -8,9 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError, first_line
+from ssd.model.heads.faster import make_faster
 from ssd.model.heads.head import Head
 from ssd.model.heads.layouts import LAYOUTS
 from ssd.model.heads.layouts.files import TensorFiles, find_directory, read_config
+from ssd.model.heads.probe import require_drivable
 from ssd.text.hub import HubOptions
 
 _SHOWN = 6
@@ -35,7 +37,8 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
             f"{len(names)} tensors: {some}{' ...' if len(names) > _SHOWN else ''}. Convert it, or leave it out"
         )
     try:
-        head = layout.build(config, tensors, model)
+        head = layout.build(config, tensors, model).eval().requires_grad_(False)
+        require_drivable(head, model)
     except ModelError as error:
         raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {error}") from error
     # A size of 0, numbers that contradict each other: whatever torch says to what a configuration describes.
@@ -44,4 +47,5 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
             f"draft head {str(name_or_path)!r}, {layout.name}: its config.json and its tensors do not make a head: "
             f"{first_line(error)[:200]}. Download it again"
         ) from error
-    return head.eval().requires_grad_(False)
+    make_faster(head, model)
+    return head

@@ -1,0 +1,101 @@
+"""What the target's own noise says of a candidate before the target has spoken.
+
+A sampled token is ``argmax(log p + g)``, and the noise g is a pure function of seed, position and token: known now.
+Given it, a token that the target holds at p comes with the chance ``exp(-exp(-(log(p / (1 - p)) + g)))``: the greatest
+score of the others is Gumbel distributed (Maddison et al. 2014, section 3). Where an entry says what the target held
+likely here before, its noisy scores are compared outright. How far either is to be trusted is learned, as of any view.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import Float64s, inlined
+from ssd.compiled.records import Float64, Int64, Record, Uint64
+from ssd.drafting.noise_keys import gumbel_at, key_at
+from ssd.drafting.suffix.recycled import Recycled
+from ssd.drafting.suffix.successors import SHARES, SUCCESSORS
+
+VERDICTS: Final = 7
+"""0: no entry; 1: not in it; in it 2: far behind the best, 3: close behind it; the best 4: by little, 5: clearly, 6: by
+far."""
+
+HEIGHTS: Final = 8
+"""Buckets of noise."""
+
+TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
+"""What a share of an entry stands for."""
+
+assert len(TYPICAL_SHARE) == SHARES
+
+_LOG_SHARE: Final = np.log(TYPICAL_SHARE)
+_CLOSE: Final = 1.0
+_CLEARLY: Final = 0.5
+_BY_FAR: Final = 1.5
+
+
+class Foreseen(Record):
+    """Noise at a position of a draft.
+
+    ``is_known`` : 0 where the target does not draw, or not with noise that is known. ``request`` : the key of the
+    sequence, ``start`` : tokens before the draft, ``temperature`` : the request's. ``key`` : of the position.
+    ``scores`` : of the tokens of the entry there, log shares at the request's temperature and noise. ``best`` : which
+    is greatest; ``lead`` : its score less that of the second, infinite where there is none.
+    """
+
+    is_known: Int64
+    request: Uint64
+    start: Int64
+    temperature: Float64
+    key: Uint64
+    best: Int64
+    lead: Float64
+    scores: Annotated[Float64s, np.float64, SUCCESSORS]
+
+
+@inlined
+def begin_position(foreseen: Foreseen, depth: int) -> None:
+    """Take up the noise behind so many tokens of the draft."""
+    foreseen.key = key_at(foreseen.request, foreseen.start + depth)
+
+
+@inlined
+def weigh(foreseen: Foreseen, recycled: Recycled) -> None:
+    """Compare the tokens of an entry as the target will, if it holds them as likely as it did. O(tokens)."""
+    foreseen.best = 0
+    second = -math.inf
+    for rank in range(recycled.count):
+        noise = gumbel_at(foreseen.key, recycled.tokens[rank])
+        score = _LOG_SHARE[recycled.shares[rank]] / foreseen.temperature + noise
+        foreseen.scores[rank] = score
+        if rank == 0:
+            continue
+        if score > foreseen.scores[foreseen.best]:
+            second, foreseen.best = foreseen.scores[foreseen.best], rank
+        elif score > second:
+            second = score
+    foreseen.lead = foreseen.scores[foreseen.best] - second
+
+
+@inlined
+def verdict_on(foreseen: Foreseen, recycled: Recycled, rank: int) -> int:
+    """What noise and the entry say of its token at ``rank``, SUCCESSORS for another one: 0..VERDICTS - 1."""
+    if recycled.count <= 0:
+        return 0
+    if rank == SUCCESSORS:
+        return 1
+    if rank != foreseen.best:
+        return 3 if foreseen.scores[foreseen.best] - foreseen.scores[rank] < _CLOSE else 2
+    if foreseen.lead < _CLEARLY:
+        return 4
+    return 5 if foreseen.lead < _BY_FAR else 6
+
+
+@inlined
+def height_of(foreseen: Foreseen, token: int) -> int:
+    """The bucket of a token's noise, 0..HEIGHTS - 1."""
+    noise = gumbel_at(foreseen.key, token)
+    return int(min(HEIGHTS - 1, max(0, int(2.0 * (noise + 1.0) + 1.0))))

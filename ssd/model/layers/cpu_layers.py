@@ -1,0 +1,12 @@
+"""All faster layers that there are for a CPU."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ssd.model.layers.fused_norm import fuse_norms
+from ssd.model.layers.fused_rotary import fuse_rotary
+from ssd.model.layers.packed_linear import pack_linears
+from ssd.model.layers.replace import Replace
+
+CPU_LAYERS: Final[tuple[Replace, ...]] = (pack_linears, fuse_norms, fuse_rotary)

@@ -1,0 +1,167 @@
+"""EAGLE-3 as it is published: both layouts give the same head, and what does not fit is said in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssd.errors import ModelError
+from ssd.model.heads.eagle3 import Eagle3Head
+from ssd.model.heads.layouts.load_head import load_head
+from tests.heads import head_drafter
+from tests.models import VOCAB, tiny_model
+from tests.published_heads import HIDDEN, norm, random, write
+
+DRAFTED = torch.arange(7, 7 + 2 * 80, 2)
+"""The target's ids of the 80 tokens that the head drafts."""
+SHAPE: dict[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 1, "vocab_size": VOCAB, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    "rope_theta": 500.0, "model_type": "llama",
+}  # fmt: skip
+MODEL = tiny_model("Llama", num_hidden_layers=8)
+
+
+def tensors(prefix: str, *, layers: int = 3, bias: bool = False) -> dict[str, torch.Tensor]:
+    """As a checkpoint has them; ``prefix`` : of the head's own layer."""
+    found = {
+        "fc.weight": random(HIDDEN, layers * HIDDEN, seed=1),
+        "norm.weight": norm(HIDDEN, 2),
+        "lm_head.weight": random(len(DRAFTED), HIDDEN, seed=3),
+        "d2t": DRAFTED - torch.arange(len(DRAFTED)),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, DRAFTED, True),
+    }
+    shapes = {
+        "self_attn.q_proj": (64, 2 * HIDDEN), "self_attn.k_proj": (32, 2 * HIDDEN),
+        "self_attn.v_proj": (32, 2 * HIDDEN), "self_attn.o_proj": (HIDDEN, 64),
+        "mlp.gate_proj": (96, HIDDEN), "mlp.up_proj": (96, HIDDEN), "mlp.down_proj": (HIDDEN, 96),
+    }  # fmt: skip
+    for seed, (name, shape) in enumerate(shapes.items(), 10):
+        found[f"{prefix}{name}.weight"] = random(*shape, seed=seed)
+    for seed, name in enumerate(("hidden_norm", "input_layernorm", "post_attention_layernorm"), 30):
+        found[f"{prefix}{name}.weight"] = norm(HIDDEN, seed)
+    return found
+
+
+def own(directory: Path, **config: Any) -> Path:
+    """The EAGLE repository's layout, as SpecForge and SGLang have it."""
+    said = {**SHAPE, "draft_vocab_size": len(DRAFTED), **config}
+    return write(directory, {key: value for key, value in said.items() if value is not None}, tensors("midlayer."))
+
+
+def speculators(directory: Path, more: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    """The speculators format."""
+    said = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": SHAPE,
+        "draft_vocab_size": len(DRAFTED),
+        "norm_before_residual": False,
+        "target_hidden_size": None,
+        **config,
+    }
+    return write(directory, said, {**tensors("layers.0."), **(more or {})})
+
+
+@torch.inference_mode()
+def said_by(head: Eagle3Head) -> torch.Tensor:
+    """Logits over a short text, by slots."""
+    from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+
+    rows = SlotRows.build(SlotKVCache(1, 8, torch.device("cpu")), [0], 5, torch.device("cpu"))
+    hidden = [random(1, 5, HIDDEN, seed=50 + layer) for layer in range(3)]
+    ids = torch.tensor([[5, 9, 11, 40, 8]])
+    return head(ids, head.combine(hidden), rows.positions, slot_rows=rows)[0]
+
+
+def load(directory: Path) -> Eagle3Head:
+    head = load_head(directory, MODEL)
+    assert isinstance(head, Eagle3Head)
+    return head
+
+
+def test_both_layouts_give_the_same_head(tmp_path: Path) -> None:
+    one, other = load(own(tmp_path / "own")), load(speculators(tmp_path / "speculators"))
+    assert one.feature_layers == other.feature_layers == (2, 4, 5)
+    for head in (one, other):
+        assert head.draft_to_target is not None and torch.equal(head.draft_to_target, DRAFTED)
+        assert torch.equal(head.fc.weight, random(HIDDEN, 3 * HIDDEN, seed=1))
+        assert not head.training and not any(weight.requires_grad for weight in head.parameters())
+    assert torch.equal(said_by(one), said_by(other))
+    changed = load(speculators(tmp_path / "changed", norm_before_residual=True))
+    assert not torch.allclose(said_by(one), said_by(changed))
+
+
+def test_layers_are_counted_as_each_layout_counts_them(tmp_path: Path) -> None:
+    """SGLang: what the layer of an index puts out; vLLM: what comes out of so many layers."""
+    listed: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+    assert load(own(tmp_path / "own", eagle_config=listed)).feature_layers == (2, 4, 7)
+    assert load(speculators(tmp_path / "speculators", **listed)).feature_layers == (1, 3, 6)
+
+
+def test_embeddings_are_the_targets_unless_others_come_with_the_head(tmp_path: Path) -> None:
+    same = MODEL.get_input_embeddings().weight.detach().clone()
+    plain = said_by(load(speculators(tmp_path / "none")))
+    assert torch.equal(plain, said_by(load(speculators(tmp_path / "same", {"embed_tokens.weight": same}))))
+    head = load(speculators(tmp_path / "others", {"embed_tokens.weight": random(VOCAB, HIDDEN, seed=9)}))
+    assert not torch.allclose(plain, said_by(head))
+
+
+def test_a_loaded_head_drafts_tokens_of_the_target(tmp_path: Path) -> None:
+    import numpy as np
+
+    from ssd.drafting.protocol import DraftRequest
+
+    target, drafter = head_drafter(MODEL, load(own(tmp_path)))
+    target.prefill([1], np.full((1, 9), 7), [9])
+    context = np.array([7] * 9 + [8], np.int32)
+    (draft,) = drafter.propose([DraftRequest("a", context, 1, None, 9, prices=np.zeros(1), slot=1, tree=True)])
+    assert len(draft.token_ids) == 9 and set(draft.token_ids.tolist()) <= set(DRAFTED.tolist())
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "another vocabulary": (lambda path: own(path, vocab_size=VOCAB + 1), "made for another model"),
+    "another hidden size": (lambda path: own(path, hidden_size=32), "embed_tokens"),
+    "another target": (lambda path: own(path, target_hidden_size=128), "target_hidden_size 128, the model has 64"),
+    "more ids than entries": (lambda path: own(path, draft_vocab_size=81), "d2t has 80 entries"),
+    "no such layer": (lambda path: speculators(path, eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight"),
+    "odd layers": (lambda path: speculators(path, eagle_aux_hidden_state_layer_ids=["a"]), "no list of layers"),
+    "no layer config": (lambda path: speculators(path, transformer_layer_config=None), "transformer_layer_config"),
+    "several layers": (lambda path: own(path, num_hidden_layers=2), "several layers"),
+    "normed before": (lambda path: speculators(path, norm_before_fc=True), "norm_before_fc"),
+    "unread": (lambda path: speculators(path, {"gate.weight": torch.ones(3)}), "not read, gate.weight"),
+    "missing": (lambda path: write(path, SHAPE, drop(tensors("midlayer."), "norm.weight")), "norm.weight"),
+    "ids outside": (
+        lambda path: write(path, SHAPE, {**tensors("midlayer."), "d2t": torch.full((80,), VOCAB)}),
+        "outside 0..299",
+    ),
+}
+
+
+def drop(found: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in found.items() if key != name}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_said_in_one_line(case: str, tmp_path: Path) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(ModelError, match=message) as refused:
+        load_head(make(tmp_path), MODEL)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_layer_that_the_model_does_not_have_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    from ssd.model.heads.drafter import tapped_by
+    from ssd.model.loading.load_target import open_target
+
+    head = load(own(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}))
+    with pytest.raises(ModelError, match="reads behind layer 9, and LlamaForCausalLM has 8"):
+        open_target(MODEL, num_slots=2, max_length=32, tapped=tapped_by(head, MODEL.device, MODEL.dtype))
+
+
+def test_too_few_layers_for_the_usual_choice_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="too few for the usual choice"):
+        load_head(own(tmp_path), tiny_model("Llama"))
