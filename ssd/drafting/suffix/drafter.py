@@ -29,6 +29,9 @@ class SuffixDrafter:
     token: of all lengths the one with the greatest expected accepted tokens minus price. A tree is grown the same way,
     best first, from all candidates.
 
+    What a request's ``offers`` say, what the target held likely when the same tokens came before and what it guessed in
+    the last pass are candidates of the same chain or tree. What no place has said for a while is looked up again.
+
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
     Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
     `gather.look_up`.
