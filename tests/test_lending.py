@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
@@ -21,6 +22,7 @@ from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.terms import NamespaceTerms
 from tests.test_namespaces import eventually
+from tests.test_successors import scored_pass
 
 FINGERPRINT = "0123456789abcdef" * 2
 READER = NamespaceTerms(reads_shared=True)
@@ -229,3 +231,13 @@ def test_the_capacity_is_the_one_of_the_terms() -> None:
             small.append(np.array(words("a", number), np.int32), prompt_length=0)
         caches.flush()
         assert small.cache is not None and small.cache.stats().num_tokens <= 64
+
+
+def test_what_the_target_held_likely_in_the_shared_namespace_is_not_lent() -> None:
+    successors = NamespaceSuccessors()
+    with inline_set() as caches:
+        lender, reader = (held(caches, name).cache for name in ("default", "a"))
+        assert lender is not None and reader is not None
+        successors.learn(scored_pass([("of the lender", lender.learned, True, [1, 2], [10, 11])]))
+        assert successors.of(lender.learned, "another")
+        assert not successors.of(reader.learned, "another")
