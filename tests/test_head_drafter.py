@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exactness import score_margin
-from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams
+from ssd.bundled import MODEL_PATH
+from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams, StructuredOutput
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.offers import MAX_OFFERED
@@ -24,8 +25,10 @@ from ssd.model.heads.drafter import HeadDrafter
 from ssd.model.heads.head import FINAL, Head
 from ssd.model.heads.shapes import comb, product
 from ssd.model.kv.tree import is_tree, leading_chain
+from ssd.model.loading.load_target import load_model
 from ssd.model.target import pad_rows
 from ssd.model.ways.slot_target import SlotTarget
+from ssd.text.codec import TextCodec
 from tests.heads import PerfectHead, RandomParallelHead, forgetful_model, head_drafter, random_eagle3
 from tests.models import VOCAB, tiny_model
 from tests.test_lossless_options import EOS, options
@@ -322,6 +325,26 @@ def test_whatever_happened_a_head_says_what_it_would_say_of_the_text_alone(
         happen(house)
     house.check(range(SLOTS), 0.0)
     house.check(range(SLOTS), 0.9)
+
+
+def test_grammars_hold_and_say_the_same_with_a_head() -> None:
+    codec = TextCodec.load(str(MODEL_PATH))
+    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
+    target, drafter = head_drafter(model, random_eagle3(model, (1, 3, FINAL), 512), max_length=160)
+    rule = StructuredOutput("regex", r"[a-c]{2,9}(-[0-9]{1,3}){2,6}")
+    found = []
+    for chosen, k in ((make_drafter("none", DraftConfig()), 0), (drafter, 6)):
+        engine = Engine(target, drafter=chosen, codec=codec, draft=DraftConfig(num_speculative_tokens=k))
+        for seed, temperature in enumerate([0.0, 0.8, 1.2]):
+            params = SamplingParams(max_tokens=40, temperature=temperature, seed=seed, structured_output=rule)
+            engine.submit(request_of(seed, codec.encode_prompt("import os"), params))
+        said: dict[str, list[int]] = {"0": [], "1": [], "2": []}
+        while engine.has_work():
+            for output in engine.step():
+                said[output.request_id] += output.token_ids
+        found.append(said)
+        assert engine.metrics.drafter_failures == 0
+    assert found[0] == found[1]
 
 
 def test_a_head_that_is_right_is_accepted_whole() -> None:

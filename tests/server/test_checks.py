@@ -58,6 +58,8 @@ def test_what_can_work_passes(tmp_path: Path, model: Path, caplog: pytest.LogCap
         (("--cache-dir", "pyproject.toml/below"), "Not a directory"),
         (("--max-model-len", "1m"), "--max-model-len 1000000 exceeds the model's context of 2048"),
         (("--draft-model", "./no-such-directory"), "no-such-directory"),
+        (("--draft-head", "./no-such-directory"), "no-such-directory"),
+        (("--draft-head", "tests"), "has no config.json"),
         (("--chat-template", "{% if %}"), "--chat-template, line 1"),
         (("tests",), "config.json"),
         (("pyproject.toml",), "is a file"),
