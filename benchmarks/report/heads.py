@@ -31,7 +31,7 @@ def heads_section(run: dict[str, Any]) -> str:
         lines.append(
             f"- {_KINDS[result['kind']]}: {result['steps']} steps, {result['tokens'] / 1e6:.2f} M tokens read in "
             f"{result['seconds'] / 60:.0f} minutes on {result['threads']} threads that others kept busy, "
-            f"{result['bytes'] / 1e6:.2f} MB; one pass {result['head_pass_ms']:.2f} ms beside the target's "
+            f"{result['bytes'] / 1e6:.2f} MB; one pass takes {result['head_pass_ms']:.2f} ms of one core, the target's "
             f"{result['target_pass_ms']:.2f} ms"
         )
     environment, rows = run["environment"], run["parameters"]["rows"]
