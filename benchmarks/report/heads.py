@@ -39,8 +39,9 @@ def heads_section(run: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"`python -m benchmarks.head_training` on {run['date']}, {environment['cpu']}, one thread: {rows} greedy "
-            f"and {rows} sampled texts behind prompts of files that nothing was trained on, a chain at every position. "
+            f"Measured on {run['date']}, {environment['cpu']}, as training ended; measured again by "
+            f"`python -m benchmarks.head_training` for a saved head; times on one thread. {rows} greedy and {rows} "
+            "sampled texts behind prompts of files that nothing was trained on, a chain at every position: "
             + " and ".join(
                 f"{text['loop_share']:.0%} of the {'sampled' if text['temperature'] else 'greedy'} tokens"
                 for text in run["results"][0]["held_out"]
