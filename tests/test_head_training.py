@@ -17,6 +17,7 @@ from ssd.bundled.training.heads.measure import acceptance
 from ssd.bundled.training.heads.medusa import MedusaTraining
 from ssd.bundled.training.heads.texts import Written, gumbel, read, write
 from ssd.bundled.training.train import take_step
+from ssd.model.heads.eagle3 import Eagle3Head
 from ssd.model.heads.head import ParallelHead
 from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.layers.tap import Tap
@@ -152,6 +153,11 @@ def test_a_saved_head_is_the_head_that_was_trained(target: LlamaForCausalLM, nam
     if name == "medusa":
         torch.testing.assert_close(loaded(features), kind.head(features), rtol=1e-4, atol=1e-4)
         return
-    assert torch.equal(loaded.draft_to_target, kind.head.draft_to_target)  # type: ignore[arg-type]
-    for mine, other in zip(kind.head.state_dict().values(), loaded.state_dict().values(), strict=True):
-        assert torch.equal(mine, other)
+    assert isinstance(loaded, Eagle3Head) and isinstance(kind, Eagle3Training)
+    assert loaded.draft_to_target is not None and kind.head.draft_to_target is not None
+    assert torch.equal(loaded.draft_to_target, kind.head.draft_to_target)
+    loaded.config._attn_implementation = "sdpa"
+    tokens, positions = torch.randint(1, VOCABULARY, (1, 5)), torch.arange(5)[None]
+    features = torch.randn(1, 5, 32)
+    found, wanted = (head(tokens, features, positions)[0] for head in (loaded, kind.head))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)

@@ -31,7 +31,7 @@ def heads_section(run: dict[str, Any]) -> str:
         lines.append(
             f"- {_KINDS[result['kind']]}: {result['steps']} steps, {result['tokens'] / 1e6:.2f} M tokens read in "
             f"{result['seconds'] / 60:.0f} minutes on {result['threads']} threads that others kept busy, "
-            f"{result['bytes'] / 1e6:.2f} MB; one pass {result['head_pass_ms']:.2f} ms beside the target's "
+            f"{result['bytes'] / 1e6:.2f} MB; one pass takes {result['head_pass_ms']:.2f} ms of one core, the target's "
             f"{result['target_pass_ms']:.2f} ms"
         )
     environment, rows = run["environment"], run["parameters"]["rows"]
@@ -39,8 +39,9 @@ def heads_section(run: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"`python -m benchmarks.head_training` on {run['date']}, {environment['cpu']}, one thread: {rows} greedy "
-            f"and {rows} sampled texts behind prompts of files that nothing was trained on, a chain at every position. "
+            f"Measured on {run['date']}, {environment['cpu']}, as training ended; measured again by "
+            f"`python -m benchmarks.head_training` for a saved head; times on one thread. {rows} greedy and {rows} "
+            "sampled texts behind prompts of files that nothing was trained on, a chain at every position: "
             + " and ".join(
                 f"{text['loop_share']:.0%} of the {'sampled' if text['temperature'] else 'greedy'} tokens"
                 for text in run["results"][0]["held_out"]
