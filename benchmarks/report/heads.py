@@ -39,8 +39,8 @@ def heads_section(run: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"Measured on {run['date']}, {environment['cpu']}, as training ended; measured again by "
-            f"`python -m benchmarks.head_training` for a saved head; times on one thread. {rows} greedy and {rows} "
+            f"Measured on {run['date']}, {environment['cpu']}, by "
+            f"`python -m benchmarks.head_training` from what was saved; times on one thread. {rows} greedy and {rows} "
             "sampled texts behind prompts of files that nothing was trained on, a chain at every position: "
             + " and ".join(
                 f"{text['loop_share']:.0%} of the {'sampled' if text['temperature'] else 'greedy'} tokens"
