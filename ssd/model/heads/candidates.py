@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,12 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.drafting.noise_keys import CHOICE, gumbel_noise_of
+from ssd.compiled.addresses import kernel
+from ssd.drafting.noise_keys import CHOICE, gumbel_at, gumbel_noise_of, key_at, request_key
 from ssd.drafting.protocol import SamplingRow
 from ssd.model.draft.sampling import draw
+from ssd.model.sampling.noise import LOWEST_TEMPERATURE
 from ssd.model.sampling.target_tokens import is_ruled, keys_at, with_prefix_rules
 
 MOST_CANDIDATES = 32
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,26 +44,81 @@ def candidates(
     scores the target's own. vocab_size : of the target; what a head scores beyond is left out.
 
     Greedy rows go by probability. Sampled ones begin with what the target would draw if it had the head's law, with the
-    very noise it will draw with, see `draw`; of the most probable others those come first that this noise favours.
+    very noise it will draw with; of the most probable others those come first that this noise favours.
     """
+    if any(is_ruled(row) or row.params.min_p > 0.0 for row in rows):
+        return _by_rules(logits, rows, draft_to_target, vocab_size)
+    scores = (logits[:, :vocab_size] if draft_to_target is None else logits).float()
+    is_sampled = np.array([not row.params.greedy for row in rows])
+    if is_sampled.any():
+        temperatures = [row.params.temperature if row.params.temperature > 0 else 1.0 for row in rows]
+        scores = scores / torch.tensor(temperatures, device=scores.device).clamp_min(LOWEST_TEMPERATURE)[:, None]
+    best = scores.topk(min(MOST_CANDIDATES, scores.shape[-1]))
+    ids = best.indices if draft_to_target is None else draft_to_target[best.indices]
+    token_ids: Ints = ids.cpu().numpy()
+    logs: Floats = (best.values - scores.logsumexp(-1, keepdim=True)).double().cpu().numpy()
+    if is_sampled.any():
+        keys = np.array([request_key(row.seed, row.choice_index) for row in rows], np.uint64)
+        positions = np.array([len(row.context) for row in rows])
+        top_k = np.array([row.params.top_k if row.params.top_k > 0 else MOST_CANDIDATES for row in rows])
+        top_p = np.array([row.params.top_p for row in rows])
+        _favour(token_ids, logs, is_sampled, keys, positions, top_k, top_p)
+    return Candidates(token_ids, np.exp(logs))
+
+
+@kernel
+def _favour(
+    token_ids: Ints,
+    logs: Floats,
+    is_sampled: npt.NDArray[np.bool_],
+    keys: npt.NDArray[np.uint64],
+    positions: Ints,
+    top_k: Ints,
+    top_p: Floats,
+) -> None:
+    """Bring the candidates of sampled rows, which come by probability, into the order of their noisy scores, in place.
+
+    What top-k and top-p rule out goes to the end, with no chance. O(R M^2): M is small.
+    """
+    num_rows, most = token_ids.shape
+    noisy = np.empty(most)
+    for row in range(num_rows):
+        if not is_sampled[row]:
+            continue
+        key, before = key_at(keys[row], positions[row]), 0.0
+        for i in range(most):
+            is_kept = i == 0 or (i < top_k[row] and before < top_p[row])
+            before += math.exp(logs[row, i])
+            if not is_kept:
+                logs[row, i] = -np.inf
+            noisy[i] = logs[row, i] + gumbel_at(key, token_ids[row, i])
+        for i in range(1, most):
+            score, token, log, place = noisy[i], token_ids[row, i], logs[row, i], i
+            while place > 0 and noisy[place - 1] < score:
+                noisy[place], token_ids[row, place] = noisy[place - 1], token_ids[row, place - 1]
+                logs[row, place] = logs[row, place - 1]
+                place -= 1
+            noisy[place], token_ids[row, place], logs[row, place] = score, token, log
+
+
+def _by_rules(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
+) -> Candidates:
+    """The same where rules of a request go by the target's ids: over its whole vocabulary."""
     sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
     drawn = None
     if draft_to_target is None:
         logits = logits[:, :vocab_size]
-    if sampled or any(is_ruled(row) for row in rows):  # rules and noise go by the target's ids
-        if draft_to_target is not None:
-            whole = logits.new_full((len(rows), vocab_size), float("-inf"))
-            whole[:, draft_to_target] = logits
-            logits, draft_to_target = whole, None
-        if sampled:
-            drawn = draw(logits, rows)
-        scores = with_prefix_rules(logits[:, None], rows)[:, 0] if drawn is None or drawn.law is None else drawn.law
     else:
-        scores = logits
+        whole = logits.new_full((len(rows), vocab_size), float("-inf"))
+        whole[:, draft_to_target] = logits
+        logits = whole
+    if sampled:
+        drawn = draw(logits, rows)
+    scores = with_prefix_rules(logits[:, None], rows)[:, 0] if drawn is None or drawn.law is None else drawn.law
     scores = scores.float()
     best = scores.topk(min(MOST_CANDIDATES, scores.shape[-1]))
-    ids = best.indices if draft_to_target is None else draft_to_target[best.indices]
-    token_ids: npt.NDArray[np.int64] = ids.cpu().numpy()
+    token_ids: Ints = best.indices.cpu().numpy()
     logs = (best.values - scores.logsumexp(-1, keepdim=True)).double().cpu().numpy()
     if drawn is not None:
         keys = np.concatenate([keys_at(rows[b], CHOICE)[:1] for b in sampled])
