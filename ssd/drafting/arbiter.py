@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ssd.drafting.joint import Joint
-from ssd.drafting.protocol import Draft, Drafter, DraftRequest, ScoredPass, ScoreObserver
+from ssd.drafting.protocol import Draft, Drafter, DraftRequest, ScoredPass
 from ssd.drafting.rivals import Rivals
 from ssd.drafting.source import Source
 from ssd.errors import require_fault
@@ -66,9 +66,9 @@ class Arbiter:
     def observe_scores(self, scored: ScoredPass) -> None:
         """Tell every drafter that learns from it, also where one of them fails."""
         for source in self._sources:
-            if isinstance(source.drafter, ScoreObserver):
+            if source.observer is not None:
                 try:
-                    source.drafter.observe_scores(scored)
+                    source.observer.observe_scores(scored)
                 except BaseException as error:
                     require_fault(error)
                     source.count_failure()

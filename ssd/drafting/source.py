@@ -8,7 +8,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from ssd.drafting.offers import MODEL
 from ssd.drafting.one_by_one import OneByOne
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoreObserver
 from ssd.errors import require_fault
 from ssd.pricing.acceptance_rates import AcceptanceRates
 from ssd.pricing.excess import Excess
@@ -38,7 +38,8 @@ class Source:
 
     ``rates`` : how often its tokens are accepted. ``excess`` : what asking it brought beyond what was there.
     ``forgone`` : of each request, the gains it would have had if the drafter had read its context; in tokens.
-    ``depth`` : of its recent drafts, in tokens one after another. ``kind`` : as `Offers` has it.
+    ``depth`` : of its recent drafts, in tokens one after another. ``kind`` : as `Offers` has it. ``observer`` : the
+    drafter, where it learns from all that the target says.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -50,6 +51,9 @@ class Source:
         self.kind: int = getattr(drafter, "kind", MODEL)
         self.num_not_asked = 0
         self._asked = OneByOne(drafter)
+        # Asked once: to see whether an object keeps a protocol takes ten microseconds.
+        self._costly = drafter if isinstance(drafter, CostlyDrafter) else None
+        self.observer = drafter if isinstance(drafter, ScoreObserver) else None
         self._num_failures = self._failures_in_a_row = self._num_to_skip = 0
 
     @property
@@ -77,11 +81,11 @@ class Source:
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Of one more token for each of so many requests together."""
-        return self.drafter.seconds_per_token(num_rows) if isinstance(self.drafter, CostlyDrafter) else 0.0
+        return 0.0 if self._costly is None else self._costly.seconds_per_token(num_rows)
 
     def seconds_to_begin(self, request: DraftRequest) -> float:
         """Before it can draft for a request at all."""
-        return self.drafter.seconds_to_begin(request) if isinstance(self.drafter, CostlyDrafter) else 0.0
+        return 0.0 if self._costly is None else self._costly.seconds_to_begin(request)
 
     def may_begin(self, request: DraftRequest, cost: float, gain: float) -> bool:
         """Whether beginning, which costs so many tokens, costs no more than was forgone so far; else ``gain`` is."""

@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.compiled.addresses import kernel
-from ssd.drafting.noise_keys import CHOICE, gumbel_at, gumbel_noise_of, key_at, request_key
+from ssd.compiled.addresses import inlined, kernel
+from ssd.drafting.noise_keys import gumbel_at, key_at, request_key
 from ssd.drafting.protocol import SamplingRow
-from ssd.model.draft.sampling import draw
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE
-from ssd.model.sampling.target_tokens import is_ruled, keys_at, with_prefix_rules
+from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules
 
 MOST_CANDIDATES = 32
 
@@ -27,8 +26,9 @@ Ints = npt.NDArray[np.int64]
 class Candidates:
     """Of R rows M tokens each, the one to draft first.
 
-    ``token_ids`` : int64[R, M], the target's. ``chances`` : float64[R, M], the head's own probability of each at the
-    request's temperature, 1 where it is greedy; 0 where the request's rules leave a token out.
+    ``token_ids`` : int64[R, M], the target's. ``chances`` : float64[R, M], the chance that each comes if the
+    target has the head's law: its own probability where the request is greedy, else what the known noise makes of that
+    at the request's temperature; 0 where the request's rules leave a token out.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -44,11 +44,18 @@ def candidates(
     scores the target's own. vocab_size : of the target; what a head scores beyond is left out.
 
     Greedy rows go by probability. Sampled ones begin with what the target would draw if it had the head's law, with the
-    very noise it will draw with; of the most probable others those come first that this noise favours.
+    very noise it will draw with, as far as that is one of the most probable tokens; the others follow as this noise
+    favours them.
     """
-    if any(is_ruled(row) or row.params.min_p > 0.0 for row in rows):
-        return _by_rules(logits, rows, draft_to_target, vocab_size)
-    scores = (logits[:, :vocab_size] if draft_to_target is None else logits).float()
+    if draft_to_target is None:
+        logits = logits[:, :vocab_size]
+    if any(is_ruled(row) for row in rows):  # rules go by the target's ids
+        if draft_to_target is not None:
+            whole = logits.new_full((len(rows), vocab_size), float("-inf"))
+            whole[:, draft_to_target] = logits
+            logits, draft_to_target = whole, None
+        logits = with_prefix_rules(logits[:, None], rows)[:, 0]
+    scores = logits.float()
     is_sampled = np.array([not row.params.greedy for row in rows])
     if is_sampled.any():
         temperatures = [row.params.temperature if row.params.temperature > 0 else 1.0 for row in rows]
@@ -62,8 +69,19 @@ def candidates(
         positions = np.array([len(row.context) for row in rows])
         top_k = np.array([row.params.top_k if row.params.top_k > 0 else MOST_CANDIDATES for row in rows])
         top_p = np.array([row.params.top_p for row in rows])
-        _favour(token_ids, logs, is_sampled, keys, positions, top_k, top_p)
+        min_p = np.array([row.params.min_p for row in rows])
+        _favour(token_ids, logs, is_sampled, keys, positions, top_k, top_p, min_p)
     return Candidates(token_ids, np.exp(logs))
+
+
+@inlined
+def _foreseen(log: float, noisy: float) -> float:
+    """The logarithm of the chance of a token of log-probability ``log`` whose noisy score, ``log`` and noise, is known.
+
+    The greatest score of the others is Gumbel distributed (Maddison et al. 2014, section 3): with probability p and
+    noise g it is exp(-exp(-(log(p / (1 - p)) + g))).
+    """
+    return math.expm1(log) * math.exp(-noisy) if noisy > -np.inf else -np.inf
 
 
 @kernel
@@ -75,10 +93,12 @@ def _favour(
     positions: Ints,
     top_k: Ints,
     top_p: Floats,
+    min_p: Floats,
 ) -> None:
     """Bring the candidates of sampled rows, which come by probability, into the order of their noisy scores, in place.
 
-    What top-k and top-p rule out goes to the end, with no chance. O(R M^2): M is small.
+    What top-k, top-p and min-p rule out goes to the end, with no chance; the others get that of `_foreseen`. O(R M^2):
+    M is small.
     """
     num_rows, most = token_ids.shape
     noisy = np.empty(most)
@@ -87,8 +107,11 @@ def _favour(
             continue
         key, before = key_at(keys[row], positions[row]), 0.0
         for i in range(most):
-            is_kept = i == 0 or (i < top_k[row] and before < top_p[row])
-            before += math.exp(logs[row, i])
+            chance = math.exp(logs[row, i])
+            is_kept = i == 0 or (
+                i < top_k[row] and before < top_p[row] and chance >= min_p[row] * math.exp(logs[row, 0])
+            )
+            before += chance
             if not is_kept:
                 logs[row, i] = -np.inf
             noisy[i] = logs[row, i] + gumbel_at(key, token_ids[row, i])
@@ -99,35 +122,5 @@ def _favour(
                 logs[row, place] = logs[row, place - 1]
                 place -= 1
             noisy[place], token_ids[row, place], logs[row, place] = score, token, log
-
-
-def _by_rules(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
-) -> Candidates:
-    """The same where rules of a request go by the target's ids: over its whole vocabulary."""
-    sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
-    drawn = None
-    if draft_to_target is None:
-        logits = logits[:, :vocab_size]
-    else:
-        whole = logits.new_full((len(rows), vocab_size), float("-inf"))
-        whole[:, draft_to_target] = logits
-        logits = whole
-    if sampled:
-        drawn = draw(logits, rows)
-    scores = with_prefix_rules(logits[:, None], rows)[:, 0] if drawn is None or drawn.law is None else drawn.law
-    scores = scores.float()
-    best = scores.topk(min(MOST_CANDIDATES, scores.shape[-1]))
-    token_ids: Ints = best.indices.cpu().numpy()
-    logs = (best.values - scores.logsumexp(-1, keepdim=True)).double().cpu().numpy()
-    if drawn is not None:
-        keys = np.concatenate([keys_at(rows[b], CHOICE)[:1] for b in sampled])
-        noisy = logs.copy()
-        noisy[sampled] += gumbel_noise_of(keys[:, None], token_ids[sampled])
-        is_drawn = token_ids == drawn.token_ids[:, None]
-        missing = ~is_drawn.any(-1)
-        token_ids[missing, -1], is_drawn[missing, -1] = drawn.token_ids[missing], True
-        logs[missing, -1] = np.log(drawn.chances[missing])
-        order = np.argsort(np.where(is_drawn, -np.inf, -noisy), axis=-1, kind="stable")
-        token_ids, logs = (np.take_along_axis(each, order, -1) for each in (token_ids, logs))
-    return Candidates(token_ids, np.exp(logs))
+        for i in range(most):
+            logs[row, i] = _foreseen(logs[row, i], noisy[i])

@@ -22,9 +22,9 @@ DEPTH = 4
 def acceptance(target: PreTrainedModel, head: Head, texts: Written) -> dict[str, Any]:
     """Share of chains whose first d tokens the target wrote too, for each d, and their sum: accepted tokens a pass.
 
-    ``most_probable`` : each token the head's most probable one. ``same_noise`` : drawn at the text's temperature with
-    the noise the target drew with, as the engine does; for sampled text only. ``outside_loops`` : as the first, over
-    chains that do not begin inside a loop of the text. O(depth * rows * length * V) for the noise.
+    Under "most_probable" each token is the head's most probable one; under "outside_loops" too, over chains that do not
+    begin inside a loop of the text; under "same_noise", for sampled text only, it is drawn at the text's temperature
+    with the noise the target drew with, as the engine does. O(depth * rows * length * V) for the noise.
     """
     hidden, _logits = read(target, texts.tokens, Tap(target, head.feature_layers))
     visible = texts.visible()
