@@ -36,6 +36,17 @@ def run(throttle: Throttle, batch: list[Any], steps: int, lengths: Rows[int], as
     return counts
 
 
+def test_a_drafter_is_told_of_all_drafts_and_else_as_seldom_as_is_cheap() -> None:
+    throttle = Throttle()
+    assert throttle.tells(has_drafts=False)
+    for told, passed, period in ((1e-5, 1e-2, 1), (3e-4, 1e-2, 4), (1e-1, 1e-2, 8)):
+        for _ in range(200):
+            throttle.observe_telling(told)
+            throttle.observe_pass(passed)
+        assert throttle.tells(has_drafts=True)
+        assert [throttle.tells(has_drafts=False) for _ in range(2 * period)] == 2 * ([False] * (period - 1) + [True])
+
+
 def test_where_asking_is_cheap_every_row_is_asked() -> None:
     assert run(Throttle(), [row()], 50, [0], 30e-6, 5e-3) == [50]
 

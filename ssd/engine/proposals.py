@@ -84,10 +84,13 @@ class Proposals:
         return drafts
 
     def observe_scores(self, ended: Pass) -> None:
-        """Tell the drafter all that a pass said, before any of its tokens is taken; nothing where it learns nothing."""
+        """Tell the drafter all that a pass said, before any of its tokens is taken; not where that costs too much."""
         observer = self._observer
-        if observer is not None:
-            self._best_effort(lambda: observer.observe_scores(ended.scored(self._audience_of(ended))))
+        if observer is None or not self._throttle.tells(has_drafts=any(len(d.token_ids) for d in ended.drafts)):
+            return
+        started = time.perf_counter()
+        self._best_effort(lambda: observer.observe_scores(ended.scored(self._audience_of(ended))))
+        self._throttle.observe_telling(time.perf_counter() - started)
 
     def _audience_of(self, ended: Pass) -> Audience:
         self._audience = Audience.of(ended.batch, self._audience)

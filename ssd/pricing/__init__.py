@@ -23,7 +23,8 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
   of those before. It is the draft model's estimate.
 - ``calibration``: the **share of promised tokens that came**, by temperature. The engine divides prices by it and
   multiplies what drafts promise.
-- ``throttle``: the **steps between two askings** of a request that gets nothing, from the time of a lookup and of a
+- ``throttle``: the **steps between two askings** of a request that gets nothing, and between two tellings of what
+  passes said, from the time of a lookup, of telling and of a
   pass. Read by the engine.
 
 **Which corrects which.** A drafter's estimates are corrected where they are made: the suffix drafter's by its

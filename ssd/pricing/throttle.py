@@ -1,4 +1,4 @@
-"""The throttle of looking up: all rows are asked for a draft, unless that takes more of a step than it may."""
+"""The throttle of drafting: rows are asked, and drafters told, unless that takes more of a step than it may."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Protocol
 
 _SHARE = 0.0075
 """Of a step that asking may take for rows that get nothing."""
+_TELLING_SHARE = 0.0075
+"""Of a pass that telling a drafter what the target said may take where nothing was drafted."""
 _FRUITLESS_AFTER = 4
 """Times in a row that a request got no draft worth verifying."""
 _LONGEST_PAUSE = 8
@@ -28,11 +30,14 @@ class Throttle:
     in a large batch of new text it would be several percent of a step. A request that gets a draft is asked at every
     step, the others all at the same one: a call takes something of its own. Only speed depends on it, never a token.
     O(rows).
+
+    Likewise a drafter is told of every pass that verified a draft; of the others as seldom as keeps telling cheap.
     """
 
     def __init__(self) -> None:
-        self._row_s = self._pass_s = 0.0
+        self._row_s = self._pass_s = self._telling_s = 0.0
         self._num_spared = 0  # steps since all rows were asked
+        self._num_untold = 0  # passes since a drafter was told
 
     def due(self, rows: Sequence[Row]) -> list[bool]:
         """Of each row whether it is asked at this step."""
@@ -53,6 +58,17 @@ class Throttle:
                 row.num_fruitless = 0 if length else row.num_fruitless + 1
         if num_asked := sum(due):
             self._row_s = _recent(self._row_s, seconds / num_asked)
+
+    def tells(self, *, has_drafts: bool) -> bool:
+        """Whether a drafter is told of a pass. ``has_drafts`` : whether anything was drafted for it."""
+        share = self._telling_s / self._pass_s / _TELLING_SHARE if self._pass_s else 1.0
+        tells = has_drafts or self._num_untold + 1 >= min(_LONGEST_PAUSE, math.ceil(share))
+        self._num_untold = 0 if tells else self._num_untold + 1
+        return tells
+
+    def observe_telling(self, seconds: float) -> None:
+        """Count what telling a drafter of a pass took."""
+        self._telling_s = _recent(self._telling_s, seconds)
 
     def observe_pass(self, seconds: float) -> None:
         """Count the pass that followed."""
