@@ -158,7 +158,8 @@ class HeadDrafter:
         text[:length] = request.context
         state = None
         if self._slots is not None:
-            state = self._slots.follow(slot, request.request_id, request.context, self._target.adapters[slot])
+            adapter = self._target.adapters[slot]
+            state = self._slots.follow(slot, request.request_id, request.context, adapter, request.learned)
         prices = self._price if request.prices is None else request.prices
         return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, slot, limit, prices, text, state)
 

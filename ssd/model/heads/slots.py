@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from ssd.model.heads.head import RecurrentHead
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.target import Target, pad_rows
 from ssd.pricing.rate import Rate
+from ssd.retrieval.learned_state import LearnedState
 
 READ_WIDTH = 8
 """Most positions of a pass that reads several rows at once; longer text is read row by row."""
@@ -27,7 +29,8 @@ class HeadSlot:
     """What the head has read of one slot.
 
     ``text`` : int32[max_length], the context as last seen in its first ``num_known`` tokens. ``request_id`` : whose
-    text that is; None once it has ended. ``adapter`` : that the target computed it with.
+    text that is; None once it has ended. ``adapter`` : that the target computed it with. ``scope`` : what is learned of
+    the request's namespace; refers to nothing where it has none.
     """
 
     slot: int
@@ -35,6 +38,7 @@ class HeadSlot:
     num_known: int = 0
     request_id: str | None = None
     adapter: str | None = None
+    scope: Callable[[], LearnedState | None] = lambda: None
 
 
 class HeadSlots:
@@ -42,7 +46,8 @@ class HeadSlots:
 
     At position i the head reads what the target made of token i together with token i + 1: so of a context of n tokens
     it can read n - 1 positions. What was drafted lies beyond them, and is read again with the target's own features.
-    A slot that goes to another request keeps what the two texts share.
+    A slot that goes to another request of the same namespace keeps what the two texts share; of another one nothing,
+    for how soon a head can draft would tell what was asked there.
     """
 
     def __init__(self, head: RecurrentHead, target: Target, chunk_tokens: int) -> None:
@@ -56,7 +61,14 @@ class HeadSlots:
         self._slots = [HeadSlot(slot, np.empty(target.max_length, np.int32)) for slot in range(target.num_slots)]
         self._reading = Rate(_FORGETTING)
 
-    def follow(self, slot: int, request_id: str, context: npt.NDArray[np.int32], adapter: str | None) -> HeadSlot:
+    def follow(
+        self,
+        slot: int,
+        request_id: str,
+        context: npt.NDArray[np.int32],
+        adapter: str | None,
+        scope: LearnedState | None,
+    ) -> HeadSlot:
         """The slot's state, which forgets what was read of another text.
 
         context : int32[n], n >= 2, of which the target's slot holds all but the last token at least. O(new tokens), and
@@ -66,12 +78,14 @@ class HeadSlots:
         shared = min(state.num_known, length)
         if state.request_id != request_id:
             differs = np.flatnonzero(state.text[:shared] != context[:shared])
-            shared = 0 if state.adapter != adapter else int(differs[0]) if len(differs) else shared
+            is_own = scope is not None and state.scope() is scope and state.adapter == adapter
+            shared = 0 if not is_own else int(differs[0]) if len(differs) else shared
         # The last position is always read again or anew: its logits are what the draft begins with.
         held = min(int(self._kv_cache.lengths[slot]), max(0, shared - 1), length - 2)
         self._kv_cache.lengths[slot] = held
         state.text[shared:length] = context[shared:]
-        state.num_known, state.request_id, state.adapter = length, request_id, adapter
+        state.adapter, state.scope = adapter, weakref.ref(scope) if scope is not None else lambda: None
+        state.num_known, state.request_id = length, request_id
         return state
 
     def read(self, states: Sequence[HeadSlot]) -> tuple[list[int], torch.Tensor | None, torch.Tensor | None]:
