@@ -43,7 +43,7 @@ def test_sizes_and_times_tell_which_prompt_was_asked_unless_streams_are_obfuscat
     server: RunningServer, guarded: RunningServer
 ) -> None:
     plain, sizes = guessed(server, at_once=1)
-    assert plain >= 0.7 and len(sizes) >= NUM_PROMPTS
+    assert plain >= 0.7 and len(sizes) > NUM_PROMPTS // 2
     hidden, sizes = guessed(guarded, at_once=4)
     assert len(sizes) == 1
     assert hidden <= 0.6  # chance is 0.1, and what is left is how busy the machine was
