@@ -31,7 +31,9 @@ def head() -> Eagle3Head:
 
 def test_weights_and_description_are_at_most_3_megabytes() -> None:
     assert sum(file.stat().st_size for file in HEAD_PATH.iterdir()) <= 3_000_000
-    assert {"config.json", "model.safetensors", "training.jsonl"} == {file.name for file in HEAD_PATH.iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "training.jsonl"} == {
+        file.name for file in HEAD_PATH.iterdir()
+    }
 
 
 def test_it_reads_three_hidden_states_and_drafts_frequent_tokens() -> None:
