@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import gumbel_noise_of, position_keys
+from ssd.drafting.noise_keys import request_key
 from ssd.drafting.offers import GUESS, HEAD, KINDS, MAX_OFFERED, MODEL, Offers
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow, ScoredPass
 from ssd.drafting.suffix.chain import CHAIN_CANDIDATES, CHAIN_RECYCLED
@@ -24,6 +24,7 @@ from tests.reference import acceptance as slow
 from tests.reference import drafting as reference
 from tests.reference.successors import entries_of_row
 from tests.test_acceptance import asked_of, levels_of
+from tests.test_noise_keys import gumbel_of
 from tests.test_search import contexts, sequences
 
 Offered = list[tuple[int, int, float, int]]
@@ -102,8 +103,7 @@ def situation(
 
 def noise_behind(length: int, depth: int, token: int) -> float:
     """The target's noise for requests with seed 0."""
-    keys = position_keys(0, 0, np.array([[length + depth]]))
-    return float(gumbel_noise_of(keys, np.array([[token]]))[0, 0])
+    return float(gumbel_of(np.uint64(request_key(0, 0)), length + depth, token))
 
 
 situations = (few_snapshots, contexts.filter(bool), st.integers(1, 6), offers, told, st.integers(0, 9),

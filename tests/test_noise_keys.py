@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import njit
 
-from ssd.drafting.noise_keys import gumbel_of, position_keys, request_key
+from ssd.drafting.noise_keys import gumbel_at, key_at, position_keys, request_key
 from ssd.model.sampling.noise import gumbel_noise
 
 VOCABULARY = 97
+
+
+@njit
+def gumbel_of(request: Any, position: int, token: int) -> float:
+    """What a kernel foresees of one token at a position of the sequence that has this key."""
+    return gumbel_at(key_at(request, position), token)
 
 
 @given(

@@ -177,7 +177,7 @@ class Oracle(WithDrafter):
 def right_path(draft: Draft, place: Place) -> list[int]:
     """The indices of the accepted tokens of a draft: its longest branch that the recorded text agrees with."""
     text = place.text[place.position : place.position + place.left - 1].tolist()
-    parents = range(-1, len(draft.token_ids) - 1) if draft.parents is None else draft.parents.tolist()
+    parents = draft.parents_of_all()
     right = list[int]()  # of each token how many of its branch are right, 0 where one is wrong
     for token, parent in zip(draft.token_ids.tolist(), parents, strict=True):
         depth = right[parent] if parent >= 0 else 0

@@ -51,10 +51,8 @@ def carry(
 
 def _likeliest(draft: Draft) -> list[int]:
     """The first of the context's successors, the first of its own, and so on."""
-    if draft.parents is None:
-        return list(range(len(draft.token_ids)))
     path, last = list[int](), -1
-    for node, parent in enumerate(draft.parents.tolist()):
+    for node, parent in enumerate(draft.parents_of_all()):
         if parent == last:
             path.append(node)
             last = node

@@ -32,17 +32,15 @@ class Graft:
         none. ``apart`` : its tokens become nodes of their own, whatever stands there.
         """
         estimates = [rate] * len(draft.token_ids) if draft.probabilities is None else draft.probabilities.tolist()
-        parents = range(-1, len(estimates) - 1) if draft.parents is None else draft.parents.tolist()
         nodes: list[int] = []
-        for token, parent, estimate in zip(draft.token_ids.tolist(), parents, estimates, strict=True):
+        for token, parent, estimate in zip(draft.token_ids.tolist(), draft.parents_of_all(), estimates, strict=True):
             nodes.append(self._add(token, nodes[parent] if parent >= 0 else at, estimate, apart))
         return nodes
 
     def find(self, draft: Draft) -> list[int]:
         """Of each token of a draft the node that it is here, -1 where there is none. O(its tokens)."""
-        parents = range(-1, len(draft.token_ids) - 1) if draft.parents is None else draft.parents.tolist()
         nodes: list[int] = []
-        for token, parent in zip(draft.token_ids.tolist(), parents, strict=True):
+        for token, parent in zip(draft.token_ids.tolist(), draft.parents_of_all(), strict=True):
             at = nodes[parent] if parent >= 0 else -1
             nodes.append(self._children.get((at, token), -1) if parent < 0 or at >= 0 else -1)
         return nodes
@@ -82,10 +80,8 @@ class Graft:
 def walked(draft: Draft, token_ids: Sequence[int]) -> list[int]:
     """The tokens of ``draft``, by index and in order, that say the beginning of ``token_ids``. O(tokens drafted)."""
     path: list[int] = []
-    tokens = draft.token_ids.tolist()
-    parents = range(-1, len(tokens) - 1) if draft.parents is None else draft.parents.tolist()
     last = -1
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+    for node, (token, parent) in enumerate(zip(draft.token_ids.tolist(), draft.parents_of_all(), strict=True)):
         if parent == last and len(path) < len(token_ids) and token == token_ids[len(path)]:
             path.append(node)
             last = node
@@ -94,9 +90,7 @@ def walked(draft: Draft, token_ids: Sequence[int]) -> list[int]:
 
 def depth_of(draft: Draft) -> int:
     """Tokens of its longest branch. O(tokens drafted)."""
-    if draft.parents is None:
-        return len(draft.token_ids)
     depths: list[int] = []
-    for parent in draft.parents.tolist():
+    for parent in draft.parents_of_all():
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
     return max(depths, default=0)

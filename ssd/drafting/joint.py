@@ -144,13 +144,12 @@ class Joint:
         ]
         for i in set(range(len(steps))).difference(asked):
             source.rates.relax(steps[i].request.request_id)
-        alone = {i: self._tokens_per_drafted_token(source, steps[i], 1, len(steps)) for i in able}
-        trial = tried(
-            source,
-            len(steps),
-            len(asked),
-            {i: self._tokens_to_begin(source, steps[i]) + source.depth * alone[i] for i in able},
-        )
+
+        def trial_costs() -> dict[int, float]:
+            alone = {i: self._tokens_per_drafted_token(source, steps[i], 1, len(steps)) for i in able}
+            return {i: self._tokens_to_begin(source, steps[i]) + source.depth * alone[i] for i in able}
+
+        trial = tried(source, len(steps), len(asked), trial_costs)
         if trial is not None:
             return {trial: steps[trial].request}
         return {i: replace(steps[i].request, prices=steps[i].prices + costs[i]) for i in asked}
@@ -251,8 +250,7 @@ def _offers_of(asked: Sequence[_Asked]) -> Offers | None:
             begin, size = len(tokens), len(each.draft.token_ids)
             tokens += each.draft.token_ids.tolist()
             chances += each.draft.probabilities.tolist()
-            before = range(-1, size - 1) if each.draft.parents is None else each.draft.parents.tolist()
-            parents += [begin + parent if parent >= 0 else -1 for parent in before]
+            parents += [begin + parent if parent >= 0 else -1 for parent in each.draft.parents_of_all()]
             kinds += [each.source.kind] * size
     if not tokens:
         return None

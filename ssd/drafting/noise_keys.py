@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import inlined, kernel
+from ssd.compiled.addresses import inlined
 
 GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -63,13 +63,6 @@ def uniform_noise(keys: UInt64) -> npt.NDArray[np.float64]:
     return (bits.astype(np.float64) + 0.5) * 2.0**-53
 
 
-def gumbel_noise_of(keys: UInt64, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Gumbel noise of a few tokens at each key: keys uint64[N, 1], token_ids int64[N, M] to float64[N, M]."""
-    with np.errstate(over="ignore"):
-        at_token = keys + token_ids.astype(np.uint64) * np.uint64(GAMMA)
-    return -np.log(-np.log(uniform_noise(at_token)))
-
-
 UInt = Any
 """Numba's uint64, which Python has no type for."""
 
@@ -108,9 +101,3 @@ def gumbel_at(key: UInt, token: int) -> float:
     """
     bits = _mixed(key + np.uint64(token + 1) * np.uint64(GAMMA)) >> np.uint64(11)
     return float(-math.log(-math.log((np.float64(bits) + 0.5) * _TO_UNIT)))
-
-
-@kernel
-def gumbel_of(request: np.uint64, position: int, token: int) -> float:
-    """The noise of one token at a position of the sequence that has this `request_key`."""
-    return gumbel_at(key_at(np.uint64(request), position), token)

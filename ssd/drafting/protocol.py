@@ -93,6 +93,10 @@ class Draft:
                 chances[node] *= chances[parent]
         return chances
 
+    def parents_of_all(self) -> list[int]:
+        """``parents``, of a chain too: the index of the token before each, -1 for the context. O(k)."""
+        return list(range(-1, len(self.token_ids) - 1)) if self.parents is None else self.parents.tolist()
+
     def cut(self, length: int) -> Draft:
         """The first ``length`` tokens; itself when it has no more."""
         if length >= len(self.token_ids):

@@ -75,13 +75,13 @@ class Rivals:
         for i, request in enumerate(requests):
             if i not in asked:
                 source.rates.relax(request.request_id)
-        per_token = _TRIAL_TOKENS * self._tokens_per_drafted_token(source, 1)
-        costs = {
-            i: self._tokens_to_begin(source, request) + per_token
-            for i, request in enumerate(requests)
-            if request.limit > 0
-        }
-        trial = tried(source, len(requests), len(asked), costs)
+
+        def trial_costs() -> dict[int, float]:
+            per_token = _TRIAL_TOKENS * self._tokens_per_drafted_token(source, 1)
+            able = [i for i, request in enumerate(requests) if request.limit > 0]
+            return {i: self._tokens_to_begin(source, requests[i]) + per_token for i in able}
+
+        trial = tried(source, len(requests), len(asked), trial_costs)
         if trial is None:
             return asked
         request = requests[trial]

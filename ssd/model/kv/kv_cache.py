@@ -58,14 +58,8 @@ class SlotKVCache:
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(keys), self._allocate(values))
         stored_keys, stored_values = self._layers[layer]
-        if rows.only_place is not None:  # two copies instead of two scatters
-            slot, place = rows.only_place
-            stored_keys[slot, :, place] = keys[0]
-            stored_values[slot, :, place] = values[0]
-        else:
-            at = (rows.slots[:, None], slice(None), rows.places)
-            stored_keys[at] = keys.transpose(1, 2)
-            stored_values[at] = values.transpose(1, 2)
+        rows.put(keys, stored_keys)
+        rows.put(values, stored_values)
         return stored_keys, stored_values
 
     def move(
@@ -197,6 +191,14 @@ class SlotRows:
             only_place=(slots[0], slice(first, first + num_tokens)) if len(slots) == 1 else None,
             is_full=num_tokens == 1 and first == last,
         )
+
+    def put(self, new: torch.Tensor, stored: torch.Tensor) -> None:
+        """Write new positions, [B, heads, T, dim], at their places of ``stored``, [num_slots, heads, length, dim]."""
+        if self.only_place is not None:  # a copy instead of a scatter
+            slot, place = self.only_place
+            stored[slot, :, place] = new[0]
+        else:
+            stored[self.slots[:, None], :, self.places] = new.transpose(1, 2)
 
     @property
     def batch_size(self) -> int:

@@ -125,7 +125,7 @@ class SlotTarget(Target):
         with tap.listening() as hidden:
             logits = self._run(tokens, rows, **kwargs)
         assert self.features is not None
-        self.features.write(rows, tapped.combine(hidden))
+        rows.put(tapped.combine(hidden)[:, None], self.features.stored)
         return logits
 
     def _run(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
