@@ -16,8 +16,8 @@ import torch
 
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
-from ssd.drafting.noise_keys import position_keys
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, Request
 from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
@@ -227,7 +227,7 @@ def score_margin(target: Target, context: Sequence[int], params: SamplingParams,
     target.rollback(0, 0)
     scores = logits.double()
     if not params.greedy:
-        keys = position_keys(params.seed or 0, choice_index, np.array([len(context)]))
+        keys = SequenceNoise.seeded(params.seed or 0, choice_index).keys(np.array(context, np.int32))
         noise = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
         scores = truncated_scores(logits, [params]).double() + noise
     best = torch.topk(scores[0], 2).values

@@ -28,6 +28,9 @@ MAX_LOGPROBS = 20
 MAX_SPECULATIVE_TOKENS = 128
 """Longest draft."""
 
+MAX_COUPLED_STREAMS = 1 << 20
+"""Most streams of coupled noise."""
+
 
 _MOST = (1 << 31) - 1
 """Counts of tokens are kept in 32 bits."""
@@ -170,6 +173,13 @@ class EngineConfig:
     lowest ``priority``, which may also take a slot from a running one of a higher; those that wait move up with time.
     It lets whoever asks for a low one keep the others waiting: for clients that trust each other."""
 
+    coupled_streams: int = 0
+    """Streams of noise that sampled requests without a seed share, see ``docs/coupled-sampling.md``: what was answered
+    before can be drafted, and requests of one stream say the same to the same prompt. 0: each has noise of its own."""
+
+    coupled_window: int = 8
+    """Tokens before a token that coupled noise depends on."""
+
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
         _require(
@@ -182,6 +192,11 @@ class EngineConfig:
             self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes >= 1,
             f"kv_cache_memory_bytes must be >= 1, got {self.kv_cache_memory_bytes}",
         )
+        most = MAX_COUPLED_STREAMS
+        _require(
+            0 <= self.coupled_streams <= most, f"coupled_streams must be within 0..{most}, got {self.coupled_streams}"
+        )
+        _require(1 <= self.coupled_window <= 64, f"coupled_window must be within 1..64, got {self.coupled_window}")
         share = self.gpu_memory_utilization
         _require(share is None or 0 < share <= 1, f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
         _require_one_of(SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy)
@@ -243,6 +258,8 @@ class SamplingParams:
     """Pairs (token id, added to its logit)."""
     seed: int | None = None
     """None draws a seed for the request. One seed gives one output, whatever the drafts and the batch."""
+    coupled: bool = True
+    """Whether it may draw with noise that other requests share, where the engine has any; a seed goes before it."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False

@@ -10,6 +10,7 @@ import torch
 
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft, SamplingRow
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.model.sampling.rejection import SampledDraft
 
 
@@ -30,8 +31,7 @@ def make_row(
     tree = None if parents is None else np.array(parents, np.int32)
     return SamplingRow(
         params=params,
-        seed=seed,
-        choice_index=choice_index,
+        noise=SequenceNoise.seeded(seed, choice_index),
         held_back_ids=held_back_ids,
         acceptance="match" if law is None else "rejection",
         context=np.array([*prompt, *output], np.int32),

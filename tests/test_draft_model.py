@@ -22,6 +22,7 @@ from ssd.config import DraftAcceptance, DraftConfig, EngineConfig, SamplingParam
 from ssd.drafting import Arbiter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.errors import ModelError
@@ -262,7 +263,9 @@ def test_under_rejection_length_and_estimates_do_not_depend_on_the_draw() -> Non
     context = np.array(prompts(1)[0], np.int32)
     drafts = []
     for seed in range(12):
-        sampling = SamplingRow(params=SamplingParams(temperature=1.3), seed=seed, acceptance="rejection")
+        sampling = SamplingRow(
+            params=SamplingParams(temperature=1.3), noise=SequenceNoise.seeded(seed), acceptance="rejection"
+        )
         drafts += drafter.propose([DraftRequest(str(seed), context, len(context), None, 6, sampling=sampling)])
         drafter.finish(str(seed))
     assert len({tuple(draft.token_ids.tolist()) for draft in drafts}) > 1
@@ -461,7 +464,9 @@ def test_a_draft_model_smaller_than_its_tokenizer_is_refused(tmp_path: object) -
 def test_a_padded_vocabulary_and_a_shorter_context_are_fine(tmp_path: object) -> None:
     save(random_tiny(codec().vocab_size + 64), tmp_path)
     drafter = load_draft_model(str(tmp_path), target(), codec(), dtype="float32", device="cpu")
-    sampling = SamplingRow(params=SamplingParams(logit_bias=((codec().vocab_size - 1, 50.0),)), seed=1)
+    sampling = SamplingRow(
+        params=SamplingParams(logit_bias=((codec().vocab_size - 1, 50.0),)), noise=SequenceNoise.seeded(1)
+    )
     request = DraftRequest("a", np.array([5], np.int32), 1, None, 3, prices=np.zeros(1), sampling=sampling)
     assert drafter.propose([request])[0].token_ids.max() < target().vocab_size
 

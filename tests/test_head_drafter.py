@@ -20,6 +20,7 @@ from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.offers import MAX_OFFERED
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, Request
 from ssd.model.heads.drafter import HeadDrafter
 from ssd.model.heads.head import FINAL, Head
@@ -257,7 +258,7 @@ class House:
         raise AssertionError("it never came to an end")
 
     def _request(self, slot: int, temperature: float) -> DraftRequest:
-        sampling = SamplingRow(params=SamplingParams(temperature=temperature), seed=7)
+        sampling = SamplingRow(params=SamplingParams(temperature=temperature), noise=SequenceNoise.seeded(7))
         return replace(ask(slot, self.names[slot], self.texts[slot], sampling), learned=SHARED)
 
     def _fresh(self, slot: int, temperature: float) -> Draft:
@@ -416,7 +417,7 @@ def test_nothing_is_drafted_where_nothing_can_be_read_or_choosing_would_leak() -
     """One token has no features yet; a slot that holds less; no slot; drafts drawn for verification by rejection."""
     target, drafter = kept("random")
     target.prefill([1], np.full((1, 9), 7), [9])
-    drawn = SamplingRow(params=SamplingParams(temperature=1.0), seed=1, acceptance="rejection")
+    drawn = SamplingRow(params=SamplingParams(temperature=1.0), noise=SequenceNoise.seeded(1), acceptance="rejection")
     text = [7] * 9 + [8]
     refused = [
         ask(1, "short", [7]),

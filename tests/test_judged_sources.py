@@ -15,6 +15,7 @@ from ssd.config import SamplingParams
 from ssd.drafting.noise_keys import request_key
 from ssd.drafting.offers import GUESS, HEAD, KINDS, MAX_OFFERED, MODEL, Offers
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow, ScoredPass
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.drafting.suffix.chain import CHAIN_CANDIDATES, CHAIN_RECYCLED
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.vote import MAX_RECYCLED
@@ -78,7 +79,7 @@ def asked(
         snapshot,
         limit,
         offers=offers_of(offered),
-        sampling=SamplingRow(params=SamplingParams(temperature=temperature), seed=0),
+        sampling=SamplingRow(params=SamplingParams(temperature=temperature), noise=SequenceNoise.seeded(0)),
         **more,
     )
 

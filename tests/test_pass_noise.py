@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import keys_of, position_keys
 from ssd.drafting.protocol import SamplingRow
 from ssd.engine import verify
 from ssd.model.kv.tree import node_parents
@@ -26,6 +25,7 @@ from ssd.model.sampling.sampler import Sampler, sampler_of, samples_rightly
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.ways.slot_target import SlotTarget
 from tests.models import VOCAB, tiny_model
+from tests.reference.noise import position_keys
 from tests.sampling_rows import make_row
 from tests.static_targets import RECORDERS, pair_of_targets
 
@@ -115,14 +115,6 @@ def test_a_pass_chooses_what_is_chosen_from_its_logits(rows: list[SamplingRow]) 
 def test_rows_that_are_verified_by_rejection_are_left_out() -> None:
     assert noise_of([row_of(1, 0, [5], law=torch.zeros(1, VOCAB))], 2) is None
     assert noise_of([row_of(1, 0, [5])], 2) is not None
-
-
-@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4), st.integers(0, 9))
-def test_keys_of_many_rows_are_those_of_each(seeds: list[int], choice: int) -> None:
-    positions = np.arange(3 * len(seeds)).reshape(len(seeds), 3)
-    found = keys_of(np.array(seeds, np.uint64)[:, None], np.array([[choice]], np.uint64), positions)
-    for row, seed, where in zip(found, seeds, positions, strict=True):
-        assert np.array_equal(row, position_keys(seed, choice, where))
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import ACCEPT, CHOICE, DRAFT, RECOVER, position_keys, uniform_noise
+from ssd.drafting.noise_keys import ACCEPT, CHOICE, DRAFT, RECOVER, uniform_noise
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.rejection import SampledDraft, acceptance_chances, rejection_tokens, residuals
 from ssd.model.sampling.target_tokens import apply_prefix_rules, target_tokens, truncated_scores
 from tests.reference import rejection as slow
+from tests.reference.noise import position_keys
 from tests.sampling_rows import make_row
 from tests.statistics import assert_follows
 

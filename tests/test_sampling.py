@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import position_keys
 from ssd.errors import RequestError
 from ssd.model.sampling.logprobs import token_logprobs
 from ssd.model.sampling.noise import gumbel_noise
@@ -20,6 +19,7 @@ from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.target_tokens import apply_prefix_rules, target_tokens, truncated_scores
 from tests.reference import target as slow
+from tests.reference.noise import position_keys
 from tests.sampling_rows import make_row
 
 VOCAB = 24

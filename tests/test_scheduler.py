@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ssd.config import EngineConfig, SamplingParams
 from ssd.drafting.baselines.none import NoDrafter
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.scheduler import AGEING_STEPS, Scheduler
@@ -136,7 +137,7 @@ def shared_target() -> Target:
 
 def sequence_of(number: int, priority: int, **fields: Any) -> Sequence:
     asked = request(str(number), (5, 6), priority=priority, **fields)
-    return Sequence(asked, max_length=8, eos_token_ids=(), stream=None, seed=0)
+    return Sequence(asked, max_length=8, eos_token_ids=(), stream=None, noise=SequenceNoise.seeded(0))
 
 
 @pytest.mark.parametrize("sampling", [greedy(40), drawn(7, 40)], ids=["greedy", "drawn"])

@@ -14,6 +14,7 @@ import torch
 from benchmarks.decode.steps import passes_of, synchronize
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft, SamplingRow
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.model.kv.kv_cache import AttentionKernel
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling.noise import Noise
@@ -130,7 +131,7 @@ def _ends(widths: list[int]) -> list[int]:
 def _sampled(target: SlotTarget, batch: int, width: int, rounds: int) -> dict[str, Any]:
     """Times of passes whose tokens are sampled inside, where that can be, and outside; tokens that differ."""
     draft, params = Draft(np.full(width - 1, 7, np.int32)), SamplingParams(temperature=1.0)
-    rows = [SamplingRow(params=params, seed=b, draft=draft) for b in range(batch)]
+    rows = [SamplingRow(params=params, noise=SequenceNoise.seeded(b), draft=draft) for b in range(batch)]
     found: dict[str, Any] = {"batch": batch, "T": width, "tokens_that_differ": 0}
     for name, noise in (("inside", noise_of(rows, width)), ("outside", None)):
         if noise is not None and not target.takes_noise:

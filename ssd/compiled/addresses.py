@@ -20,6 +20,7 @@ from ssd.compiled.registry import CHECKED, name_memory, named_memory
 
 TokenIds = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
 Float64s = npt.NDArray[np.float64]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -204,6 +205,7 @@ def array_of(element: Any, itemsize: int) -> Callable[[int, int], Any]:
 
 uint8_array: Callable[[int, int], npt.NDArray[np.uint8]] = array_of(types.uint8, 1)
 int32_array: Callable[[int, int], TokenIds] = array_of(types.int32, 4)
+uint64_array: Callable[[int, int], UInt64s] = array_of(types.uint64, 8)
 int64_array: Callable[[int, int], Int64s] = array_of(types.int64, 8)
 float32_array: Callable[[int, int], npt.NDArray[np.float32]] = array_of(types.float32, 4)
 float64_array: Callable[[int, int], Float64s] = array_of(types.float64, 8)

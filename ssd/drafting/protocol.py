@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import DraftAcceptance, SamplingParams
+from ssd.drafting.noise_keys import CHOICE, UInt64
 from ssd.drafting.offers import Offers
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
@@ -113,10 +115,10 @@ EMPTY_DRAFT = Draft(np.empty(0, np.int32))
 class SamplingRow:
     """What choosing the tokens of one row uses: a request's sampling, settled once, and the text that it is at.
 
-    ``params`` : what the client asked for. ``seed`` : the client's, or one drawn for the request. ``held_back_ids`` :
-        what ``min_tokens`` forbids.
+    ``params`` : what the client asked for. ``noise`` : what its tokens are drawn with; one object for all rows of a
+        request. ``held_back_ids`` : what ``min_tokens`` forbids.
     ``acceptance`` : how the target verifies drafts that were drawn at random. "match": a drafter should draw as the
-        target does, with the noise of this seed. "rejection": it must draw with noise that nothing else uses, say
+        target does, with this noise. "rejection": it must draw with noise that nothing else uses, say
         what law it drew from, and choose length and estimates without looking at what it drew, see
         ``ssd/model/sampling/rejection.py``.
     ``context`` : int32[n], prompt and output so far, the first ``prompt_length`` are the prompt. ``draft`` : the tokens
@@ -124,8 +126,7 @@ class SamplingRow:
     """
 
     params: SamplingParams
-    seed: int
-    choice_index: int = 0
+    noise: SequenceNoise
     held_back_ids: tuple[int, ...] = ()
     acceptance: DraftAcceptance = "match"
     context: TokenIds = field(default_factory=lambda: EMPTY_DRAFT.token_ids)
@@ -148,14 +149,17 @@ class SamplingRow:
         """Positions whose tokens are to be chosen: one after the context, one after each token of the draft."""
         return 1 + len(self.draft.token_ids)
 
+    def keys(self, purpose: int = CHOICE) -> UInt64:
+        """Of the noise of each token to choose: uint64[width]."""
+        return self.noise.keys(self.context, self.draft.token_ids, self.draft.parents, purpose)
+
     def at(
         self, context: TokenIds, prompt_length: int, draft: Draft = EMPTY_DRAFT, grammar: GrammarState | None = None
     ) -> SamplingRow:
         """The same sampling at another text."""
         return SamplingRow(
             params=self.params,
-            seed=self.seed,
-            choice_index=self.choice_index,
+            noise=self.noise,
             held_back_ids=self.held_back_ids,
             acceptance=self.acceptance,
             context=context,

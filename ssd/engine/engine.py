@@ -13,6 +13,7 @@ from pathlib import Path
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter
+from ssd.engine.coupling import Coupling
 from ssd.engine.faults import BestEffort
 from ssd.engine.integrity import settle, violations
 from ssd.engine.isolation import Isolation
@@ -48,7 +49,8 @@ class Engine:
     request raises inside a step ends that request; the others go on with the output that they have without it. None of
     them reads a file: a namespace's cache is opened beside them, and its requests draft from it once it is open.
     ``caches`` and ``codec`` may be None: then nothing is learned, or only token ids are handled.
-    ``draw_seed`` gives the seed of a request that brings none; None draws it at random.
+    ``draw_seed`` gives the seed of a request that brings none; None draws it at random. ``noise_root`` gives what the
+    secrets of coupled noise are made of, see `Coupling`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Engine:
         draft: DraftConfig | None = None,
         eos_token_ids: Iterable[int] | None = None,
         draw_seed: Callable[[], int] | None = None,
+        noise_root: Callable[[], bytes] | None = None,
     ) -> None:
         self.target = target
         self.codec = codec
@@ -72,6 +75,7 @@ class Engine:
         draft = draft or DraftConfig()
         self._draft_acceptance = draft.draft_acceptance
         self._draw_seed = draw_seed or partial(secrets.randbits, 63)
+        self._coupling = Coupling(self.config.coupled_streams, self.config.coupled_window, noise_root)
         self._eos_token_ids = tuple(
             eos_token_ids if eos_token_ids is not None else codec.eos_token_ids if codec else ()
         )
@@ -109,6 +113,7 @@ class Engine:
         hub: HubOptions | None = None,
         draft_hub: HubOptions | None = None,
         draw_seed: Callable[[], int] | None = None,
+        noise_root: Callable[[], bytes] | None = None,
         report: Callable[[str], None] = lambda _stage: None,
     ) -> Engine:
         """Load a Hugging Face model directory or id and everything around it.
@@ -116,7 +121,7 @@ class Engine:
         draft_model : a smaller model with the same tokenizer, asked where ``drafter`` promises less than it costs.
         draft_head : a head trained for this model, see ``docs/heads.md``, likewise asked; both may be given.
         adapters : directories or ids of LoRA adapters by their names, which requests may then give.
-        hub, draft_hub : where their ids are fetched from. draw_seed : as for the engine.
+        hub, draft_hub : where their ids are fetched from. draw_seed, noise_root : as for the engine.
         report : called with what is being done, in words, before each part that may take long.
         Raises ModelError when a model cannot be loaded, does not fit, or the two do not share a tokenizer.
         """
@@ -169,6 +174,7 @@ class Engine:
             config=config,
             draft=draft,
             draw_seed=draw_seed,
+            noise_root=noise_root,
         )
 
     # -- from any thread ---------------------------------------------------------------------------------------------
@@ -187,7 +193,7 @@ class Engine:
             adapters=self.target.adapter_names,
             max_length=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
-            seed=self._draw_seed(),
+            noise=self._coupling.noise_of(request, self._draw_seed()),
             acceptance=self._draft_acceptance,
             takes_priority=self.config.scheduling_policy == "priority",
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ssd.config import MAX_SPECULATIVE_TOKENS, DraftAcceptance
+from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS, DraftAcceptance
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
 from ssd.errors import ContextTooLong, RequestError, shown
@@ -27,7 +28,7 @@ def open_sequence(
     adapters: Collection[str],
     max_length: int,
     eos_token_ids: tuple[int, ...],
-    seed: int,
+    noise: SequenceNoise,
     acceptance: DraftAcceptance,
     takes_priority: bool,
 ) -> Sequence:
@@ -51,7 +52,7 @@ def open_sequence(
         max_length=max_length,
         eos_token_ids=eos_token_ids,
         stream=stream,
-        seed=seed,
+        noise=noise,
         acceptance=acceptance,
         grammar=_grammar_of(request, grammars),
         namespace=_namespace_of(request, caches),
@@ -84,6 +85,11 @@ def _check(request: Request, *, vocab_size: int, max_model_len: int, has_tokeniz
             f"this model's maximum context length is {max_model_len} tokens, but the request has "
             f"{num_prompt} prompt tokens{wanted}: shorten the prompt or lower max_tokens",
             param="prompt" if room < 1 else "max_tokens",
+        )
+    stream = request.noise_stream
+    if stream is not None and not 0 <= stream < MAX_COUPLED_STREAMS:
+        raise RequestError(
+            f"noise_stream must be within 0..{MAX_COUPLED_STREAMS - 1}, got {shown(stream)}", param="noise_stream"
         )
     if abs(request.priority) > _MOST_PRIORITY:
         raise RequestError(

@@ -30,6 +30,7 @@ class Request:
 
     ``request_id`` : unique for the life of the engine.
     ``choice_index`` : part of the sampling noise's key, so that ``n`` choices of one seed differ.
+    ``noise_stream`` : where sampling is coupled, which stream of noise it draws with, >= 0; None draws one.
     ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
     ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
     ``priority`` : lower is earlier, 0 is usual; -100..100.
@@ -49,6 +50,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     choice_index: int = 0
+    noise_stream: int | None = None
     namespace: str | None = "default"
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0

@@ -12,6 +12,7 @@ import torch
 
 from ssd.config import DraftAcceptance
 from ssd.drafting.protocol import Draft, SamplingRow
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import RequestError
 from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -42,8 +43,9 @@ class Sequence:
     ``tokens[:num_tokens]`` is the context. ``stop_token_ids`` and ``eos_token_ids`` end the output. The slot's KV cache
     holds all of the context but its last token, which the next pass feeds.
     ``slot`` : -1 while it waits. ``turn`` : lower goes first; the scheduler sets it.
-    ``seed`` : for sampling where the request brings none. ``acceptance`` : how drawn drafts are verified; a request
-    that brings a seed, and a greedy one, are promised one output and keep to "match". ``grammar`` : at its beginning.
+    ``noise`` : what it is sampled with. ``acceptance`` : how drawn drafts are verified; a request that brings a seed, a
+    greedy one and one whose noise is coupled are promised one output and keep to "match". ``grammar`` : at its
+    beginning.
     ``namespace`` : what it is drafted for from and teaches; None where it does neither.
     """
 
@@ -54,7 +56,7 @@ class Sequence:
         max_length: int,
         eos_token_ids: tuple[int, ...],
         stream: TextStream | None,
-        seed: int,
+        noise: SequenceNoise,
         acceptance: DraftAcceptance = "match",
         grammar: GrammarState | None = None,
         namespace: HeldNamespace | None = None,
@@ -74,10 +76,9 @@ class Sequence:
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self.sampling = SamplingRow(
             params=sampling,
-            seed=seed if sampling.seed is None else sampling.seed,
-            choice_index=request.choice_index,
+            noise=noise,
             held_back_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
-            acceptance="match" if sampling.greedy or sampling.seed is not None else acceptance,
+            acceptance="match" if sampling.greedy or sampling.seed is not None or noise.is_coupled else acceptance,
         )
         self.slot = -1
         self.turn = (0, 0)
@@ -136,6 +137,7 @@ class Sequence:
 
     def sampling_row(self, draft: Draft) -> SamplingRow:
         """What choosing this sequence's next tokens needs."""
+        self.sampling.noise.advance(self.context)
         return self.sampling.at(self.context, self.num_prompt_tokens, draft, self._grammar)
 
     def take(self, token_ids: Tokens[int], logits: torch.Tensor) -> Taken:

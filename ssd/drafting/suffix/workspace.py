@@ -12,7 +12,6 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Int64s, TokenIds, address, data_of, inlined, kernel
 from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
 from ssd.compiled.registry import CHECKED, name_memory
-from ssd.drafting.noise_keys import request_key
 from ssd.drafting.offers import MAX_OFFERED, Offers
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow, ScoredPass
 from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
@@ -379,9 +378,9 @@ def _noise_of(sampling: SamplingRow | None) -> tuple[float, int]:
 
     Where drafts are verified by rejection, nothing about them may depend on the noise that draws other tokens.
     """
-    if sampling is None or sampling.params.greedy or sampling.acceptance != "match":
+    if sampling is None or sampling.params.greedy or sampling.acceptance != "match" or sampling.noise.is_coupled:
         return 0.0, 0
-    return sampling.params.temperature, request_key(sampling.seed, sampling.choice_index)
+    return sampling.params.temperature, sampling.noise.request_key
 
 
 def _warmth(temperature: float) -> int:

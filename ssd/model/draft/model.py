@@ -12,6 +12,7 @@ import torch
 from ssd.config import SamplingParams
 from ssd.drafting.offers import MODEL
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.errors import ModelError
 from ssd.model.draft.sampling import draw
 from ssd.model.draft.slots import DraftSlot, DraftSlots
@@ -26,7 +27,7 @@ from ssd.pricing.price_list import PriceList
 SOURCE = "model"
 """``Draft.source`` of what a draft model proposes."""
 
-_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), seed=0)
+_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
 _WARM_UP_ROWS = 8
 _WARM_UP_TOKENS = 64
 

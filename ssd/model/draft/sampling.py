@@ -12,7 +12,7 @@ import torch
 from ssd.drafting.noise_keys import CHOICE, DRAFT
 from ssd.drafting.protocol import SamplingRow
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
-from ssd.model.sampling.target_tokens import keys_at, truncated_scores, with_prefix_rules
+from ssd.model.sampling.target_tokens import truncated_scores, with_prefix_rules
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
         return Drawn(token_ids.cpu().numpy(), _chances(logits, token_ids), None)
     scores = logits.clone()
     scores[sampled] = truncated_scores(logits[sampled], [rows[b].params for b in sampled])
-    keys = np.concatenate([keys_at(rows[b], DRAFT if rows[b].acceptance == "rejection" else CHOICE) for b in sampled])
+    keys = np.concatenate([rows[b].keys(DRAFT if rows[b].acceptance == "rejection" else CHOICE) for b in sampled])
     token_ids[sampled] = torch.from_numpy(argmax_with_noise(scores[sampled], keys)).to(token_ids.device)
     return Drawn(token_ids.cpu().numpy(), _chances(scores, token_ids), scores)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.compiled.addresses import inlined, kernel
-from ssd.drafting.noise_keys import gumbel_at, key_at, request_key
+from ssd.drafting.noise_keys import UInt64, gumbel_at
 from ssd.drafting.protocol import SamplingRow
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE
 from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules
@@ -65,12 +65,11 @@ def candidates(
     token_ids: Ints = ids.cpu().numpy()
     logs: Floats = (best.values - scores.logsumexp(-1, keepdim=True)).double().cpu().numpy()
     if is_sampled.any():
-        keys = np.array([request_key(row.seed, row.choice_index) for row in rows], np.uint64)
-        positions = np.array([len(row.context) for row in rows])
+        keys = np.array([row.keys()[0] if drawn else 0 for row, drawn in zip(rows, is_sampled, strict=True)], np.uint64)
         top_k = np.array([row.params.top_k if row.params.top_k > 0 else MOST_CANDIDATES for row in rows])
         top_p = np.array([row.params.top_p for row in rows])
         min_p = np.array([row.params.min_p for row in rows])
-        _favour(token_ids, logs, is_sampled, keys, positions, top_k, top_p, min_p)
+        _favour(token_ids, logs, is_sampled, keys, top_k, top_p, min_p)
     return Candidates(token_ids, np.exp(logs))
 
 
@@ -89,8 +88,7 @@ def _favour(
     token_ids: Ints,
     logs: Floats,
     is_sampled: npt.NDArray[np.bool_],
-    keys: npt.NDArray[np.uint64],
-    positions: Ints,
+    keys: UInt64,
     top_k: Ints,
     top_p: Floats,
     min_p: Floats,
@@ -105,7 +103,7 @@ def _favour(
     for row in range(num_rows):
         if not is_sampled[row]:
             continue
-        key, before = key_at(keys[row], positions[row]), 0.0
+        key, before = keys[row], 0.0
         for i in range(most):
             chance = math.exp(logs[row, i])
             is_kept = i == 0 or (

@@ -12,6 +12,7 @@ import torch
 from ssd.config import SamplingParams
 from ssd.drafting.offers import HEAD, MAX_OFFERED
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices, SamplingRow
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.model.heads.candidates import Candidates, candidates
 from ssd.model.heads.head import Head, ParallelHead, RecurrentHead
 from ssd.model.heads.shapes import SOURCE, Floats, Ints, comb, product
@@ -24,7 +25,7 @@ from ssd.pricing.pass_costs import OUTLIER
 from ssd.pricing.platt_scaling import PlattScaling
 from ssd.pricing.price_list import PriceList
 
-_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), seed=0)
+_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
 _WARM_UP_ROWS = 8
 _WARM_UP_TOKENS = 64
 

@@ -1,6 +1,6 @@
 """Sampling noise at keys that say which: Gumbel noise for every token of the vocabulary.
 
-The keys are those of ``ssd/drafting/noise_keys.py``.
+The keys are those of ``ssd/drafting/sequence_noise.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LOWEST_TEMPERATURE = 1e-4
 class Noise:
     """What a pass needs to choose tokens itself.
 
-    ``keys`` : uint64[B, T], of `position_keys`. ``temperatures`` : float32[B, T], 0 where the most probable token is
-    to be chosen.
+    ``keys`` : uint64[B, T], of `SequenceNoise.keys`. ``temperatures`` : float32[B, T], 0 where the most probable token
+    is to be chosen.
     """
 
     keys: UInt64
@@ -32,7 +32,7 @@ class Noise:
 def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise for every token of the vocabulary at each key, on the keys' device.
 
-    keys : int64[...], the bits of ``position_keys``. Returns float64[..., vocab_size].
+    keys : int64[...], the bits of `SequenceNoise.keys`. Returns float64[..., vocab_size].
 
     ``-log(-log(u))`` with u = (k + 1/2) / 2**53, k the upper 53 bits: never 0 or 1.
     """
@@ -48,8 +48,8 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """What a token is chosen by where nothing but a temperature is asked for: its argmax is the token.
 
-    logits : [N, V], any float type. keys : int64[N], the bits of ``position_keys``. temperatures : float32[N], 0 where
-    the logits themselves decide. Returns float64[N, V].
+    logits : [N, V], any float type. keys : int64[N], the bits of `SequenceNoise.keys`. temperatures : float32[N], 0
+    where the logits themselves decide. Returns float64[N, V].
     """
     scores = logits.float() / temperatures.clamp_min(LOWEST_TEMPERATURE)[:, None]
     noisy = scores.double() + gumbel_noise(keys, logits.shape[-1])

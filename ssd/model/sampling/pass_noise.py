@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ssd.drafting.noise_keys import keys_of
 from ssd.drafting.protocol import SamplingRow
 from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.target_tokens import draft_law, is_ruled, positions_of
+from ssd.model.sampling.target_tokens import draft_law, is_ruled
 
 
 def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
@@ -21,16 +20,9 @@ def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
     if not drawn:
         return None
     keys, temperatures = np.zeros((len(rows), width), np.uint64), np.zeros((len(rows), width), np.float32)
-    positions = np.full((len(drawn), width), 0)  # what lies past a row's own is meaningless
-    for i, b in enumerate(drawn):
-        own = positions_of(rows[b])
-        positions[i, : len(own)] = own
-        temperatures[b, : len(own)] = rows[b].params.temperature
-    seeds, choices = (
-        np.array(each, np.uint64)[:, None]
-        for each in ([rows[b].seed & 0xFFFFFFFFFFFFFFFF for b in drawn], [rows[b].choice_index for b in drawn])
-    )
-    keys[drawn] = keys_of(seeds, choices, positions)
+    for b in drawn:  # what lies past a row's own positions is meaningless
+        own = rows[b].keys()
+        keys[b, : len(own)], temperatures[b, : len(own)] = own, rows[b].params.temperature
     return Noise(keys, temperatures)
 
 

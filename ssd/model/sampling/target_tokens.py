@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import ACCEPT, CHOICE, RECOVER, UInt64, position_keys
+from ssd.drafting.noise_keys import ACCEPT, RECOVER
 from ssd.drafting.protocol import SamplingRow
-from ssd.model.kv.tree import Parents, depths, path_to
+from ssd.model.kv.tree import Parents, path_to
 from ssd.model.sampling.device_rules import DeviceRules, rule_out
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE, Noise
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
@@ -52,7 +52,7 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
     picks = [(b, t) for b in sampled for t in range(rows[b].width)]
     at_row, at_position = (list(index) for index in zip(*picks, strict=True))
     scores = truncated_scores(logits[at_row, at_position], [rows[b].params for b, _ in picks])
-    keys = np.concatenate([keys_at(rows[b], CHOICE) for b in sampled])
+    keys = np.concatenate([rows[b].keys() for b in sampled])
     chosen[at_row, at_position] = argmax_with_noise(scores, keys)
     first = 0
     for b in sampled:
@@ -60,7 +60,7 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
         law = draft_law(row)
         if law is not None and last > first:
             bonus = int(chosen[b, row.width - 1])
-            keys_of_draft = keys_at(row, ACCEPT)[:-1], keys_at(row, RECOVER)[:-1]
+            keys_of_draft = row.keys(ACCEPT)[:-1], row.keys(RECOVER)[:-1]
             output_ids = rejection_tokens(scores[first : last + 1], row.draft.token_ids, law, *keys_of_draft, bonus)
             chosen[b, : len(output_ids)] = output_ids
         first = last + 1
@@ -209,13 +209,3 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
             forbidden |= set(row.held_back_ids)
         # Positions after a token that the grammar refuses are never used.
         rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, rules.allowed, forbidden)
-
-
-def positions_of(row: SamplingRow) -> npt.NDArray[np.int64]:
-    """Where the tokens to choose stand in the text: int64[k + 1]."""
-    return len(row.context) + depths(row.draft.parents, len(row.draft.token_ids))
-
-
-def keys_at(row: SamplingRow, stream: int) -> UInt64:
-    """The generator keys of the tokens to choose: uint64[k + 1]."""
-    return position_keys(row.seed, row.choice_index, positions_of(row), stream)

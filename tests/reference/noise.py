@@ -1,0 +1,47 @@
+"""Keys of sampling noise as they are written down: of positions, and of contexts counted one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.drafting.noise_keys import CHOICE, GAMMA, MIX_1, MIX_2
+
+_BITS = 0xFFFFFFFFFFFFFFFF
+
+
+def mix(z: int) -> int:
+    """SplitMix64's output function."""
+    z = (z ^ z >> 30) * MIX_1 & _BITS
+    z = (z ^ z >> 27) * MIX_2 & _BITS
+    return z ^ z >> 31
+
+
+def key_of(seed: int, number: int, place: int, purpose: int = CHOICE) -> int:
+    """The key of a place of one sequence."""
+    of_seed = mix((seed + GAMMA) & _BITS)
+    return mix((mix((of_seed ^ (number | purpose << 32)) + GAMMA & _BITS) ^ place) + GAMMA & _BITS)
+
+
+def position_keys(
+    seed: int, choice_index: int, positions: npt.NDArray[np.int64], purpose: int = CHOICE
+) -> npt.NDArray[np.uint64]:
+    """The keys of a seed's noise: uint64, the shape of ``positions``."""
+    keys = [key_of(seed, choice_index, position, purpose) for position in positions.ravel().tolist()]
+    return np.array(keys, np.uint64).reshape(positions.shape)
+
+
+def coupled_key(secret: int, stream: int, text: Sequence[int], prompt_length: int, window: int) -> int:
+    """The key of the token that follows ``text``, whose first ``prompt_length`` tokens were not drawn."""
+
+    def hash_of(end: int) -> int:
+        found = 0
+        for token in reversed(text[max(0, end - window) : end]):
+            found = mix((found ^ token) + GAMMA & _BITS)
+        return max(found, 1)
+
+    here = hash_of(len(text))
+    times = sum(hash_of(end) == here for end in range(prompt_length, len(text)))
+    return key_of(secret, stream, mix(here + (times + 1) * GAMMA & _BITS))

@@ -1,0 +1,74 @@
+"""The keys of a sequence's noise are those that are written down, however its text came to be known."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssd.drafting.noise_keys import ACCEPT, CHOICE, DRAFT, RECOVER
+from ssd.drafting.sequence_noise import SequenceNoise
+from tests.reference.noise import coupled_key, position_keys
+
+bits = st.integers(0, 2**64 - 1)
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> tuple[list[int], list[int] | None]:
+    tokens = draw(st.lists(st.integers(0, 2), max_size=12))
+    if draw(st.booleans()):
+        return tokens, None
+    return tokens, [draw(st.integers(-1, node - 1)) for node in range(len(tokens))]
+
+
+def path_to(parents: list[int] | None, node: int) -> list[int]:
+    if parents is None:
+        return list(range(node + 1))
+    return [*path_to(parents, parents[node]), node] if node >= 0 else []
+
+
+def int32(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(tokens, np.int32)
+
+
+@given(bits, st.integers(0, 99), texts, drafts(), st.sampled_from([CHOICE, DRAFT, ACCEPT, RECOVER]))
+def test_seeded_noise_is_of_the_position(
+    seed: int, choice: int, text: list[int], draft: tuple[list[int], list[int] | None], purpose: int
+) -> None:
+    tokens, parents = draft
+    keys = SequenceNoise.seeded(seed, choice).keys(
+        int32(text), int32(tokens), None if parents is None else int32(parents), purpose
+    )
+    positions = np.array([len(text) + len(path_to(parents, node)) for node in range(-1, len(tokens))])
+    assert np.array_equal(keys, position_keys(seed, choice, positions, purpose))
+
+
+@given(bits, st.integers(0, 99), texts, drafts(), st.integers(1, 9), st.data())
+def test_coupled_noise_is_of_the_last_tokens_and_of_how_often_they_came(
+    secret: int,
+    stream: int,
+    text: list[int],
+    draft: tuple[list[int], list[int] | None],
+    window: int,
+    data: st.DataObject,
+) -> None:
+    tokens, parents = draft
+    prompt_length = data.draw(st.integers(0, len(text)))
+    told = data.draw(st.lists(st.integers(0, len(text)), max_size=3).map(sorted))
+    noise = SequenceNoise.coupled(secret, stream, prompt_length=prompt_length, window=window)
+    for end in told:
+        noise.advance(int32(text)[:end])
+    keys = noise.keys(int32(text), int32(tokens), None if parents is None else int32(parents))
+    for node, key in zip(range(-1, len(tokens)), keys.tolist(), strict=True):
+        path = [tokens[step] for step in path_to(parents, node)]
+        assert key == coupled_key(secret, stream, [*text, *path], prompt_length, window)
+
+
+@given(bits, st.lists(st.integers(0, 1), min_size=1, max_size=300), st.integers(1, 4))
+def test_no_key_comes_twice_in_a_sequence(secret: int, text: list[int], window: int) -> None:
+    noise, keys = SequenceNoise.coupled(secret, 0, prompt_length=1, window=window), []
+    for end in range(1, len(text) + 1):
+        noise.advance(int32(text[:end]))
+        keys.append(int(noise.keys(int32(text[:end]))[0]))
+    assert len(set(keys)) == len(keys)
