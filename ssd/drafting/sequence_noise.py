@@ -35,6 +35,8 @@ class NoiseRecord(Record):
     ``first`` : the first position that is drawn: tokens of the prompt. ``counted`` : tokens of the text whose contexts
     are counted. ``table`` : uint64[2 * num_slots], by open addressing pairs of the hash of a context, 0 for none, and
     how often it has occurred; ``num_slots`` is a power of two.
+    ``drawn`` : uint64[num_slots / 2, 2], of each token drawn among those counted its key and itself. ``taken`` : of so
+    many of them a drafter has taken note; ``run`` : so many of the last of these it had known, see `keyed_choices`.
     """
 
     request: Uint64
@@ -43,6 +45,9 @@ class NoiseRecord(Record):
     counted: Int64
     num_slots: Int64
     table: Address
+    drawn: Address
+    taken: Int64
+    run: Int64
 
 
 noise_at = view_of(NoiseRecord)
@@ -86,14 +91,30 @@ def coupled_place(found: UInt, times: int) -> UInt:
     return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
 
+@inlined
+def num_drawn(noise: NoiseRecord) -> int:
+    """How many tokens were drawn of the text that is counted."""
+    return max(0, noise.counted - noise.first)
+
+
+@inlined
+def drawn_tokens(noise: NoiseRecord) -> UInt64:
+    """Of each token drawn its key and itself, one after the other: uint64[2 * num_drawn]."""
+    return uint64_array(noise.drawn, 2 * num_drawn(noise))
+
+
 @kernel
 def _count(noise_address: int, context: TokenIds) -> None:
     """Count the contexts of all tokens of a text that are not counted yet."""
     noise = noise_at(noise_address)
     table = uint64_array(noise.table, 2 * noise.num_slots)
+    drawn = uint64_array(noise.drawn, noise.num_slots)
     for end in range(max(noise.counted, noise.first), len(context)):
         found = hash_behind(noise.window, context, end, context, context[:0], -1)
         slot = _slot_of(table, noise.num_slots, found)
+        number, times = 2 * (end - noise.first), int(np.int64(table[2 * slot + 1]))
+        drawn[number] = key_at(np.uint64(noise.request), coupled_place(found, times))
+        drawn[number + 1] = np.uint64(np.int64(context[end]))
         table[2 * slot] = found
         table[2 * slot + 1] += np.uint64(1)
     noise.counted = len(context)
@@ -142,6 +163,7 @@ class SequenceNoise:
         self._record.request, self._record.window = request_key(seed, number), window
         self._record.first = prompt_length
         self._table: UInt64 = np.zeros((0, 2), np.uint64)
+        self._drawn = self._table
         if window:
             self._make_slots(_FIRST_SLOTS)
 
@@ -188,6 +210,10 @@ class SequenceNoise:
             self._record.counted = 0
         _count(self.address, context)
 
+    def drawn(self) -> UInt64:
+        """Of each token drawn that ``advance`` was told, in order, its key and itself: uint64[n, 2], a view."""
+        return self._drawn[: max(0, self._record.counted - self._record.first)]
+
     def keys(
         self,
         context: TokenIds,
@@ -207,5 +233,6 @@ class SequenceNoise:
         return keys
 
     def _make_slots(self, count: int) -> None:
-        self._table = np.zeros((count, 2), np.uint64)
+        self._table, self._drawn = np.zeros((count, 2), np.uint64), np.zeros((count // 2, 2), np.uint64)
         self._record.num_slots, self._record.table = count, address(self._table)
+        self._record.drawn = address(self._drawn)
