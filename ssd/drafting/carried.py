@@ -41,6 +41,7 @@ def carry(
             tree=True,
             sampling=request.sampling,
             learned=request.learned,
+            may_teach=request.may_teach,
         )
         for depth, i in enumerate(chain, 1)
     ]

@@ -42,6 +42,7 @@ class DraftRequest:
         replay of recorded text.
     ``slot`` : the target's, which holds the context but for its last token; None where there is no target.
     ``offers`` : what other sources propose after the context, to be judged with all else; None for nothing.
+    ``may_teach`` : whether what it says may reach other requests of its namespace.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class DraftRequest:
     learned: LearnedState | None = None
     slot: int | None = None
     offers: Offers | None = None
+    may_teach: bool = False
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class Draft:
     ``match_length`` : tokens of the context's tail that the evidence matched.
     ``source`` : where its first token came from: "own" text, a "prediction", of the index its "tail", a "segment" or
         one that is static and hence "warm", a "model", a draft "head", of the target itself what is "recycled" or a
-        "guess", or "none".
+        "guess", "coupled" where the same noise chose it before, or "none".
     ``probabilities`` : float64[k], estimated chance that each token is accepted once those before it are; None when the
         drafter has no estimate.
     ``parents`` : int32[k], of each token the index of the one before it, smaller than its own; -1 after the context.

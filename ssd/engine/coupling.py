@@ -36,7 +36,8 @@ class Coupling:
         stream = request.noise_stream
         if stream is None:
             stream = request_key(seed, request.choice_index) % self.num_streams
-        return SequenceNoise.coupled(secret_of(self._root(), request.namespace), stream, self._window)
+        secret, prompt_length = secret_of(self._root(), request.namespace), len(request.prompt_token_ids)
+        return SequenceNoise.coupled(secret, stream, self._window, prompt_length=prompt_length)
 
 
 def secret_of(root: bytes, namespace: str) -> int:

@@ -121,6 +121,7 @@ class Proposals:
     def forget(self, sequence: Sequence) -> None:
         """Forget a request: nothing of it will be asked for, or all of it anew."""
         self._audience = None  # it holds the sequence
+        sequence.note_context()
         self._asked.forget(sequence.request.request_id)
         self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 
@@ -131,6 +132,7 @@ class Proposals:
         requests = []
         for sequence, share in asked:
             cache = None if sequence.namespace is None else sequence.namespace.cache
+            sequence.note_context()
             requests.append(
                 DraftRequest(
                     request_id=sequence.request.request_id,
@@ -144,6 +146,7 @@ class Proposals:
                     prediction=sequence.prediction,
                     sampling=sequence.sampling,
                     slot=sequence.slot,
+                    may_teach=sequence.request.learn,
                 )
             )
         drafts = self._best_effort(lambda: self._asked.propose(requests))
