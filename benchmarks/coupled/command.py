@@ -6,8 +6,8 @@
 Three engines answer the same questions one after the other: without speculation, with it and coupled noise, with it
 and a seed for every request as before. Asked again: every prompt was answered once of every stream, then comes again
 with a stream that is drawn. Near-variants: the same prompts with a word or a number changed or a sentence added.
-Growth: the mixed stream of ``benchmarks.growth``, its first and its last fifth. Nothing twice: prompts that are all
-new, on empty caches. Every timed output is compared with speculation off of the same noise, with the near-tie rule of
+Nothing twice: prompts that are all new, on empty caches. Growth: the mixed stream of ``benchmarks.growth``, its first
+and its last fifth. Every timed output is compared with speculation off of the same noise, with the near-tie rule of
 ``benchmarks/exactness.py``. Ratios are of tokens/s within a group of requests, prompts included: medians over groups,
 with the least and the most; beside them ratios by CPU time, which other programs on the machine change less.
 
@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _workloads(opened: Opened, args: argparse.Namespace) -> tuple[dict[str, Any], Comparison]:
     """All workloads: the rows and marks of the result."""
-    contenders = Contenders(opened, num_streams=max(args.streams), window=args.window, root=_root(args.seed))
+    contenders = Contenders(
+        opened, num_streams=max(*args.streams, args.growth_streams), window=args.window, root=_root(args.seed)
+    )
     workloads = Workloads(contenders, _plan(args))
     print(f"\n{'workload':>20} {'T':>4} {'S':>3} {'off tok/s':>10} {'coupled over off':>22} {'by CPU time':>22} "
           f"{'tokens a pass':>14} {'uncoupled over off':>22} {'tokens a pass':>14}")  # fmt: skip
@@ -92,7 +94,7 @@ def _workloads(opened: Opened, args: argparse.Namespace) -> tuple[dict[str, Any]
 def _rows(workloads: Workloads, sampling: Sampling, args: argparse.Namespace) -> Iterator[Row]:
     for num_streams in args.streams:
         yield from workloads.again(sampling, num_streams)
-        yield workloads.new(sampling, num_streams)
+    yield workloads.new(sampling, args.growth_streams)
     if args.growth_requests:
         yield from workloads.growth(sampling, args.growth_streams)
 
@@ -149,7 +151,7 @@ def _spread(values: Sequence[float]) -> str:
     return f"{middle:.2f} ({least:.2f} ... {most:.2f})"
 
 
-_QUICK = {"requests": 8, "growth_requests": 40, "max_tokens": 32, "streams": [4], "temperatures": [0.7], "group": 4}
+_QUICK = {"requests": 6, "growth_requests": 30, "max_tokens": 48, "streams": [4], "temperatures": [0.7], "group": 3}
 """What ``--quick`` asks, where nothing else is said."""
 
 
@@ -162,7 +164,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--top-p", type=float, default=0.9, help="(default: %(default)s)")
     add("--requests", type=int, default=25, help="prompts of a workload (default: %(default)s)")
     add("--growth-requests", type=int, default=120, help="of the growing stream, 0 for none (default: %(default)s)")
-    add("--growth-streams", type=int, default=4, metavar="S", help="of noise there (default: %(default)s)")
+    add("--growth-streams", type=int, default=4, metavar="S", help="of noise there and on new text (default: 4)")
     add("--max-tokens", type=int, default=64, help="of each answer (default: %(default)s)")
     add("--prompt-tokens", type=int, default=256, help="most of a prompt (default: %(default)s)")
     add("--group", type=int, default=5, help="requests timed together (default: %(default)s)")
