@@ -32,7 +32,7 @@ class Coupling:
     def warm_up(self) -> None:
         """Compile what only coupled requests run, where there can be any."""
         if self.num_streams:
-            SequenceNoise.coupled(0, 0, prompt_length=0, window=self._window).advance(np.zeros(2, np.int32))
+            SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
 
     def different_streams(self, count: int, seed: int) -> list[int]:
         """Streams for ``count`` outputs of one prompt, no two the same; all of the engine's where there are as many.
