@@ -41,6 +41,8 @@ def carry(
             tree=True,
             sampling=request.sampling,
             learned=request.learned,
+            live=request.live,
+            live_number=request.live_number,
         )
         for depth, i in enumerate(chain, 1)
     ]
