@@ -36,12 +36,7 @@ class Coupling:
         stream = request.noise_stream
         if stream is None:
             stream = request_key(seed, request.choice_index) % self.num_streams
-        return SequenceNoise.coupled(
-            secret_of(self._root(), request.namespace),
-            stream,
-            prompt_length=len(request.prompt_token_ids),
-            window=self._window,
-        )
+        return SequenceNoise.coupled(secret_of(self._root(), request.namespace), stream, self._window)
 
 
 def secret_of(root: bytes, namespace: str) -> int:
