@@ -274,7 +274,7 @@ def is_near_tie(
     ``noise`` : as for `score_margin`.
     """
     place = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-    return place is not None and score_margin(target, [*prompt, *want[:place]], params, noise) < TIE_MARGIN
+    return place is not None and score_margin(target, [*prompt, *want[:place]], params, noise=noise) < TIE_MARGIN
 
 
 def reference_greedy(
