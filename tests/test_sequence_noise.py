@@ -54,20 +54,19 @@ def test_coupled_noise_is_of_the_last_tokens_and_of_how_often_they_came(
     data: st.DataObject,
 ) -> None:
     tokens, parents = draft
-    prompt_length = data.draw(st.integers(0, len(text)))
     told = data.draw(st.lists(st.integers(0, len(text)), max_size=3).map(sorted))
-    noise = SequenceNoise.coupled(secret, stream, prompt_length=prompt_length, window=window)
+    noise = SequenceNoise.coupled(secret, stream, window)
     for end in told:
         noise.advance(int32(text)[:end])
     keys = noise.keys(int32(text), int32(tokens), None if parents is None else int32(parents))
     for node, key in zip(range(-1, len(tokens)), keys.tolist(), strict=True):
         path = [tokens[step] for step in path_to(parents, node)]
-        assert key == coupled_key(secret, stream, [*text, *path], prompt_length, window)
+        assert key == coupled_key(secret, stream, [*text, *path], window)
 
 
 @given(bits, st.lists(st.integers(0, 1), min_size=1, max_size=300), st.integers(1, 4))
 def test_no_key_comes_twice_in_a_sequence(secret: int, text: list[int], window: int) -> None:
-    noise, keys = SequenceNoise.coupled(secret, 0, prompt_length=1, window=window), []
+    noise, keys = SequenceNoise.coupled(secret, 0, window), []
     for end in range(1, len(text) + 1):
         noise.advance(int32(text[:end]))
         keys.append(int(noise.keys(int32(text[:end]))[0]))

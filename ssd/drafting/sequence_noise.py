@@ -2,9 +2,10 @@
 
 A key says where its noise is used. Of a *seed* it is a function of seed, choice and position: one seed gives one
 output. *Coupled* noise is that of a stream, which many requests share: its key is a function of a secret, the stream,
-the last ``window`` tokens and how often these have stood before a drawn token of this sequence already. So two requests
-draw with the same noise where they say the same, and then choose the same token as often as their distributions allow
-(Daliri, Musco, Suresh 2024, arXiv 2408.07978, for the Gumbel coupling); what one said can be drafted for the other.
+the last ``window`` tokens and how often these have stood in its text already, prompt and output. So two requests draw
+with the same noise where they say the same, and then choose the same token as often as their distributions allow
+(Daliri, Musco, Suresh 2024, arXiv 2408.07978, for the Gumbel coupling); what one said can be drafted for the other. The
+prompt counts because it may hold what the same stream said before: the turns of a conversation then share no key.
 
 Either way the keys of one sequence are all different, each is a function of what came before, and noise at different
 keys is independent: given what came before, every token is drawn with noise that nothing before it depends on, so it
@@ -32,17 +33,17 @@ class NoiseRecord(Record):
     """What the keys of one sequence are made of.
 
     ``request`` : its `request_key`. ``window`` : tokens that a key depends on, 0 where it depends on the position.
-    ``first`` : the first position that is drawn: tokens of the prompt. ``counted`` : tokens of the text whose contexts
-    are counted. ``table`` : uint64[2 * num_slots], by open addressing pairs of the hash of a context, 0 for none, and
-    how often it has occurred; ``num_slots`` is a power of two.
-    ``drawn`` : uint64[num_slots / 2, 2], of each token drawn among those counted its key and itself. ``taken`` : of so
-    many of them a drafter has taken note; ``run`` : so many of the last of these it had known, see `keyed_choices`.
+    ``counted`` : tokens of the text whose contexts are counted. ``table`` : uint64[2 * num_slots], by open addressing
+    pairs of the hash of a context, 0 for none, and how often it has occurred; ``num_slots`` is a power of two.
+    ``first`` : tokens of the prompt; those after it are drawn. ``drawn`` : uint64[num_slots / 2, 2], of each token
+    drawn among those counted its key and itself. ``taken`` : of so many of them a drafter has taken note; ``run`` : so
+    many of the last of these it had known, see `keyed_choices`.
     """
 
     request: Uint64
     window: Int64
-    first: Int64
     counted: Int64
+    first: Int64
     num_slots: Int64
     table: Address
     drawn: Address
@@ -109,12 +110,13 @@ def _count(noise_address: int, context: TokenIds) -> None:
     noise = noise_at(noise_address)
     table = uint64_array(noise.table, 2 * noise.num_slots)
     drawn = uint64_array(noise.drawn, noise.num_slots)
-    for end in range(max(noise.counted, noise.first), len(context)):
+    for end in range(noise.counted, len(context)):
         found = hash_behind(noise.window, context, end, context, context[:0], -1)
         slot = _slot_of(table, noise.num_slots, found)
-        number, times = 2 * (end - noise.first), int(np.int64(table[2 * slot + 1]))
-        drawn[number] = key_at(np.uint64(noise.request), coupled_place(found, times))
-        drawn[number + 1] = np.uint64(np.int64(context[end]))
+        if end >= noise.first:
+            number, times = 2 * (end - noise.first), int(np.int64(table[2 * slot + 1]))
+            drawn[number] = key_at(np.uint64(noise.request), coupled_place(found, times))
+            drawn[number + 1] = np.uint64(np.int64(context[end]))
         table[2 * slot] = found
         table[2 * slot + 1] += np.uint64(1)
     noise.counted = len(context)
@@ -126,7 +128,7 @@ def _keys(noise_address: int, request: np.uint64, context: TokenIds, tokens: Tok
     noise, num_keys, length = noise_at(noise_address), 1 + len(tokens), len(context)
     window, is_chain = noise.window, len(parents) == 0
     keys, depths = np.empty(num_keys, np.uint64), np.empty(num_keys, np.int64)
-    uncounted = max(noise.counted, noise.first)  # a draft model's own tokens, say
+    uncounted = noise.counted  # what follows are a draft model's own tokens, say
     earlier = np.empty(max(0, length - uncounted), np.uint64)
     if window > 0:
         for i in range(len(earlier)):
@@ -155,7 +157,7 @@ def _keys(noise_address: int, request: np.uint64, context: TokenIds, tokens: Tok
 class SequenceNoise:
     """The noise of one sequence: made by `seeded` or `coupled`. ``address`` : of its `NoiseRecord`, for kernels."""
 
-    def __init__(self, seed: int, number: int, *, window: int = 0, prompt_length: int = 0) -> None:
+    def __init__(self, seed: int, number: int, window: int = 0, prompt_length: int = 0) -> None:
         """Use `seeded` or `coupled`."""
         self._seed, self._number = seed, number
         self._memory = Records(NoiseRecord)
@@ -173,13 +175,13 @@ class SequenceNoise:
         return cls(seed, choice_index)
 
     @classmethod
-    def coupled(cls, secret: int, stream: int, *, prompt_length: int, window: int = WINDOW) -> SequenceNoise:
+    def coupled(cls, secret: int, stream: int, window: int = WINDOW, *, prompt_length: int = 0) -> SequenceNoise:
         """Noise that all sequences of one secret, any 64 bits, and one stream, below 2^32, share.
 
-        ``prompt_length`` : tokens before the first that is drawn. ``window`` : tokens that it depends on, >= 1.
+        ``window`` : tokens that it depends on, >= 1. ``prompt_length`` : those of its text that nobody drew.
         """
         assert window >= 1
-        return cls(secret, stream, window=window, prompt_length=prompt_length)
+        return cls(secret, stream, window, prompt_length)
 
     @property
     def is_coupled(self) -> bool:
@@ -204,7 +206,7 @@ class SequenceNoise:
         if not self._record.window or self._record.counted == len(context):
             return
         assert self._record.counted < len(context)
-        wanted = 2 * max(0, len(context) - self._record.first)
+        wanted = 2 * len(context)
         if wanted > len(self._table):
             self._make_slots(1 << (wanted - 1).bit_length())
             self._record.counted = 0

@@ -95,6 +95,7 @@ class Sequence:
             num_prompt_tokens=len(prompt),
             steps=[] if request.keeps_steps else None,
             submitted_s=time.perf_counter(),
+            is_coupled=noise.is_coupled,
         )
         self.draft: VerifiedDraft | None = None
         """What was drafted for the last pass, until its output is made."""

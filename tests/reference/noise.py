@@ -33,8 +33,8 @@ def position_keys(
     return np.array(keys, np.uint64).reshape(positions.shape)
 
 
-def coupled_key(secret: int, stream: int, text: Sequence[int], prompt_length: int, window: int) -> int:
-    """The key of the token that follows ``text``, whose first ``prompt_length`` tokens were not drawn."""
+def coupled_key(secret: int, stream: int, text: Sequence[int], window: int) -> int:
+    """The key of the token that follows ``text``."""
 
     def hash_of(end: int) -> int:
         found = 0
@@ -43,5 +43,5 @@ def coupled_key(secret: int, stream: int, text: Sequence[int], prompt_length: in
         return max(found, 1)
 
     here = hash_of(len(text))
-    times = sum(hash_of(end) == here for end in range(prompt_length, len(text)))
+    times = sum(hash_of(end) == here for end in range(len(text)))
     return key_of(secret, stream, mix(here + (times + 1) * GAMMA & _BITS))
