@@ -47,8 +47,8 @@ def noise_of(text: list[int], prompt_length: int, window: int, stream: int = STR
     return noise
 
 
-def key_behind(text: list[int], prompt_length: int, window: int) -> int:
-    return coupled_key(SECRET, STREAM, text, prompt_length, window)
+def key_behind(text: list[int], window: int) -> int:
+    return coupled_key(SECRET, STREAM, text, window)
 
 
 def gumbel_of(key: int, token: int) -> float:
@@ -60,7 +60,7 @@ def enter(choices: Choices, text: list[int], prompt_length: int, window: int) ->
     """Enter what a request was told; of how many of the last tokens that was known."""
     run = 0
     for at in range(prompt_length, len(text)):
-        key, token = key_behind(text[:at], prompt_length, window), text[at]
+        key, token = key_behind(text[:at], window), text[at]
         before, confirmed = choices.get(key, (-1, 0))
         run = run + 1 if before == token else 0
         choices[key] = token, min(MOST_CONFIRMED, confirmed + 1) if before == token else 0
@@ -102,7 +102,7 @@ def test_a_table_knows_what_was_chosen_last_under_every_key(told: list[Any], win
     for text, prompt_length in told:
         noise = noise_of(text, prompt_length, window)
         assert noise.drawn().tolist() == [
-            [key_behind(text[:at], prompt_length, window), text[at]] for at in range(prompt_length, len(text))
+            [key_behind(text[:at], window), text[at]] for at in range(prompt_length, len(text))
         ]
         learn_choices(table.address, noise.address, True)
         learn_choices(table.address, noise.address, True)  # nothing is new
@@ -174,7 +174,7 @@ def situation(
     run = enter(dict(choices), context, prompt_length, window)
 
     def key_of(draft: list[int]) -> int:
-        return key_behind([*context, *draft], prompt_length, window)
+        return key_behind([*context, *draft], window)
 
     def noise_behind(draft: list[int], token: int) -> float:
         return gumbel_of(key_of(draft), token)

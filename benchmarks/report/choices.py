@@ -294,6 +294,12 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "memory: 63 MB at most, as much for requests without a namespace, and 128 MB for what noise chose",
         ),
         Choice(
+            "drafting/suffix/keyed_choices.py",
+            {"IN_BUCKET": "8", "FIRST_BUCKETS": "1 << 13", "MOST_BUCKETS": "1 << 17", "MOST_CONFIRMED": "3"},
+            "what coupled noise chose before",
+            "a bucket is a cache line; 8 bytes an entry, 0.5 to 8 MB a namespace; no other value tried",
+        ),
+        Choice(
             "model/sampling/top_tokens.py",
             {"_BLOCK": "128"},
             "tokens compared at a time",
