@@ -5,6 +5,7 @@ export const SOURCES = {
   tail: ["ring", "learned lately, not yet sorted"],
   segment: ["segments", "the sorted cache"],
   warm: ["warm-up", "corpora, and what tenants share"],
+  coupled: ["same noise", "what the model chose here before with the same noise"],
   prediction: ["prediction", "what the request expected"],
   model: ["draft model", "a smaller model"],
   head: ["draft head", "layers that read the model's hidden states"],
