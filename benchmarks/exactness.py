@@ -220,26 +220,39 @@ def compare(
 
 
 @torch.inference_mode()
-def score_margin(target: Target, context: Sequence[int], params: SamplingParams, choice_index: int = 0) -> float:
-    """How far the best score after ``context`` leads the second, noise included, in a plain pass."""
+def score_margin(
+    target: Target, context: Sequence[int], params: SamplingParams, noise: SequenceNoise | None = None
+) -> float:
+    """How far the best score after ``context`` leads the second, noise included, in a plain pass.
+
+    ``noise`` : that it was drawn with; None: that of the seed in ``params``.
+    """
     target.rollback(0, 0)
     logits = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1:].float()
     target.rollback(0, 0)
     scores = logits.double()
     if not params.greedy:
-        keys = SequenceNoise.seeded(params.seed or 0, choice_index).keys(np.array(context, np.int32))
-        noise = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
-        scores = truncated_scores(logits, [params]).double() + noise
+        keys = (noise or SequenceNoise.seeded(params.seed or 0)).keys(np.array(context, np.int32))
+        drawn = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
+        scores = truncated_scores(logits, [params]).double() + drawn
     best = torch.topk(scores[0], 2).values
     return float(best[0] - best[1])
 
 
 def is_near_tie(
-    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
+    target: Target,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    got: Sequence[int],
+    want: Sequence[int],
+    noise: SequenceNoise | None = None,
 ) -> bool:
-    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near."""
+    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near.
+
+    ``noise`` : as for `score_margin`.
+    """
     place = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-    return place is not None and score_margin(target, [*prompt, *want[:place]], params) < TIE_MARGIN
+    return place is not None and score_margin(target, [*prompt, *want[:place]], params, noise) < TIE_MARGIN
 
 
 def reference_greedy(
