@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.siblings import Cheap
+from benchmarks.siblings.contenders import Cheap
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting.live_texts import LiveTexts

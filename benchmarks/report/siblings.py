@@ -30,8 +30,8 @@ def siblings_section(result: dict[str, Any]) -> str:
         f"{parameters['prompt_tokens']} tokens, none twice, answers of at most {parameters['max_tokens']}, temperature "
         f"{parameters['temperature']}, top-p {parameters['top_p']}, caches empty at first; medians over "
         f"{parameters['rounds']} rounds (least ... most), each of other prompts. Cheap: at a price of "
-        f"{parameters['price']} accepted tokens for each drafted one, whatever was measured. {compared:,} tokens compared with speculation off: {num_ties} "
-        "near-ties, no other difference.",
+        f"{parameters['price']} accepted tokens for each drafted one, whatever was measured. {compared:,} tokens "
+        f"compared with speculation off: {num_ties} near-ties, no other difference.",
     ]
     return "\n".join(lines)
 
