@@ -74,7 +74,7 @@ class Reference:
             return False
         context = [*question.prompt, *want[:at]]
         noise = SequenceNoise.seeded(question.sampling.seed or 0, index)
-        return score_margin(self._engine.target, context, question.sampling, noise) < TIE_MARGIN
+        return score_margin(self._engine.target, context, question.sampling, noise=noise) < TIE_MARGIN
 
     def close(self) -> None:
         """End the engine."""

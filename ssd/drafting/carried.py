@@ -41,6 +41,7 @@ def carry(
             tree=True,
             sampling=request.sampling,
             learned=request.learned,
+            may_teach=request.may_teach,
             live=request.live,
             live_number=request.live_number,
         )

@@ -125,6 +125,7 @@ class Proposals:
     def forget(self, sequence: Sequence) -> None:
         """Forget a request: nothing of it will be asked for, or all of it anew."""
         self._audience = None  # it holds the sequence
+        sequence.note_context()
         self._asked.forget(sequence.request.request_id)
         self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 
@@ -135,6 +136,7 @@ class Proposals:
         requests = []
         for sequence, share, (live, live_number) in asked:
             cache = None if sequence.namespace is None else sequence.namespace.cache
+            sequence.note_context()
             requests.append(
                 DraftRequest(
                     request_id=sequence.request.request_id,
@@ -148,6 +150,7 @@ class Proposals:
                     prediction=sequence.prediction,
                     sampling=sequence.sampling,
                     slot=sequence.slot,
+                    may_teach=sequence.request.learn,
                     live=live,
                     live_number=live_number,
                 )

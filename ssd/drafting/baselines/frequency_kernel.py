@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, TokenIds, int32_array, kernel
-from ssd.drafting.suffix.ask import MAX_DRAFT, asks_at, clear, drafts_at
+from ssd.drafting.suffix.ask import asks_at
+from ssd.drafting.suffix.draft_record import MAX_DRAFT, clear, drafts_at
 from ssd.drafting.suffix.gather import (
     MAX_SAMPLES,
     NOTHING,

@@ -26,7 +26,7 @@ MAX_CANDIDATES: Final = MAX_VOTED + MAX_RECYCLED
 NOWHERE: Final = MAX_LEVELS
 """The level of a source that has no place left."""
 
-_MOST_TOKENS: Final = MAX_SAMPLES + 1 + MAX_OFFERED + MAX_GUESSED
+_MOST_TOKENS: Final = MAX_SAMPLES + 2 + MAX_OFFERED + MAX_GUESSED
 
 
 class TokenVotes(Record):
@@ -110,11 +110,12 @@ def add_voteless(token: int, size: int, votes: Votes) -> int:
 
 @kernel
 def keep_greatest(
-    votes: Votes, size: int, most: int, num_levels: int, predicted: int, forest: Forest, offered: int
+    votes: Votes, size: int, most: int, num_levels: int, predicted: int, keyed: int, forest: Forest, offered: int
 ) -> int:
     """Move the ``most`` tokens with the greatest share of votes at any level to the front; how many are there.
 
-    A chance offered behind the node ``offered`` counts as a share. The predicted token is always among them.
+    A chance offered behind the node ``offered`` counts as a share. The predicted token is always among them, and that
+    which the same noise chose before, ``keyed``.
     """
     if size <= most:
         return size
@@ -134,7 +135,8 @@ def keep_greatest(
         child = child_of(forest, offered, votes.tokens[row])
         if child >= 0:
             greatest = max(greatest, forest.chances[child])
-        cast.greatest = 2.0 if votes.tokens[row] == predicted else greatest
+        token = votes.tokens[row]
+        cast.greatest = 2.0 if token in (predicted, keyed) else greatest
     for place in range(most):
         best = place
         for row in range(place + 1, size):

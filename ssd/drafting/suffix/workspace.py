@@ -14,10 +14,12 @@ from ssd.compiled.records import Address, Int64, Record, Records, view_of, views
 from ssd.compiled.registry import CHECKED, name_memory
 from ssd.drafting.live_texts import LiveTexts
 from ssd.drafting.offers import MAX_OFFERED, Offers
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow, ScoredPass
-from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass
+from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.suffix.ask import SOURCES, Ask, asks_at
 from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT
 from ssd.drafting.suffix.chain import ChainScratch
+from ssd.drafting.suffix.draft_record import MAX_DRAFT, DraftRecord
 from ssd.drafting.suffix.follow import NO_TABLE, Followed
 from ssd.drafting.suffix.gather import EVIDENCE_BYTES, IN_STEP, Evidence, Hits, LookupScratch
 from ssd.drafting.suffix.guesses import Guesses, keep_guesses
@@ -292,12 +294,18 @@ class Workspace:
         )
 
     def ask(
-        self, row: int, request: DraftRequest, price: float, successors: int = 0, looks_up: bool = True
-    ) -> tuple[npt.NDArray[Any], ...]:
+        self,
+        row: int,
+        request: DraftRequest,
+        price: float,
+        successors: int = 0,
+        looks_up: bool = True,
+        choices: int = 0,
+    ) -> tuple[npt.NDArray[Any] | SequenceNoise, ...]:
         """Write what is asked for in a row, but for what ``place`` writes. ``price`` : where the request has none.
 
         ``successors`` : address of the target's own candidates, 0 for none. ``looks_up`` : in index, own text and
-        prediction.
+        prediction. ``choices`` : address of what the same noise chose before, 0 for none.
 
         The result keeps alive what was written: hold it until the kernel returns.
         """
@@ -305,9 +313,13 @@ class Workspace:
         ask.is_tree = request.tree
         ask.num_prices = ask.prediction_length = ask.num_offered = 0
         ask.warmth = 0 if request.sampling is None else _warmth(request.sampling.params.temperature)
-        ask.temperature, ask.noise_key = _noise_of(request.sampling)
+        noise = _noise_of(request)
+        ask.temperature, ask.noise, ask.choices, ask.may_teach = 0.0, 0, 0, request.may_teach
         ask.price = price if prices is None or not len(prices) else prices[0]
-        held: tuple[npt.NDArray[Any], ...] = ()
+        held: tuple[npt.NDArray[Any] | SequenceNoise, ...] = ()
+        if noise is not None and request.sampling is not None:
+            ask.temperature, ask.noise, ask.choices = request.sampling.params.temperature, noise.address, choices
+            held += (noise,)
         if prices is not None and len(prices) > 1:
             prices = np.ascontiguousarray(prices, np.float64)
             ask.prices, ask.num_prices = address(prices), len(prices)
@@ -339,7 +351,8 @@ class Workspace:
         price: float,
         successors: Sequence[int] | None = None,
         looks_up: bool = True,
-    ) -> list[tuple[npt.NDArray[Any], ...]]:
+        choices: Sequence[int] | None = None,
+    ) -> list[tuple[npt.NDArray[Any] | SequenceNoise, ...]]:
         """Write a row for every request, see ``ask``.
 
         The result keeps what they bring alive: hold it until the kernel returns.
@@ -348,7 +361,8 @@ class Workspace:
         for row, request in enumerate(requests):
             context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
             known = 0 if successors is None else successors[row]
-            held.append((context, *self.ask(row, request, price, known, looks_up)))
+            chosen = 0 if choices is None else choices[row]
+            held.append((context, *self.ask(row, request, price, known, looks_up, chosen)))
             place(self.address, row, context, request.limit, state, is_new, request.prompt_length)
         return held
 
@@ -386,14 +400,16 @@ class Workspace:
         ]
 
 
-def _noise_of(sampling: SamplingRow | None) -> tuple[float, int]:
-    """Temperature and noise key of an `Ask`.
+def _noise_of(request: DraftRequest) -> SequenceNoise | None:
+    """What the target draws with after the context, None where that is not known.
 
     Where drafts are verified by rejection, nothing about them may depend on the noise that draws other tokens.
     """
-    if sampling is None or sampling.params.greedy or sampling.acceptance != "match" or sampling.noise.is_coupled:
-        return 0.0, 0
-    return sampling.params.temperature, sampling.noise.request_key
+    sampling = request.sampling
+    if sampling is None or sampling.params.greedy or sampling.acceptance != "match":
+        return None
+    noise = sampling.noise
+    return noise if not noise.is_coupled or noise.num_counted == len(request.context) else None
 
 
 def _warmth(temperature: float) -> int:
