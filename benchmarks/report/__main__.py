@@ -27,6 +27,7 @@ from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
 from benchmarks.report.service import connections_section, http_section, side_channels_section, soak_section
+from benchmarks.report.siblings import siblings_section
 from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
@@ -62,6 +63,8 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
     if sources := _results("sources", "sources-gemma"):
         put(BENCHMARKS, "sources", sources_section(sources))
+    if (siblings := _result("siblings")) is not None:
+        put(BENCHMARKS, "siblings", siblings_section(siblings))
     for name, section in (("coupled", coupled_section), ("coupled-window", window_section)):
         if found := _results(name, f"{name}-gemma"):
             put(COUPLED, name, section(found))
