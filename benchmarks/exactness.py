@@ -262,11 +262,19 @@ def _noise_of(params: SamplingParams, choice_index: int) -> SequenceNoise:
 
 
 def is_near_tie(
-    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
+    target: Target,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    got: Sequence[int],
+    want: Sequence[int],
+    noise: SequenceNoise | None = None,
 ) -> bool:
-    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near."""
+    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near.
+
+    ``noise`` : as for `score_margin`.
+    """
     place = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-    return place is not None and score_margin(target, [*prompt, *want[:place]], params) < TIE_MARGIN
+    return place is not None and score_margin(target, [*prompt, *want[:place]], params, noise=noise) < TIE_MARGIN
 
 
 def reference_greedy(
