@@ -81,7 +81,7 @@ class Rollouts:
         secret: bytes | None = None,
         fresh_noise_every: int = 0,
     ) -> None:
-        """Nothing is opened before the first call.
+        """Nothing is opened before the first call, or `open`.
 
         config, draft, cache : of the engine; ``cache`` with a directory keeps what was said for another run.
         coupled : False gives every sample noise of its own, as plain sampling does. secret : what noise is made of;
@@ -114,6 +114,14 @@ class Rollouts:
             self._engine.close()
             self._engine = None
 
+    def open(self, trainer: Any) -> None:
+        """Copy the trainer's model and make everything ready now, which may take minutes where kernels are compiled.
+
+        Raises ConfigError for a training that is not supported, and ModelError.
+        """
+        _check(trainer)
+        self._engine_with_weights(trainer)
+
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """One completion for each of ``prompts``: what TRL hands over has each of them ``num_generations`` times.
 
@@ -123,13 +131,11 @@ class Rollouts:
         """
         _check(trainer)
         self._root = self._root_of(trainer)
-        began = perf_counter()
         engine = self._engine_with_weights(trainer)
-        began, loaded = perf_counter(), perf_counter() - began
+        began = perf_counter()
         prompt_ids = _token_ids(prompts, trainer)
         requests = list(self._requests(prompt_ids, trainer))
         said = self._run(engine, requests)
-        self.totals.loading_s += loaded
         self.totals.generating_s += perf_counter() - began
         self._num_calls += 1
         return {
@@ -145,13 +151,15 @@ class Rollouts:
         policy = trainer.accelerator.unwrap_model(trainer.model)
         step = trainer.state.global_step
         if self._engine is None:
-            self._engine = self._open(policy, trainer)
+            self._engine = self._opened(policy, trainer)
         elif step != self._loaded_at:
+            began = perf_counter()
             self._engine.load_weights(policy.state_dict())
+            self.totals.loading_s += perf_counter() - began
         self._loaded_at = step
         return self._engine
 
-    def _open(self, policy: PreTrainedModel, trainer: Any) -> Engine:
+    def _opened(self, policy: PreTrainedModel, trainer: Any) -> Engine:
         config, draft = replace(self._config, coupled_streams=max(1, trainer.num_generations)), self._draft
         codec = TextCodec(trainer.processing_class, tuple(trainer.eos_token_ids))
         model = _copy_of(policy)
