@@ -69,6 +69,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.layers | tail -n 1 >benchmarks/results/layers.json
 	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
+	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
+	$(BIN)/python -m benchmarks.coupled --windows 1 2 4 8 16 32 --requests 40 --out benchmarks/results/coupled-window.json
 	$(BIN)/python -m benchmarks.prefix_reuse --json | tail -n 1 >benchmarks/results/prefix-reuse.json
 	$(BIN)/python -m benchmarks.ties --prompts 32 --json | tail -n 1 >benchmarks/results/ties.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \

@@ -19,6 +19,7 @@ from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, Request
+from ssd.engine.coupling import secret_of
 from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
 from ssd.model.target import Target
@@ -26,6 +27,10 @@ from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 
 TIE_MARGIN = 1e-4
+
+_COUPLED = EngineConfig(coupled_streams=1, coupled_window=2)
+"""Requests without a seed share one stream; the window is short, so that what a key depends on comes again."""
+_ROOT = b"of all comparisons"
 
 Makers = Mapping[str, Callable[[], Drafter]]
 """Drafters that a setting may name beside the project's own: each run gets a fresh one."""
@@ -139,7 +144,8 @@ def run(
 ) -> tuple[list[list[int]], float]:
     """Outputs of a fresh engine over ``target``, ``batch_size`` requests at a time, and the mean acceptance length.
 
-    ``setting`` None is the engine without speculation, one request at a time.
+    ``setting`` None is the engine without speculation, one request at a time. What is sampled without a seed is
+    coupled, with a secret that is always the same.
     """
     batch_size = setting.batch_size if setting else 1
     draft = DraftConfig(num_speculative_tokens=setting.num_speculative_tokens if setting else 0)
@@ -156,7 +162,13 @@ def run(
         drafter = make_drafter(setting.drafter, draft)
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         engine = Engine(
-            target, drafter=drafter, caches=caches, config=EngineConfig(), draft=draft, eos_token_ids=eos_token_ids
+            target,
+            drafter=drafter,
+            caches=caches,
+            config=_COUPLED,
+            draft=draft,
+            eos_token_ids=eos_token_ids,
+            noise_root=lambda: _ROOT,
         )
         outputs: list[list[int]] = [[] for _ in prompts]
         pending = list(range(len(prompts)))[::-1]
@@ -220,26 +232,49 @@ def compare(
 
 
 @torch.inference_mode()
-def score_margin(target: Target, context: Sequence[int], params: SamplingParams, choice_index: int = 0) -> float:
-    """How far the best score after ``context`` leads the second, noise included, in a plain pass."""
+def score_margin(
+    target: Target,
+    context: Sequence[int],
+    params: SamplingParams,
+    choice_index: int = 0,
+    noise: SequenceNoise | None = None,
+) -> float:
+    """How far the best score after ``context`` leads the second, noise included, in a plain pass.
+
+    ``noise`` : what it was sampled with; None for that of its seed, or of `run` where it has none.
+    """
     target.rollback(0, 0)
     logits = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1:].float()
     target.rollback(0, 0)
     scores = logits.double()
     if not params.greedy:
-        keys = SequenceNoise.seeded(params.seed or 0, choice_index).keys(np.array(context, np.int32))
-        noise = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
-        scores = truncated_scores(logits, [params]).double() + noise
+        keys = (noise or _noise_of(params, choice_index)).keys(np.array(context, np.int32))
+        drawn = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
+        scores = truncated_scores(logits, [params]).double() + drawn
     best = torch.topk(scores[0], 2).values
     return float(best[0] - best[1])
 
 
+def _noise_of(params: SamplingParams, choice_index: int) -> SequenceNoise:
+    if params.seed is not None:
+        return SequenceNoise.seeded(params.seed, choice_index)
+    return SequenceNoise.coupled(secret_of(_ROOT, "default"), 0, _COUPLED.coupled_window)
+
+
 def is_near_tie(
-    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
+    target: Target,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    got: Sequence[int],
+    want: Sequence[int],
+    noise: SequenceNoise | None = None,
 ) -> bool:
-    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near."""
+    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near.
+
+    ``noise`` : as for `score_margin`.
+    """
     place = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-    return place is not None and score_margin(target, [*prompt, *want[:place]], params) < TIE_MARGIN
+    return place is not None and score_margin(target, [*prompt, *want[:place]], params, noise=noise) < TIE_MARGIN
 
 
 def reference_greedy(

@@ -24,14 +24,18 @@ def make_row(
     law: torch.Tensor | None = None,
     seed: int = 0,
     choice_index: int = 0,
+    window: int = 0,
     held_back_ids: tuple[int, ...] = (),
 ) -> SamplingRow:
-    """A row at the end of ``output``; one whose draft has a ``law`` is verified by rejection."""
+    """A row at the end of ``output``; one whose draft has a ``law`` is verified by rejection.
+
+    ``window`` : of coupled noise, whose secret is ``seed``; 0 for that of the seed.
+    """
     token_ids = np.array(draft, np.int32)
     tree = None if parents is None else np.array(parents, np.int32)
     return SamplingRow(
         params=params,
-        noise=SequenceNoise.seeded(seed, choice_index),
+        noise=SequenceNoise.coupled(seed, choice_index, window) if window else SequenceNoise.seeded(seed, choice_index),
         held_back_ids=held_back_ids,
         acceptance="match" if law is None else "rejection",
         context=np.array([*prompt, *output], np.int32),

@@ -129,6 +129,7 @@ def test_a_head_changes_no_token(name: str, tmp_path: Path) -> None:
     for sampling in (
         [SamplingParams(max_tokens=12, temperature=0.0)] * len(asked),
         [SamplingParams(max_tokens=12, temperature=0.9, seed=seed) for seed in range(len(asked))],
+        [SamplingParams(max_tokens=12, temperature=0.9)] * len(asked),  # coupled
     ):
         expected, _ = run(target, asked, sampling, None, eos_token_ids=[2])
         report = Report()

@@ -25,9 +25,9 @@ SETTINGS = covering_settings(DRAFTERS, [1, 4, 16], [1, 4, 8])
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "coupled"])
 def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Greedy against transformers' ``generate``; sampling with a seed against the engine without speculation."""
+    """Greedy against transformers' ``generate``; by a seed or coupled against the engine without speculation."""
     codec = TextCodec.load(str(MODEL_PATH))
     target = open_target(load_model(MODEL_PATH, dtype="float32", device="cpu"), num_slots=8, max_length=256)
     prompts = [codec.encode_prompt(text)[-96:] for text in snippets(1)[:NUM_PROMPTS]]
@@ -36,7 +36,9 @@ def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[s
         expected = reference_greedy(target, prompts, MAX_TOKENS, codec.eos_token_ids)
     else:
         sampling = [
-            SamplingParams(max_tokens=MAX_TOKENS, temperature=0.8, top_p=0.95, seed=index)
+            SamplingParams(
+                max_tokens=MAX_TOKENS, temperature=0.8, top_p=0.95, seed=index if kind == "sampled" else None
+            )
             for index in range(NUM_PROMPTS)
         ]
         expected, _ = run(target, prompts, sampling, None, eos_token_ids=codec.eos_token_ids)

@@ -10,16 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.exactness import OracleDrafter, RandomDrafter, score_margin
-from ssd.config import DraftConfig, SamplingParams
+from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Drafter
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, Request, RequestOutput
+from ssd.engine.coupling import secret_of
 from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
 
 EOS = 2
 TARGET = open_target(tiny_model(), num_slots=2, max_length=96, max_draft_tokens=6)
 SMALL = st.integers(3, 40)
+ROOT, WINDOW = b"of all", 2
 
 options = st.builds(
     SamplingParams,
@@ -32,7 +35,7 @@ options = st.builds(
     presence_penalty=st.sampled_from([0.0, 1.0]),
     frequency_penalty=st.sampled_from([0.0, -0.5, 0.8]),
     logit_bias=st.dictionaries(SMALL, st.sampled_from([-100.0, 2.0, 6.0]), max_size=3).map(lambda d: tuple(d.items())),
-    seed=st.integers(-(2**63), 2**63 - 1),
+    seed=st.integers(-(2**63), 2**63 - 1) | st.none(),  # without one: coupled
     stop_token_ids=st.lists(SMALL, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
     min_tokens=st.sampled_from([0, 5]),
@@ -45,7 +48,8 @@ options = st.builds(
 
 def outputs_of(drafter: Drafter, prompt: Sequence[int], sampling: SamplingParams, *, k: int) -> list[RequestOutput]:
     draft = DraftConfig(num_speculative_tokens=k)
-    engine = Engine(TARGET, drafter=drafter, draft=draft, eos_token_ids=[EOS])
+    config = EngineConfig(coupled_streams=1, coupled_window=WINDOW)
+    engine = Engine(TARGET, drafter=drafter, config=config, draft=draft, eos_token_ids=[EOS], noise_root=lambda: ROOT)
     for name in ("a", "beside"):  # a second row, so that rows are of different length
         engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling))
         sampling = SamplingParams(max_tokens=9, temperature=0.0)
@@ -78,7 +82,9 @@ def test_no_option_lets_speculation_change_the_output(sampling: SamplingParams, 
             at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
             assert at is not None, (found, expected)
             plain_rules = replace(sampling, logprobs=None, prompt_logprobs=None)
-            assert score_margin(TARGET, [*prompt, *expected[:at]], plain_rules) < 1e-4, (drafter, found, expected)
+            noise = None if sampling.seed is not None else SequenceNoise.coupled(secret_of(ROOT, "default"), 0, WINDOW)
+            margin = score_margin(TARGET, [*prompt, *expected[:at]], plain_rules, noise=noise)
+            assert margin < 1e-4, (drafter, found, expected)
             continue
         assert [outputs[-1].finish_reason, outputs[-1].stop_reason] == [plain[-1].finish_reason, plain[-1].stop_reason]
         assert_same_logprobs(outputs, plain)

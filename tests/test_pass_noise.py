@@ -68,9 +68,8 @@ def batches(draw: st.DrawFn) -> list[SamplingRow]:
     for _ in range(draw(st.integers(1, 5))):
         draft = draw(st.lists(st.integers(3, VOCAB - 1), max_size=6))
         parents = [draw(st.integers(-1, token - 1)) for token in range(len(draft))] if has_trees else None
-        rows.append(
-            row_of(draw(st.integers(0, len(KINDS) - 1)), draw(st.integers(-(2**63), 2**63 - 1)), draft, parents=parents)
-        )
+        kind, seed = draw(st.integers(0, len(KINDS) - 1)), draw(st.integers(-(2**63), 2**63 - 1))
+        rows.append(row_of(kind, seed, draft, parents=parents, window=draw(st.sampled_from([0, 1, 8]))))
     return rows
 
 
@@ -127,14 +126,17 @@ def test_an_engine_whose_passes_choose_says_the_same(recorder: str, monkeypatch:
     random = np.random.default_rng(0)
     prompts = [random.integers(3, VOCAB, int(random.integers(2, 12))).tolist() for _ in range(10)]
     mixed = [SamplingParams(max_tokens=12, seed=i, ignore_eos=True, **KINDS[i]) for i in range(10)]
+    coupled = [replace(params, seed=None) for params in mixed]
     greedy = [SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)] * 10
     expected = reference_greedy(plain, prompts, 12, [])
     drawn, _ = run(plain, prompts, mixed, None, eos_token_ids=[])
+    drawn_together, _ = run(plain, prompts, coupled, None, eos_token_ids=[])
     assert not given
     report = Report()
     for setting in (Setting("oracle", 4, 5), Setting("ssd", 8, 1)):
         compare(static, prompts, greedy, expected, setting, eos_token_ids=[], report=report)
         compare(static, prompts, mixed, drawn, setting, eos_token_ids=[], report=report)
+        compare(static, prompts, coupled, drawn_together, setting, eos_token_ids=[], report=report)
     assert report.passed, report.mismatches
     assert any(noise is not None for noise in given) and None in given
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,14 +15,17 @@ from benchmarks.exactness import RandomDrafter
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine.coupling import secret_of
 from ssd.engine.prefix_reuse import scope_of, shared_length
 from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
 from tests.reference import scheduling as slow
+from tests.reference.noise import coupled_key
 
 PLAIN_MODEL = tiny_model()  # never driven by an engine
 EOS = 2
 MAX_LENGTH = 96
+ROOT, STREAMS, WINDOW = b"of all", 2, 2
 
 
 @cache
@@ -42,9 +45,12 @@ def make_engine(architecture: str = "llama", *, slots: int = 3, random_drafts: b
             prefill_chunk_tokens=chunk,
             enable_prefix_caching=reuse,
             scheduling_policy="priority",
+            coupled_streams=STREAMS,
+            coupled_window=WINDOW,
         ),
         draft=draft,
         eos_token_ids=[EOS],
+        noise_root=lambda: ROOT,
     )
 
 
@@ -56,7 +62,7 @@ def greedy(max_tokens: int = 8) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
-def drawn(seed: int, max_tokens: int = 8) -> SamplingParams:
+def drawn(seed: int | None, max_tokens: int = 8) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=1.0, top_p=0.95, seed=seed, ignore_eos=True)
 
 
@@ -89,7 +95,13 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:
 
 
 def expected(asked: Request) -> list[int]:
-    return slow.plain_decode(PLAIN_MODEL, asked.prompt_token_ids, asked.sampling, asked.choice_index)
+    key_after: Callable[[Sequence[int]], int] | None = None
+    if asked.sampling.seed is None and asked.noise_stream is not None:
+        secret, stream = secret_of(ROOT, asked.namespace or ""), asked.noise_stream
+        key_after = lambda text: coupled_key(secret, stream, text, WINDOW)  # noqa: E731
+    return slow.plain_decode(
+        PLAIN_MODEL, asked.prompt_token_ids, asked.sampling, asked.choice_index, key_after=key_after
+    )
 
 
 @given(st.lists(st.integers(0, 2), max_size=200), st.lists(st.integers(0, 2), max_size=200), st.integers(0, 200))
@@ -257,7 +269,7 @@ def test_a_recurrent_model_reuses_nothing() -> None:
     assert first == second and second[1] == 0
 
 
-Asked = tuple[int, int, int, int, bool, int]
+Asked = tuple[int, int, int, int, str, int]
 
 
 @settings(max_examples=40)
@@ -268,7 +280,7 @@ Asked = tuple[int, int, int, int, bool, int]
             st.integers(0, 40),
             st.integers(1, 12),
             st.integers(0, 6),
-            st.booleans(),
+            st.sampled_from(["greedy", "seeded", "coupled", "coupled elsewhere"]),
             st.integers(-1, 1),
         ),
         min_size=1,
@@ -278,7 +290,10 @@ Asked = tuple[int, int, int, int, bool, int]
     st.sampled_from([5, 17, 512]),
 )
 def test_output_is_that_of_plain_decoding_one_at_a_time(asked: list[Asked], slots: int, chunk: int) -> None:
-    """Requests whose prompts begin alike, some cancelled, some preempted, greedy and drawn, in few slots."""
+    """Requests whose prompts begin alike, some cancelled, some preempted, greedy and drawn, in few slots.
+
+    Those that are coupled say what secret, stream and their own text say, whatever was said before and beside them.
+    """
     engine = make_engine(slots=slots, chunk=chunk)
     requests = {}
     outputs: dict[str, list[RequestOutput]] = {}
@@ -291,10 +306,13 @@ def test_output_is_that_of_plain_decoding_one_at_a_time(asked: list[Asked], slot
             outputs.setdefault(output.request_id, []).append(output)
         assert engine.check() == []
 
-    for index, (stem, stem_length, tail, cancel_after, is_drawn, priority) in enumerate(asked):
+    for index, (stem, stem_length, tail, cancel_after, kind, priority) in enumerate(asked):
         prompt = [*text(stem, 40)[:stem_length], *text(100 + index % 4, tail)]
         name = str(index)
-        requests[name] = request(name, prompt, drawn(index) if is_drawn else greedy(), priority=priority)
+        sampling = {"greedy": greedy(), "seeded": drawn(index)}.get(kind, drawn(None))
+        namespace = "elsewhere" if kind == "coupled elsewhere" else "default"
+        stream = index % STREAMS if kind.startswith("coupled") else None
+        requests[name] = request(name, prompt, sampling, priority=priority, namespace=namespace, noise_stream=stream)
         engine.submit(requests[name])
         if cancel_after < 3:
             cancel_at.setdefault(index + cancel_after, []).append(name)

@@ -43,8 +43,9 @@ def make_engine(architecture: str, drafter: Drafter | None, *, shape: DraftShape
         target_of(architecture),
         drafter=drafter or make_drafter("none", draft),
         caches=caches,
-        config=EngineConfig(max_num_seqs=batch),
+        config=EngineConfig(max_num_seqs=batch, coupled_streams=1, coupled_window=2),
         draft=draft,
+        noise_root=lambda: b"of all",
         eos_token_ids=[EOS],
     )
 
@@ -83,7 +84,7 @@ requests = st.lists(
             presence_penalty=st.sampled_from([0.0, -0.5]),
             logit_bias=st.sampled_from([(), ((2, 4.0), (7, 3.0))]),
             min_tokens=st.sampled_from([0, 4]),
-            seed=st.integers(0, 99),
+            seed=st.integers(0, 99) | st.none(),  # without one: coupled
         ),
     ),
     min_size=1,
@@ -188,10 +189,11 @@ def test_what_is_no_tree_is_a_counter_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["ssd", "frequency", "prompt-lookup"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_every_drafter_may_be_asked_for_trees(drafter: str, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "is_coupled"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_every_drafter_may_be_asked_for_trees(drafter: str, temperature: float, is_coupled: bool) -> None:
     prompts = [prompt_of(seed % 3, 12) for seed in range(9)]
-    sampling = [SamplingParams(max_tokens=20, temperature=temperature, seed=seed % 3) for seed in range(9)]
+    seeds = [None if is_coupled else seed % 3 for seed in range(9)]
+    sampling = [SamplingParams(max_tokens=20, temperature=temperature, seed=seed) for seed in seeds]
     expected = [tokens_of(outputs) for outputs in run(make_engine("llama", None), prompts, sampling)]
     with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
         engine = make_engine("llama", make_drafter(drafter, DraftConfig()), caches=caches)

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.report.api import api_section
 from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
+from benchmarks.report.coupled import coupled_section, window_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
@@ -31,9 +32,19 @@ from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, ENGINES, HEADS, ROLLOUTS, SERVING, TUNING = (
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, ROLLOUTS, SERVING, TUNING = (
     f"docs/{name}.md"
-    for name in ("api", "benchmarks", "clients", "engines", "head-training", "rollouts", "serving", "tuning")
+    for name in (
+        "api",
+        "benchmarks",
+        "clients",
+        "coupled-sampling",
+        "engines",
+        "head-training",
+        "rollouts",
+        "serving",
+        "tuning",
+    )  # fmt: skip
 )
 
 
@@ -47,7 +58,19 @@ def pages() -> dict[str, str]:
     """The text that every page with figures should have, by its path below the root."""
     texts = {
         name: (ROOT / name).read_text()
-        for name in ("README.md", "SECURITY.md", API, BENCHMARKS, CLIENTS, ENGINES, HEADS, ROLLOUTS, SERVING, TUNING)
+        for name in (
+            "README.md",
+            "SECURITY.md",
+            API,
+            BENCHMARKS,
+            CLIENTS,
+            COUPLED,
+            ENGINES,
+            HEADS,
+            ROLLOUTS,
+            SERVING,
+            TUNING,
+        )  # fmt: skip
     }
 
     def put(page: str, name: str, section: str) -> None:
@@ -60,8 +83,11 @@ def pages() -> dict[str, str]:
         put("README.md", "gains", gains_section(growth, overhead, vllm, curve))
     if (decode := _result("decode")) is not None:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
-    if sources := [found for name in ("sources", "sources-gemma") if (found := _result(name)) is not None]:
+    if sources := _results("sources", "sources-gemma"):
         put(BENCHMARKS, "sources", sources_section(sources))
+    for name, section in (("coupled", coupled_section), ("coupled-window", window_section)):
+        if found := _results(name, f"{name}-gemma"):
+            put(COUPLED, name, section(found))
     if parts := list(_real_model()):
         put(BENCHMARKS, "real-model", "\n\n".join(parts))
     if vllm is not None:
@@ -107,6 +133,11 @@ def _real_model() -> Iterator[str]:
     overhead = _result("overhead-gemma")
     if (decode := _result("decode-gemma")) is not None:
         yield engine_section(decode, overhead)
+
+
+def _results(*names: str) -> list[dict[str, Any]]:
+    """Those that there are."""
+    return [found for name in names if (found := _result(name)) is not None]
 
 
 def _result(name: str) -> dict[str, Any] | None:

@@ -288,10 +288,10 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "memory, 48 bytes an entry, 3.9 MB a namespace where all is written; token recycling keeps 8 a token too",
         ),
         Choice(
-            "drafting/suffix/namespace_successors.py",
+            "drafting/suffix/namespace_tables.py",
             {"MOST_TABLES": "16", "IDLE_PASSES": "64"},
-            "namespaces that have a table of them",
-            "memory: 63 MB at most, and as much for requests without a namespace",
+            "namespaces that have a table of them, and one of what coupled noise chose",
+            "memory: 63 MB at most, as much for requests without a namespace, and 128 MB for what noise chose",
         ),
         Choice(
             "model/sampling/top_tokens.py",

@@ -135,6 +135,7 @@ def train(plan: Plan, contender: str, seed: int) -> Run:
                 disable_tqdm=True,
                 use_cpu=True,
                 bf16=False,
+                gradient_checkpointing=False,
             ),
             train_dataset=rows,
             eval_dataset=rows,

@@ -35,13 +35,20 @@ class NoiseRecord(Record):
     ``request`` : its `request_key`. ``window`` : tokens that a key depends on, 0 where it depends on the position.
     ``counted`` : tokens of the text whose contexts are counted. ``table`` : uint64[2 * num_slots], by open addressing
     pairs of the hash of a context, 0 for none, and how often it has occurred; ``num_slots`` is a power of two.
+    ``first`` : tokens of the prompt; those after it are drawn. ``drawn`` : uint64[num_slots / 2, 2], of each token
+    drawn among those counted its key and itself. ``taken`` : of so many of them a drafter has taken note; ``run`` : so
+    many of the last of these it had known, see `keyed_choices`.
     """
 
     request: Uint64
     window: Int64
     counted: Int64
+    first: Int64
     num_slots: Int64
     table: Address
+    drawn: Address
+    taken: Int64
+    run: Int64
 
 
 noise_at = view_of(NoiseRecord)
@@ -85,14 +92,31 @@ def coupled_place(found: UInt, times: int) -> UInt:
     return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
 
+@inlined
+def num_drawn(noise: NoiseRecord) -> int:
+    """How many tokens were drawn of the text that is counted."""
+    return max(0, noise.counted - noise.first)
+
+
+@inlined
+def drawn_tokens(noise: NoiseRecord) -> UInt64:
+    """Of each token drawn its key and itself, one after the other: uint64[2 * num_drawn]."""
+    return uint64_array(noise.drawn, 2 * num_drawn(noise))
+
+
 @kernel
 def _count(noise_address: int, context: TokenIds) -> None:
     """Count the contexts of all tokens of a text that are not counted yet."""
     noise = noise_at(noise_address)
     table = uint64_array(noise.table, 2 * noise.num_slots)
+    drawn = uint64_array(noise.drawn, noise.num_slots)
     for end in range(noise.counted, len(context)):
         found = hash_behind(noise.window, context, end, context, context[:0], -1)
         slot = _slot_of(table, noise.num_slots, found)
+        if end >= noise.first:
+            number, times = 2 * (end - noise.first), int(np.int64(table[2 * slot + 1]))
+            drawn[number] = key_at(np.uint64(noise.request), coupled_place(found, times))
+            drawn[number + 1] = np.uint64(np.int64(context[end]))
         table[2 * slot] = found
         table[2 * slot + 1] += np.uint64(1)
     noise.counted = len(context)
@@ -133,13 +157,15 @@ def _keys(noise_address: int, request: np.uint64, context: TokenIds, tokens: Tok
 class SequenceNoise:
     """The noise of one sequence: made by `seeded` or `coupled`. ``address`` : of its `NoiseRecord`, for kernels."""
 
-    def __init__(self, seed: int, number: int, window: int = 0) -> None:
+    def __init__(self, seed: int, number: int, window: int = 0, prompt_length: int = 0) -> None:
         """Use `seeded` or `coupled`."""
         self._seed, self._number = seed, number
         self._memory = Records(NoiseRecord)
         self._record, self.address = self._memory[0], self._memory.address
         self._record.request, self._record.window = request_key(seed, number), window
+        self._record.first = prompt_length
         self._table: UInt64 = np.zeros((0, 2), np.uint64)
+        self._drawn = self._table
         if window:
             self._make_slots(_FIRST_SLOTS)
 
@@ -149,13 +175,13 @@ class SequenceNoise:
         return cls(seed, choice_index)
 
     @classmethod
-    def coupled(cls, secret: int, stream: int, window: int = WINDOW) -> SequenceNoise:
+    def coupled(cls, secret: int, stream: int, window: int = WINDOW, *, prompt_length: int = 0) -> SequenceNoise:
         """Noise that all sequences of one secret, any 64 bits, and one stream, below 2^32, share.
 
-        ``window`` : tokens that it depends on, >= 1.
+        ``window`` : tokens that it depends on, >= 1. ``prompt_length`` : those of its text that nobody drew.
         """
         assert window >= 1
-        return cls(secret, stream, window)
+        return cls(secret, stream, window, prompt_length)
 
     @property
     def is_coupled(self) -> bool:
@@ -186,6 +212,10 @@ class SequenceNoise:
             self._record.counted = 0
         _count(self.address, context)
 
+    def drawn(self) -> UInt64:
+        """Of each token drawn that ``advance`` was told, in order, its key and itself: uint64[n, 2], a view."""
+        return self._drawn[: max(0, self._record.counted - self._record.first)]
+
     def keys(
         self,
         context: TokenIds,
@@ -205,5 +235,6 @@ class SequenceNoise:
         return keys
 
     def _make_slots(self, count: int) -> None:
-        self._table = np.zeros((count, 2), np.uint64)
+        self._table, self._drawn = np.zeros((count, 2), np.uint64), np.zeros((count // 2, 2), np.uint64)
         self._record.num_slots, self._record.table = count, address(self._table)
+        self._record.drawn = address(self._drawn)

@@ -208,6 +208,10 @@ class Engine:
             self._inbox.append(sequence)
         self._work.set()
 
+    def draw_streams(self, count: int) -> list[int]:
+        """Numbers for the ``noise_stream`` of ``count`` requests of one prompt, no two the same. O(count)."""
+        return self._coupling.different_streams(count, self._draw_seed())
+
     def cancel(self, request_id: str) -> None:
         """End a request at the next step; unknown or finished ids are ignored."""
         with self._lock:
@@ -276,6 +280,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compile every kernel and run every kind of pass once, so that the first request compiles nothing."""
         self._proposals.warm_up()
+        self._coupling.warm_up()
         repeated = tuple([1, 2, 3] * min(12, self.max_model_len // 6))
         sampled = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True)
         greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -425,6 +430,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
         self.metrics.histograms.count_ended(sequence.request, sequence.stats)
+        self.metrics.num_coupled_requests += sequence.stats.is_coupled
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

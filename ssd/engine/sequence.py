@@ -96,6 +96,7 @@ class Sequence:
             num_prompt_tokens=len(prompt),
             steps=[] if request.keeps_steps else None,
             submitted_s=time.perf_counter(),
+            is_coupled=noise.is_coupled,
         )
         self.draft: VerifiedDraft | None = None
         """What was drafted for the last pass, until its output is made."""
@@ -136,9 +137,13 @@ class Sequence:
         following = self.tokens[start : min(first + len(logits) + 1, self.num_prompt_tokens)].tolist()
         self._prompt_logprobs += token_logprobs(logits[start - 1 - first :][: len(following)], following, num_top)
 
+    def note_context(self) -> None:
+        """Have the noise take note of the context: nothing of it is taken back."""
+        self.sampling.noise.advance(self.context)
+
     def sampling_row(self, draft: Draft) -> SamplingRow:
         """What choosing this sequence's next tokens needs."""
-        self.sampling.noise.advance(self.context)
+        self.note_context()
         return self.sampling.at(self.context, self.num_prompt_tokens, draft, self._grammar)
 
     def take(self, token_ids: Tokens[int], logits: torch.Tensor) -> Taken:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import torch
 
 from ssd.config import SamplingParams
-from tests.reference.target import sampled_token
+from tests.reference.target import position_key, token_at
 
 
 @torch.inference_mode()
 def plain_decode(
-    model: torch.nn.Module, prompt: Sequence[int], sampling: SamplingParams, choice_index: int = 0, eos: int = -1
+    model: torch.nn.Module,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    choice_index: int = 0,
+    eos: int = -1,
+    key_after: Callable[[Sequence[int]], int] | None = None,
 ) -> list[int]:
-    """The output of one request alone, without any cache; ``sampling`` needs ``max_tokens`` and, if drawn, a seed."""
+    """The output of one request alone, without any cache; ``sampling`` needs ``max_tokens`` and, if drawn, a seed.
+
+    ``key_after`` : of the noise after a text; None for that of the seed.
+    """
     context = list(prompt)
     for _ in range(sampling.max_tokens or 0):
         logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1].tolist()
-        context.append(sampled_token(logits, sampling, sampling.seed or 0, choice_index, len(context)))
+        key = position_key(sampling.seed or 0, choice_index, len(context)) if key_after is None else key_after(context)
+        context.append(token_at(logits, sampling, key))
         if context[-1] == eos:
             break
     return context[len(prompt) :]

@@ -55,10 +55,14 @@ def allowed_tokens(logits: Sequence[float], params: SamplingParams) -> dict[int,
 
 
 def sampled_token(logits: Sequence[float], params: SamplingParams, seed: int, choice: int, position: int) -> int:
-    """The token that the keyed noise picks."""
+    """The token that the noise of a seed picks."""
+    return token_at(logits, params, position_key(seed, choice, position))
+
+
+def token_at(logits: Sequence[float], params: SamplingParams, key: int) -> int:
+    """The token that the noise of a key picks."""
     if params.greedy:
         return max(range(len(logits)), key=lambda token: (logits[token], -token))
-    key = position_key(seed, choice, position)
     scores = {token: score + gumbel(key, token) for token, score in allowed_tokens(logits, params).items()}
     return max(scores, key=lambda token: (scores[token], -token))
 

@@ -20,6 +20,8 @@ from ssd.compiled.addresses import Int64s, inlined, kernel
 from ssd.compiled.records import Float64, Record, view_of
 from ssd.drafting.offers import KINDS
 from ssd.drafting.suffix.foreseen import HEIGHTS, TYPICAL_SHARE, VERDICTS
+from ssd.drafting.suffix.keyed import RUNS
+from ssd.drafting.suffix.keyed_choices import MOST_CONFIRMED
 from ssd.drafting.suffix.successors import SHARES as SUCCESSOR_SHARES
 from ssd.drafting.suffix.successors import SUCCESSORS
 
@@ -39,13 +41,16 @@ RECYCLED: Final = (
     11  # the target's own candidates: after two tokens or one, the rank, its share; how the request samples
 )
 NOISE: Final = 12  # what the target's own noise says, of the entry there and of the token; length and share, coarsely
-INPUTS: Final = 13
+KEYED: Final = (
+    13  # what the same noise chose before: how often, were those right before it, do places agree, is it this token
+)
+INPUTS: Final = 14
 LEVEL_VIEWS: Final = 3
 
 LENGTHS: Final = 13
 SUPPORTS: Final = 6
 SHARES: Final = 9
-ORIGINS: Final = 3
+ORIGINS: Final = 4
 ERROR_BUCKETS: Final = 8
 HASHES: Final = 1024
 PAIR_HASHES: Final = 8192
@@ -53,6 +58,8 @@ COARSE_LENGTHS: Final = 4
 COARSE_SHARES: Final = 3
 OFFERED_CHANCES: Final = 8
 WARMTHS: Final = 3
+AGREEMENTS: Final = 3
+"""Of places with what the same noise chose: there are none, the newest say something else, one of them says so."""
 WHEN_SETS: Final = 3
 
 _SHAPES: Final = (
@@ -69,13 +76,14 @@ _SHAPES: Final = (
     (KINDS, 2, OFFERED_CHANCES, WHEN_SETS),
     (WARMTHS, 2, SUCCESSORS + 1, SUCCESSOR_SHARES),
     (VERDICTS, HEIGHTS, COARSE_LENGTHS, COARSE_SHARES),
+    (MOST_CONFIRMED + 1, RUNS, AGREEMENTS, WARMTHS, 2),
 )
 OFFSETS: Final = np.cumsum([0, *(math.prod(shape) for shape in _SHAPES)])
 ENTRIES: Final = int(OFFSETS[-1])
-_SOURCES: Final = 6
+_SOURCES: Final = 7
 SETS: Final = 2**_SOURCES * LEVEL_VIEWS * WHEN_SETS
-"""Sets of mixer weights: own text, index, prediction, offers, recycled ones and noise there or not, how many levels,
-how deep."""
+"""Sets of mixer weights: own text, index, prediction, offers, recycled ones, noise and what it chose before there or
+not, how many levels, how deep."""
 
 _NUM_WEIGHTS: Final = SETS * (INPUTS + 1)
 
@@ -110,6 +118,7 @@ _TYPICAL_COARSE_SHARE: Final = np.array([0.2, 0.6, 1.0])
 _TYPICAL_OFFERED: Final = np.array([0.015, 0.06, 0.15, 0.27, 0.45, 0.65, 0.85, 0.97])
 _TYPICAL_SUCCESSOR: Final = TYPICAL_SHARE
 _TYPICAL_HEIGHT: Final = np.array([-1.3, -0.75, -0.25, 0.25, 0.75, 1.25, 1.75, 3.0])
+_TYPICAL_RUN: Final = np.array([0.0, 0.8, 1.5, 2.2, 3.0, 3.8])
 _TYPICAL_VERDICT: Final = np.array([0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6])
 
 
@@ -200,12 +209,13 @@ def weight_set(
     has_offer: bool,
     has_recycled: bool,
     has_noise: bool,
+    has_keyed: bool,
     num_levels: int,
     depth: int,
 ) -> int:
     """Which weights a candidate is mixed with, 0..SETS - 1."""
     sources = int(has_own) + 2 * int(has_index) + 4 * int(has_prediction) + 8 * int(has_offer) + 16 * int(has_recycled)
-    sources += 32 * int(has_noise)
+    sources += 32 * int(has_noise) + 64 * int(has_keyed)
     levels = min(max(num_levels, 1), LEVEL_VIEWS) - 1
     return (sources * LEVEL_VIEWS + levels) * WHEN_SETS + when(depth)
 
@@ -363,6 +373,10 @@ def _prior(view: int) -> Floats:
         places = _expected(_TYPICAL_COARSE_LENGTH[:, None], 3.0, _TYPICAL_COARSE_SHARE)
         says = _log_odds(_TYPICAL_VERDICT)[:, None, None, None]
         return says + 0.5 * places + 0.5 * _TYPICAL_HEIGHT[:, None, None]
+    if view == KEYED:
+        chosen = np.arange(MOST_CONFIRMED + 1)[:, None, None] * 0.4 + _TYPICAL_RUN[:, None] + [0.0, -0.7, 0.5]
+        either: Floats = np.stack([-1.0 - chosen, chosen], axis=-1)
+        return either[:, :, :, None, :]
     return _expected(length, support, share)
 
 
@@ -384,9 +398,10 @@ def _prior_weights() -> Floats:
     weights = np.zeros((SETS, INPUTS + 1))
     for chosen in range(SETS):
         sources, levels = divmod(chosen // WHEN_SETS, LEVEL_VIEWS)
-        own, index, prediction, offer, recycled, noise = (sources >> bit & 1 for bit in range(_SOURCES))
+        own, index, prediction, offer, recycled, noise, keyed = (sources >> bit & 1 for bit in range(_SOURCES))
         offer_says, recycled_says = (2.5, 2.0) if own or index else (6.0, 3.0)
         say = np.array([0.8 * own, 0.8 * index, 8.0 * prediction, 0.8, 0.5 * (levels >= 1), 0.3 * (levels >= 2)])
-        say = np.concatenate([say, np.full(4, 0.3), [offer_says * offer, recycled_says * recycled, 1.5 * noise]])
+        others = [offer_says * offer, recycled_says * recycled, 1.5 * noise, 8.0 * keyed]
+        say = np.concatenate([say, np.full(4, 0.3), others])
         weights[chosen, :INPUTS] = say / say.sum()
     return weights

@@ -27,7 +27,7 @@ from ssd.retrieval.learned_state import LearnedState
 log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"SSDACC\r\n"
-_VERSION: Final = 3
+_VERSION: Final = 4
 _HEADER: Final = struct.Struct("<8sIIIId")  # magic, version, entries, sets, inputs, candidates learned from
 _CHECKSUM: Final = struct.Struct("<Q")
 _NUM_FLOATS: Final = 2 * ENTRIES + NUM_LEARNED

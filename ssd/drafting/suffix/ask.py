@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Final
 
-import numpy as np
-
-from ssd.compiled.addresses import Float64s, TokenIds, float64_array, inlined, int32_array
-from ssd.compiled.records import Address, Float64, Int64, Record, Uint64, views_of
+from ssd.compiled.addresses import float64_array, inlined, int32_array
+from ssd.compiled.records import Address, Float64, Int64, Record, views_of
+from ssd.drafting.sequence_noise import noise_at
+from ssd.drafting.suffix.draft_record import DraftRecord
 from ssd.drafting.suffix.foreseen import Foreseen
 from ssd.drafting.suffix.gather import NOTHING, Evidence, is_own, num_samples, origin_of
 from ssd.drafting.suffix.judge import Candidates
+from ssd.drafting.suffix.keyed import Keyed
+from ssd.drafting.suffix.keyed_choices import learn_choices
 from ssd.drafting.suffix.offered import ROOT, Forest, child_of, clear_forest, plant
 from ssd.drafting.suffix.prediction import PredictionPlace
 from ssd.drafting.suffix.vote import votes_by_source
 
-MAX_DRAFT: Final = 128
-"""Longest draft; a greater limit is cut to it."""
-
-SOURCES: Final = ("warm", "segment", "tail", "own", "prediction", "head", "model", "guess", "recycled")
-"""By the number in a draft; those of the index first, numbered as `gather.origin_of` has it; offers as `Offers` has
-their kinds."""
+SOURCES: Final = (
+    "warm", "segment", "tail", "own", "prediction", "head", "model", "guess", "recycled", "coupled", "live",
+)  # fmt: skip
+"""By the number in a draft; those of the index first, numbered as `gather.origin_of` has it, whose last number
+is what running requests say; offers as `Offers` has their kinds."""
 
 _OWN: Final = 3
 _PREDICTION: Final = 4
 _OFFERED: Final = 5
 _RECYCLED: Final = 8
+_COUPLED: Final = 9
+_LIVE: Final = 10
 
 
 class Ask(Record):
@@ -37,8 +40,10 @@ class Ask(Record):
     is known of the context has been looked up ahead and is the row's evidence. ``warmth`` : how the target chooses: 0
     greedily or in a way not known, 1 at a temperature up to 0.5, 2 above. ``num_offered`` : of an `Offers`, whose
     arrays are the ``offered`` ones. ``successors`` : of a `SuccessorTable`, 0 for none. ``no_lookup`` : whether nothing
-    is looked up, neither in the index nor in own text. ``noise_key`` : of the request,
-    ``temperature`` : its own where the target draws with noise that this key gives; else 0.
+    is looked up, neither in the index nor in own text. ``own_live`` : the context's number among the texts of running
+    requests, -1 for none. ``temperature`` : the request's where the target draws with noise that is known, else 0;
+    ``noise`` : of a `NoiseRecord` then. ``choices`` : of the `ChoiceTable` that such a request drafts from, 0 for none;
+    ``may_teach`` : whether what it says is entered there.
     """
 
     context: Address
@@ -61,34 +66,14 @@ class Ask(Record):
     num_offered: Int64
     successors: Address
     no_lookup: Int64
-    noise_key: Uint64
+    own_live: Int64
     temperature: Float64
-
-
-class DraftRecord(Record):
-    """A draft as kernels write it.
-
-    ``source`` : what most of the first token's evidence is, a number in SOURCES. ``probabilities`` : the estimate of
-    each token.
-    """
-
-    size: Int64
-    match_length: Int64
-    source: Int64
-    is_tree: Int64
-    tokens: Annotated[TokenIds, np.int32, MAX_DRAFT]
-    parents: Annotated[TokenIds, np.int32, MAX_DRAFT]
-    probabilities: Annotated[Float64s, np.float64, MAX_DRAFT]
+    noise: Address
+    choices: Address
+    may_teach: Int64
 
 
 asks_at = views_of(Ask)
-drafts_at = views_of(DraftRecord)
-
-
-@inlined
-def clear(out: DraftRecord) -> None:
-    """Make ``out`` an empty draft."""
-    out.size, out.match_length, out.source, out.is_tree = 0, 0, 0, 0
 
 
 @inlined
@@ -111,8 +96,9 @@ def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int,
     """Note the length of the longest match, and which source gave most of a candidate's votes.
 
     The last count was of all samples. Of the index it is the place of the longest match that says the candidate: where
-    that lies, in a static segment, one born in the ring, or the ring's tail. Without votes it is who offers it, or the
-    target itself. O(samples).
+    that lies, in a static segment, one born in the ring, the ring's tail or what a running request says. Without votes
+    it is who offers it, or the target itself. What the same noise chose before has no other source, places or not: of
+    all that is there it says most. O(samples).
     """
     token = found.votes.tokens[row]
     index, own = votes_by_source(found.votes, row)
@@ -120,10 +106,13 @@ def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int,
     out.source = _OWN
     if token == predicted:
         out.source = _PREDICTION
+    elif token == found.keyed.token:
+        out.source = _COUPLED
     elif own < index:
         for sample in range(num_samples(evidence)):
             if found.votes.nexts[sample] == token and not is_own(evidence, sample):
-                out.source = origin_of(evidence.recency[sample])
+                origin = origin_of(evidence.recency[sample])
+                out.source = origin if origin < _OWN else _LIVE
                 break
     elif own == 0.0:
         child = child_of(found.forest, ROOT, token)
@@ -131,10 +120,17 @@ def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int,
 
 
 @inlined
-def foresee(ask: Ask, foreseen: Foreseen) -> None:
-    """Take up the noise that the target draws with for this request, if it does."""
-    foreseen.is_known, foreseen.request = int(ask.temperature > 0.0), ask.noise_key
-    foreseen.start, foreseen.temperature = ask.context_length, ask.temperature
+def foresee(ask: Ask, foreseen: Foreseen, keyed: Keyed) -> None:
+    """Take up the noise that the target draws with for this request, if it does, and what is known of it."""
+    foreseen.is_known, keyed.choices, keyed.token = int(ask.temperature > 0.0), 0, NOTHING
+    if ask.temperature <= 0.0:
+        return
+    noise = noise_at(ask.noise)
+    foreseen.noise, foreseen.request, foreseen.window = ask.noise, noise.request, noise.window
+    foreseen.context, foreseen.start, foreseen.temperature = ask.context, ask.context_length, ask.temperature
+    if ask.choices != 0:
+        learn_choices(ask.choices, ask.noise, ask.may_teach == 1)
+        keyed.choices, keyed.said_before = ask.choices, noise.run
 
 
 @inlined

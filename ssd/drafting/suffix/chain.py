@@ -10,10 +10,12 @@ from ssd.compiled.addresses import Int64s, kernel
 from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.suffix.acceptance import Model
 from ssd.drafting.suffix.agreement import num_unanimous
-from ssd.drafting.suffix.ask import Ask, DraftRecord, name_source, predicted_token, price_of
+from ssd.drafting.suffix.ask import Ask, name_source, predicted_token, price_of
 from ssd.drafting.suffix.carry_on import wants_places
+from ssd.drafting.suffix.draft_record import DraftRecord
 from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples, token_before
 from ssd.drafting.suffix.judge import Candidates, Position, bring_near, judge, judge_again
+from ssd.drafting.suffix.keyed import begin_node
 from ssd.drafting.suffix.learn import JudgedDraft, error_bucket, keep_judged
 from ssd.drafting.suffix.offered import ROOT, child_of, has_children
 from ssd.drafting.suffix.prediction import PredictionPlace
@@ -71,6 +73,7 @@ def chain(
     was_right = prediction.was_wrong == 0
     is_unanimous, run = False, 0  # the last count found one token; so many more it is known to find one
     for depth in range(begin, ask.limit + 1):
+        begin_node(found.keyed, found.foreseen, out, depth - 1, depth)
         predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
         at = Position(
             depth=depth,
@@ -94,7 +97,7 @@ def chain(
             count_again(next_token(evidence, alive[0], depth - begin, texts), votes)
             judge_again(evidence, at, model, found)
         else:
-            looks_up = may_look_up and depth < ask.limit
+            looks_up = may_look_up and depth < ask.limit and found.keyed.token < 0
             if looks_up and wants_places(texts, evidence, alive, count, at.passed, predicted):
                 space.product, space.follows, space.offered = product, int(follows), offered
                 return True
@@ -126,6 +129,6 @@ def chain(
                 alive[kept] = alive[i]
                 kept += votes.nexts[i] == token
             is_alone = predicted < 0 and found.recycled.count == NOT_ASKED and not has_children(found.forest, offered)
-            is_unanimous = kept == count and count > 0 and is_alone
+            is_unanimous = kept == count and count > 0 and is_alone and found.keyed.choices == 0
             count, offered = kept, child_of(found.forest, offered, token)
     return False

@@ -11,6 +11,7 @@ from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass, 
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
+from ssd.drafting.suffix.namespace_choices import NamespaceChoices
 from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
@@ -30,10 +31,11 @@ class SuffixDrafter:
     best first, from all candidates.
 
     What a request's ``offers`` say, what the target held likely when the same tokens came before and what it guessed in
-    the last pass are candidates of the same chain or tree. What no place has said for a while is looked up again.
+    the last pass are candidates of the same chain or tree, and so is what the same noise chose before, where it is
+    shared. What no place has said for a while is looked up again.
 
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
-    Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
+    Deterministic given its calls. Owned by one thread. Bounded work: at most 144 places are looked at per request, see
     `gather.look_up`.
     """
 
@@ -48,12 +50,14 @@ class SuffixDrafter:
         lookup_threads: int = 1,
         recycling: bool = True,
         retrieval: bool = True,
+        keyed: bool = True,
     ) -> None:
         """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
 
         ``lookup_threads`` : that look up the rows of a large call, the caller's among them; drafts are the same.
         ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether
         index, own text and predictions are looked up; without, what other sources offer is judged all the same.
+        ``keyed`` : whether it is kept what coupled noise chose.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
@@ -63,6 +67,7 @@ class SuffixDrafter:
         self._models = NamespaceModels()
         self._looks_up = retrieval
         self._successors = NamespaceSuccessors() if recycling else None
+        self._choices = NamespaceChoices() if keyed else None
         self._verified: dict[str, tuple[int, TokenIds]] = {}
         self._learned: dict[str, LearnedState | None] = {}
 
@@ -72,6 +77,8 @@ class SuffixDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order; one kernel call per snapshot."""
+        if self._choices is not None:
+            self._choices.begin_pass()
         if len(requests) == 1:
             return [self._propose_one(requests[0])]
         return propose_by_snapshot(requests, self._propose)
@@ -79,8 +86,10 @@ class SuffixDrafter:
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
+        workspace.look_into(request.live)
         model, context = self._models.of(request.learned), contiguous(request.context)
-        held = workspace.ask(0, request, self._price, self._successors_of(request), self._looks_up)
+        successors, choices = self._successors_of(request), self._choices_of(request)
+        held = workspace.ask(0, request, self._price, successors, self._looks_up, choices)
         state, is_new = workspace.state_of(request.request_id)
         if is_new:
             self._learned[request.request_id] = request.learned
@@ -102,8 +111,10 @@ class SuffixDrafter:
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
+        workspace.look_into(requests[0].live)
         successors = [self._successors_of(request) for request in requests]
-        held = workspace.fill(requests, self._price, successors, self._looks_up)
+        choices = [self._choices_of(request) for request in requests]
+        held = workspace.fill(requests, self._price, successors, self._looks_up, choices)
         learned = requests[0].learned
         model = self._models.of(learned)
         self._learned.update((request.request_id, learned) for request in requests)
@@ -116,6 +127,10 @@ class SuffixDrafter:
     def _successors_of(self, request: DraftRequest) -> int:
         """Address of the target's own candidates for a request, 0 for none."""
         return 0 if self._successors is None else self._successors.of(request.learned, request.request_id)
+
+    def _choices_of(self, request: DraftRequest) -> int:
+        """Address of what the same noise chose before, 0 for none."""
+        return 0 if self._choices is None else self._choices.of(request)
 
     def observe_scores(self, scored: ScoredPass) -> None:
         """Learn what the target held likely at every position of a pass."""
@@ -145,6 +160,8 @@ class SuffixDrafter:
         self._models.ended(learned)
         if self._successors is not None:
             self._successors.ended(request_id)
+        if self._choices is not None:
+            self._choices.ended(request_id)
 
     def publish(self) -> None:
         """Leave what was learned for other threads and the next process, in every request's ``learned``."""

@@ -1,6 +1,7 @@
 """What the target's own noise says of a candidate before the target has spoken.
 
-A sampled token is ``argmax(log p + g)``, and the noise g is a pure function of seed, position and token: known now.
+A sampled token is ``argmax(log p + g)``, and the noise g is a pure function of token and key, and the key one of seed
+and position or of what stands before (`sequence_noise`): known now.
 Given it, a token that the target holds at p comes with the chance ``exp(-exp(-(log(p / (1 - p)) + g)))``: the greatest
 score of the others is Gumbel distributed (Maddison et al. 2014, section 3). Where an entry says what the target held
 likely here before, its noisy scores are compared outright. How far either is to be trusted is learned, as of any view.
@@ -13,9 +14,11 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64s, inlined
-from ssd.compiled.records import Float64, Int64, Record, Uint64
+from ssd.compiled.addresses import Float64s, UInt64s, inlined, int32_array
+from ssd.compiled.records import Address, Float64, Int64, Record, Uint64
 from ssd.drafting.noise_keys import gumbel_at, key_at
+from ssd.drafting.sequence_noise import coupled_place, hash_behind, noise_at, times_counted
+from ssd.drafting.suffix.draft_record import MAX_DRAFT, DraftRecord, parent_of
 from ssd.drafting.suffix.recycled import Recycled
 from ssd.drafting.suffix.successors import SHARES, SUCCESSORS
 
@@ -40,26 +43,50 @@ _BY_FAR: Final = 1.5
 class Foreseen(Record):
     """Noise at a position of a draft.
 
-    ``is_known`` : 0 where the target does not draw, or not with noise that is known. ``request`` : the key of the
-    sequence, ``start`` : tokens before the draft, ``temperature`` : the request's. ``key`` : of the position.
-    ``scores`` : of the tokens of the entry there, log shares at the request's temperature and noise. ``best`` : which
-    is greatest; ``lead`` : its score less that of the second, infinite where there is none.
+    ``is_known`` : 0 where the target does not draw, or not with noise that is known. ``noise`` : address of the
+    `NoiseRecord`, ``request`` and ``window`` : of that. ``context`` : int32[start], the text before the draft.
+    ``temperature`` : the request's. ``key`` : of the position. ``hashes`` : where the window is not 0, of what stands
+    behind each node n at n + 1, see `hash_behind`. ``scores`` : of the tokens of the entry there, log shares at the
+    request's temperature and noise. ``best`` : which is greatest; ``lead`` : its score less that of the second,
+    infinite where there is none.
     """
 
     is_known: Int64
+    noise: Address
     request: Uint64
+    window: Int64
+    context: Address
     start: Int64
     temperature: Float64
     key: Uint64
+    hashes: Annotated[UInt64s, np.uint64, MAX_DRAFT + 1]
     best: Int64
     lead: Float64
     scores: Annotated[Float64s, np.float64, SUCCESSORS]
 
 
 @inlined
-def begin_position(foreseen: Foreseen, depth: int) -> None:
-    """Take up the noise behind so many tokens of the draft."""
-    foreseen.key = key_at(foreseen.request, foreseen.start + depth)
+def begin_position(foreseen: Foreseen, out: DraftRecord, node: int, depth: int) -> None:
+    """Take up the noise behind a node of the draft ``out``, -1 for its beginning, behind ``depth`` of its tokens.
+
+    Of coupled noise, the positions on the path to it must have been taken up before. O(1), coupled O(window + depth).
+    """
+    if foreseen.window == 0:
+        foreseen.key = key_at(foreseen.request, foreseen.start + depth)
+    else:
+        _begin_coupled(foreseen, out, node)
+
+
+@inlined
+def _begin_coupled(foreseen: Foreseen, out: DraftRecord, node: int) -> None:
+    context, parents = int32_array(foreseen.context, foreseen.start), out.parents[: MAX_DRAFT if out.is_tree else 0]
+    found = hash_behind(foreseen.window, context, foreseen.start, out.tokens, parents, node)
+    times, above = times_counted(noise_at(foreseen.noise), found), node
+    while above >= 0:
+        above = parent_of(out, above)
+        times += foreseen.hashes[above + 1] == found
+    foreseen.hashes[node + 1] = found
+    foreseen.key = key_at(foreseen.request, coupled_place(found, times))
 
 
 @inlined

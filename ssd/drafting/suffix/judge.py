@@ -9,11 +9,13 @@ import numpy as np
 from ssd.compiled.addresses import Float64s, Int64s, data_of, inlined, prefetch
 from ssd.compiled.records import Address, Record
 from ssd.drafting.suffix.acceptance import (
+    AGREEMENTS,
     BEFORE,
     COARSE_LENGTHS,
     COARSE_SHARES,
     INDEX,
     INPUTS,
+    KEYED,
     LENGTHS,
     LEVEL,
     LEVEL_VIEWS,
@@ -30,6 +32,7 @@ from ssd.drafting.suffix.acceptance import (
     SHARES,
     SUPPORTS,
     TOKEN,
+    WARMTHS,
     WHEN_SETS,
     Model,
     chance_of,
@@ -45,8 +48,9 @@ from ssd.drafting.suffix.acceptance import (
     weight_set,
     when,
 )
-from ssd.drafting.suffix.foreseen import HEIGHTS, Foreseen, begin_position, height_of, verdict_on
+from ssd.drafting.suffix.foreseen import HEIGHTS, Foreseen, height_of, verdict_on
 from ssd.drafting.suffix.gather import MAX_LEVELS, NOTHING, Evidence, Texts, next_token, origin_of, own_position
+from ssd.drafting.suffix.keyed import RUNS, Keyed, run_bucket
 from ssd.drafting.suffix.offered import Forest, best_child, child_of, has_children
 from ssd.drafting.suffix.recycled import Recycled, rank_of
 from ssd.drafting.suffix.successors import SHARES as SUCCESSOR_SHARES
@@ -66,7 +70,7 @@ class Candidates(Record):
 
     ``forest`` : what is offered after the context. ``successors`` : where the target's own candidates are kept, the
     address of a `SuccessorTable`, 0 for nowhere; ``recycled`` : those of this position. ``foreseen`` : the target's
-    noise there.
+    noise there, ``keyed`` : what the same noise chose before.
     """
 
     votes: Votes
@@ -74,6 +78,7 @@ class Candidates(Record):
     successors: Address
     recycled: Recycled
     foreseen: Foreseen
+    keyed: Keyed
     inputs: Annotated[Int64s, np.int64, (MAX_CANDIDATES, INPUTS)]
     sets: Annotated[Int64s, np.int64, MAX_CANDIDATES]
     chances: Annotated[Float64s, np.float64, MAX_CANDIDATES]
@@ -115,6 +120,16 @@ def _noise_entry(found: Candidates, token: int, rank: int, coarse: int) -> int:
 
 
 @inlined
+def _keyed_key(found: Candidates, has_places: bool, warmth: int) -> int:
+    """What the view of keyed choices sees at a position, but for whether a token is the one chosen."""
+    keyed, votes, agreement = found.keyed, found.votes, 0
+    if has_places:
+        agreement = 2 if votes.own_says == keyed.token or votes.index_says == keyed.token else 1
+    key = (keyed.confirmed * RUNS + run_bucket(keyed.run)) * AGREEMENTS + agreement
+    return int(key * WARMTHS + warmth)
+
+
+@inlined
 def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Candidates) -> None:
     """Say of the first ``size`` tokens of a count what every view sees of them, and how probable they are."""
     votes = found.votes
@@ -152,9 +167,11 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
         has_offer,
         has_recycled,
         found.foreseen.is_known == 1,
+        found.keyed.token >= 0,
         num_filled,
         at.depth,
     )
+    keyed_key = _keyed_key(found, num_filled > 0, at.warmth) if found.keyed.token >= 0 else 0
     for row in range(size):
         token, cast, inputs = votes.tokens[row], votes.by_token[row], found.inputs[row]
         inputs[:] = -1
@@ -197,6 +214,8 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
             inputs[RECYCLED] = OFFSETS[RECYCLED] + key * SUCCESSOR_SHARES + share
         if found.foreseen.is_known:
             inputs[NOISE] = _noise_entry(found, token, rank, coarse)
+        if found.keyed.token >= 0:
+            inputs[KEYED] = OFFSETS[KEYED] + keyed_key * 2 + int(token == found.keyed.token)
         found.sets[row], found.chances[row] = chosen, chance_of(model, inputs, chosen)
 
 
@@ -220,9 +239,10 @@ def bring_near(
 
 @inlined
 def judge_again(evidence: Evidence, at: Position, model: Model, found: Candidates) -> None:
-    """``judge`` where the same places, one token further, again are unanimous: few views see a difference."""
-    if found.foreseen.is_known:
-        begin_position(found.foreseen, at.depth)
+    """``judge`` where the same places, one token further, again are unanimous: few views see a difference.
+
+    Not where keyed choices are looked up.
+    """
     for level in range(evidence.num_levels):
         agreeing = evidence.lengths[level] + at.passed
         if length_bucket(agreeing) != length_bucket(agreeing - 1):

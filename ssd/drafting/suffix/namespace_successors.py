@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
-from weakref import WeakKeyDictionary
-
 import numpy as np
 
 from ssd.compiled.addresses import address
 from ssd.compiled.records import dtype_of
 from ssd.drafting.protocol import ScoredPass
+from ssd.drafting.suffix.namespace_tables import MOST_TABLES, NamespaceTables
 from ssd.drafting.suffix.successors import SuccessorTable, learn_successors
 from ssd.retrieval.learned_state import LearnedState
-
-MOST_TABLES: Final = 16
-"""Of namespaces: 63 MB at most, as far as they are written. As many again of requests of their own."""
-
-IDLE_PASSES: Final = 64
-"""Passes that a namespace must not have been part of before another's table takes the place of its own: were there a
-few more busy namespaces than tables, all would lose theirs before they are read."""
 
 
 class _Table:
@@ -27,7 +18,6 @@ class _Table:
     def __init__(self) -> None:
         self._memory = np.zeros(1, dtype_of(SuccessorTable))
         self.address = address(self._memory)
-        self.last_pass = 0
 
 
 class NamespaceSuccessors:
@@ -35,13 +25,13 @@ class NamespaceSuccessors:
 
     What one namespace said is drafted in no other, not where its index is lent either. A request without a namespace
     learns from itself alone, and is forgotten when it ends; one that is not to be learned from drafts from what its
-    namespace knows and adds nothing. Nothing is kept on disk: a few passes make it anew.
+    namespace knows and adds nothing. Nothing is kept on disk: a few passes make it anew. All tables of namespaces
+    take 63 MB at most, as far as they are written, and there are as many again of requests of their own.
     """
 
     def __init__(self) -> None:
-        self._tables: WeakKeyDictionary[LearnedState, _Table] = WeakKeyDictionary()
+        self._tables = NamespaceTables(_Table)
         self._own: dict[str, _Table] = {}
-        self._num_passes = self._full_until = 0
 
     def of(self, learned: LearnedState | None, request_id: str) -> int:
         """Address of what a request drafts from, 0 for nothing; holds until the next ``learn`` or ``ended``. O(1)."""
@@ -50,7 +40,7 @@ class NamespaceSuccessors:
 
     def learn(self, scored: ScoredPass) -> None:
         """Enter what a pass said, each row in the table that its request drafts from. O(positions)."""
-        self._num_passes += 1
+        self._tables.begin_pass()
         tables, table = list[int](), 0
         last: LearnedState | None = None
         for row in zip(scored.learned, scored.request_ids, scored.may_keep.tolist(), strict=True):
@@ -85,20 +75,5 @@ class NamespaceSuccessors:
             return 0 if own is None else own.address
         if not may_keep:
             return 0
-        table = self._tables.get(learned) or self._made_for(learned)
-        if table is None:
-            return 0
-        table.last_pass = self._num_passes
-        return table.address
-
-    def _made_for(self, learned: LearnedState) -> _Table | None:
-        if len(self._tables) >= MOST_TABLES:
-            if self._num_passes < self._full_until:
-                return None
-            oldest = min(self._tables, key=lambda each: self._tables[each].last_pass)
-            self._full_until = self._tables[oldest].last_pass + IDLE_PASSES
-            if self._num_passes < self._full_until:
-                return None
-            del self._tables[oldest]
-        table = self._tables[learned] = _Table()
-        return table
+        table = self._tables.used(learned)
+        return 0 if table is None else table.address

@@ -7,9 +7,10 @@ from typing import Final
 from ssd.compiled.addresses import TokenIds, inlined, int32_array, kernel
 from ssd.drafting.suffix.acceptance import Model, model_at
 from ssd.drafting.suffix.ahead import look_up_ahead, open_rows
-from ssd.drafting.suffix.ask import Ask, DraftRecord, asks_at, clear, drafts_at, foresee, plant_offers
+from ssd.drafting.suffix.ask import Ask, asks_at, foresee, plant_offers
 from ssd.drafting.suffix.carry_on import LEAST_CONTINUED, begin_text, search
 from ssd.drafting.suffix.chain import chain
+from ssd.drafting.suffix.draft_record import DraftRecord, clear, drafts_at
 from ssd.drafting.suffix.follow import NO_TABLE, follow, keep
 from ssd.drafting.suffix.gather import (
     IN_STEP,
@@ -45,7 +46,7 @@ def _search(
     if ask.no_lookup == 1:
         evidence_at(spare_at).num_levels = 0
     else:
-        search(snapshot, scratch_at(frame.lookups), context, max_length, min_length, spare_at)
+        search(snapshot, scratch_at(frame.lookups), context, max_length, min_length, ask.own_live, spare_at)
 
 
 @inlined
@@ -77,10 +78,10 @@ def _draft_tree(
         evidence_of(frame, frame.num_rows + 1),
         max_length,
         max(min_length, LEAST_CONTINUED),
+        ask.own_live,
     )
-    evidence = evidence_at(found_at)
+    evidence, out.is_tree = evidence_at(found_at), 1
     grow_tree(texts, evidence, carrying, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
-    out.is_tree = 1
     state.followed.table = NO_TABLE
 
 
@@ -155,7 +156,7 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
             prediction = int32_array(ask.prediction, ask.prediction_length)
             follow_prediction(state.prediction, prediction, context, frame.prediction_hits)
         frame.candidates.successors = ask.successors
-        foresee(ask, frame.candidates.foreseen)
+        foresee(ask, frame.candidates.foreseen, frame.candidates.keyed)
         plant_offers(ask, frame.candidates.forest)
         offer_guesses(state.guesses, context, frame.candidates.forest)
         texts = texts_of(context, searched)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ssd.compiled.addresses import address
 from ssd.compiled.records import Records
 from ssd.drafting.suffix.ahead import Helpers
-from ssd.drafting.suffix.ask import MAX_DRAFT
+from ssd.drafting.suffix.draft_record import MAX_DRAFT
 from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.rows import NO_ROOM, NOT_SEATED, Batch, TextRecord, draft_rows, goes_on, take_over
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous

@@ -7,7 +7,8 @@ from typing import Final, NamedTuple
 from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
 from ssd.compiled.records import Address, Int64, Record, view_of
 from ssd.drafting.suffix.ahead import NO_ROWS, open_rows
-from ssd.drafting.suffix.ask import MAX_DRAFT, asks_at, drafts_at
+from ssd.drafting.suffix.ask import asks_at
+from ssd.drafting.suffix.draft_record import MAX_DRAFT, drafts_at
 from ssd.drafting.suffix.gather import scratch_at
 from ssd.drafting.suffix.propose import propose_suffix
 from ssd.drafting.suffix.workspace import Frame, frame_at
@@ -175,7 +176,7 @@ def _ask(frame: Frame, rows: Rows) -> tuple[int, int]:
         # One token is always the target's own.
         ask.limit, ask.state = max(0, min(batch.limit, batch.max_length - text.length - 1)), text.state
         ask.is_tree, ask.num_prices, ask.prediction_length, ask.num_offered = 0, 0, 0, 0
-        ask.successors, ask.no_lookup, ask.warmth, ask.temperature = 0, 0, 0, 0.0
+        ask.successors, ask.choices, ask.no_lookup, ask.warmth, ask.temperature = 0, 0, 0, 0, 0.0
         asked[num_asked] = row
         num_asked += 1
     return num_asked, num_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ssd.compiled.addresses import Int64s, inlined
-from ssd.drafting.suffix.foreseen import begin_position, weigh
+from ssd.drafting.suffix.foreseen import weigh
 from ssd.drafting.suffix.gather import Evidence, Texts
 from ssd.drafting.suffix.judge import Candidates, Position
 from ssd.drafting.suffix.recycled import NOT_ASKED, recall
@@ -35,8 +35,8 @@ def seek(
     """Find the candidates of a position: how many there are.
 
     ``alive`` : samples that agree with the draft so far, see ``count_votes``. At most ``most`` tokens with votes, the
-    predicted one and those offered, of which the greatest share of votes or chance decides; beside them
-    ``most_recycled`` of the target's own.
+    predicted one, that which the same noise chose before and those offered, of which the greatest share of votes or
+    chance decides; beside them ``most_recycled`` of the target's own.
     """
     votes, recycled = found.votes, found.recycled
     size = count_votes(texts, evidence, alive, num_alive, at.passed, at.predicted, votes)
@@ -44,11 +44,12 @@ def seek(
     if found.successors != 0 and not _is_sure(evidence, size, at.passed, votes):
         recall(found.successors, at.earlier, at.before, recycled)
     if found.foreseen.is_known:
-        begin_position(found.foreseen, at.depth)
         weigh(found.foreseen, recycled)
-    size = add_offered(found.forest, at.offered, size, votes)
+    size, keyed = add_offered(found.forest, at.offered, size, votes), found.keyed.token
+    if keyed >= 0:
+        size = add_voteless(keyed, size, votes)
     if size > most:
-        size = keep_greatest(votes, size, most, evidence.num_levels, at.predicted, found.forest, at.offered)
+        size = keep_greatest(votes, size, most, evidence.num_levels, at.predicted, keyed, found.forest, at.offered)
     for rank in range(min(most_recycled, recycled.count)):
         size = add_voteless(recycled.tokens[rank], size, votes)
     return size

@@ -10,8 +10,9 @@ import numpy as np
 from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
 from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.suffix.acceptance import INPUTS, Model
-from ssd.drafting.suffix.ask import MAX_DRAFT, Ask, DraftRecord, name_source, predicted_token, price_of
+from ssd.drafting.suffix.ask import Ask, name_source, predicted_token, price_of
 from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT, begin_text, search, wants_places
+from ssd.drafting.suffix.draft_record import MAX_DRAFT, DraftRecord
 from ssd.drafting.suffix.gather import (
     EVIDENCE_BYTES,
     MAX_SAMPLES,
@@ -25,6 +26,7 @@ from ssd.drafting.suffix.gather import (
     token_before,
 )
 from ssd.drafting.suffix.judge import Candidates, Position, judge
+from ssd.drafting.suffix.keyed import begin_node
 from ssd.drafting.suffix.learn import JudgedDraft, error_bucket, keep_judged
 from ssd.drafting.suffix.offered import ROOT, child_of
 from ssd.drafting.suffix.prediction import PredictionPlace
@@ -101,6 +103,7 @@ class Carrying(NamedTuple):
     evidences_at: int
     max_length: int
     min_length: int
+    own_live: int
 
 
 @inlined
@@ -176,6 +179,7 @@ def _look_up_again(
         text[: kept + depth + 1],
         carrying.max_length,
         carrying.min_length,
+        carrying.own_live,
         found_at,
     )
 
@@ -215,6 +219,8 @@ def grow_tree(
         predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
         may_look_up = num_carried < MOST_CARRIED and num_nodes < ask.limit and ask.no_lookup == 0
         passed = depth - looked_up_at
+        begin_node(found.keyed, found.foreseen, out, parent, depth)
+        may_look_up = may_look_up and found.keyed.token < 0
         if may_look_up and wants_places(said, here, alive[first:], count, passed, predicted):
             _look_up_again(space, num_carried, texts, parent, carrying, out)
             num_carried += 1

@@ -10,7 +10,7 @@ import numpy as np
 from ssd.compiled.addresses import Float64s, Int64s, inlined, kernel
 from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.offers import MAX_OFFERED
-from ssd.drafting.suffix.gather import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_own, next_token
+from ssd.drafting.suffix.gather import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_live, is_own, next_token
 from ssd.drafting.suffix.offered import MAX_GUESSED, Forest, child_of, has_children
 
 MAX_VOTED: Final = 12
@@ -26,7 +26,7 @@ MAX_CANDIDATES: Final = MAX_VOTED + MAX_RECYCLED
 NOWHERE: Final = MAX_LEVELS
 """The level of a source that has no place left."""
 
-_MOST_TOKENS: Final = MAX_SAMPLES + 1 + MAX_OFFERED + MAX_GUESSED
+_MOST_TOKENS: Final = MAX_SAMPLES + 2 + MAX_OFFERED + MAX_GUESSED
 
 
 class TokenVotes(Record):
@@ -110,11 +110,12 @@ def add_voteless(token: int, size: int, votes: Votes) -> int:
 
 @kernel
 def keep_greatest(
-    votes: Votes, size: int, most: int, num_levels: int, predicted: int, forest: Forest, offered: int
+    votes: Votes, size: int, most: int, num_levels: int, predicted: int, keyed: int, forest: Forest, offered: int
 ) -> int:
     """Move the ``most`` tokens with the greatest share of votes at any level to the front; how many are there.
 
-    A chance offered behind the node ``offered`` counts as a share. The predicted token is always among them.
+    A chance offered behind the node ``offered`` counts as a share. The predicted token is always among them, and that
+    which the same noise chose before, ``keyed``.
     """
     if size <= most:
         return size
@@ -134,7 +135,8 @@ def keep_greatest(
         child = child_of(forest, offered, votes.tokens[row])
         if child >= 0:
             greatest = max(greatest, forest.chances[child])
-        cast.greatest = 2.0 if votes.tokens[row] == predicted else greatest
+        token = votes.tokens[row]
+        cast.greatest = 2.0 if token in (predicted, keyed) else greatest
     for place in range(most):
         best = place
         for row in range(place + 1, size):
@@ -158,7 +160,8 @@ def count_votes(
     """Let the samples ``alive[:num_alive]`` vote for what stands ``passed`` places on; how many tokens there are.
 
     ``alive`` : samples that agree with the draft so far, those of longer matches first. A sample whose sequence has
-    ended is support for none. ``predicted`` : a token without votes, NOTHING for none. O(samples * tokens).
+    ended is support for none; that of a running request says nothing yet, and does not count. ``predicted`` : a token
+    without votes, NOTHING for none. O(samples * tokens).
     """
     votes.index_support[:] = 0.0
     votes.own_support[:] = 0.0
@@ -174,6 +177,8 @@ def count_votes(
             evidence.recency[sample],
         )
         votes.nexts[i] = token
+        if token < 0 and is_live(evidence, sample):
+            continue
         own = is_own(evidence, sample)
         if own:
             votes.own_support[level] += weight

@@ -12,16 +12,20 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Int64s, TokenIds, address, data_of, inlined, kernel
 from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
 from ssd.compiled.registry import CHECKED, name_memory
+from ssd.drafting.live_texts import LiveTexts
 from ssd.drafting.offers import MAX_OFFERED, Offers
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow, ScoredPass
-from ssd.drafting.suffix.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass
+from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.suffix.ask import SOURCES, Ask, asks_at
 from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT
 from ssd.drafting.suffix.chain import ChainScratch
+from ssd.drafting.suffix.draft_record import MAX_DRAFT, DraftRecord
 from ssd.drafting.suffix.follow import NO_TABLE, Followed
 from ssd.drafting.suffix.gather import EVIDENCE_BYTES, IN_STEP, Evidence, Hits, LookupScratch
 from ssd.drafting.suffix.guesses import Guesses, keep_guesses
 from ssd.drafting.suffix.judge import Candidates
 from ssd.drafting.suffix.learn import JudgedDraft, forget_draft
+from ssd.drafting.suffix.live_memory import LiveMemory
 from ssd.drafting.suffix.prediction import PredictionPlace, begin_prediction
 from ssd.drafting.suffix.tree import MOST_CARRIED, TreeScratch
 from ssd.errors import ConfigError
@@ -163,6 +167,10 @@ class LookupMemory:
         self.address = self._memory.address
         self._memory[0].patterns = address(self._patterns)
 
+    def say_running(self, live: int) -> None:
+        """Where what running requests have said is to be found, 0 for nowhere."""
+        self._memory[0].running = live
+
     def make_lanes(self, count: int) -> None:
         """For so many segments."""
         self._lanes, self._walkers = Records(Lane, IN_STEP * count), Records(Walker, 2 * IN_STEP * count)
@@ -182,6 +190,7 @@ class Workspace:
         self.helpers = [lookups.address for lookups in self._lookups[1:]]
         """Of each helper, where its ``LookupScratch`` lies."""
         self._frame.lookups = self._lookups[0].address
+        self._live = LiveMemory()
         self._num_open = np.zeros(1, np.int64)
         self._frame.num_open_at = address(self._num_open)
         self._make_lanes(32)
@@ -240,6 +249,12 @@ class Workspace:
             if len(self._free_states) < num_requests:
                 self._forget_all()
 
+    def look_into(self, live: LiveTexts | None) -> None:
+        """Have all rows looked up in these too, until another call says otherwise. O(tokens)."""
+        at = self._live.write(live)
+        for lookups in self._lookups:
+            lookups.say_running(at)
+
     def say_open(self, num_rows: int) -> None:
         """Say with how many rows threads may help: 0 for not yet, less for none."""
         self._num_open[0] = num_rows
@@ -279,12 +294,18 @@ class Workspace:
         )
 
     def ask(
-        self, row: int, request: DraftRequest, price: float, successors: int = 0, looks_up: bool = True
-    ) -> tuple[npt.NDArray[Any], ...]:
+        self,
+        row: int,
+        request: DraftRequest,
+        price: float,
+        successors: int = 0,
+        looks_up: bool = True,
+        choices: int = 0,
+    ) -> tuple[npt.NDArray[Any] | SequenceNoise, ...]:
         """Write what is asked for in a row, but for what ``place`` writes. ``price`` : where the request has none.
 
         ``successors`` : address of the target's own candidates, 0 for none. ``looks_up`` : in index, own text and
-        prediction.
+        prediction. ``choices`` : address of what the same noise chose before, 0 for none.
 
         The result keeps alive what was written: hold it until the kernel returns.
         """
@@ -292,14 +313,18 @@ class Workspace:
         ask.is_tree = request.tree
         ask.num_prices = ask.prediction_length = ask.num_offered = 0
         ask.warmth = 0 if request.sampling is None else _warmth(request.sampling.params.temperature)
-        ask.temperature, ask.noise_key = _noise_of(request.sampling)
+        noise = _noise_of(request)
+        ask.temperature, ask.noise, ask.choices, ask.may_teach = 0.0, 0, 0, request.may_teach
         ask.price = price if prices is None or not len(prices) else prices[0]
-        held: tuple[npt.NDArray[Any], ...] = ()
+        held: tuple[npt.NDArray[Any] | SequenceNoise, ...] = ()
+        if noise is not None and request.sampling is not None:
+            ask.temperature, ask.noise, ask.choices = request.sampling.params.temperature, noise.address, choices
+            held += (noise,)
         if prices is not None and len(prices) > 1:
             prices = np.ascontiguousarray(prices, np.float64)
             ask.prices, ask.num_prices = address(prices), len(prices)
             held += (prices,)
-        ask.successors, ask.no_lookup = successors, not looks_up
+        ask.successors, ask.no_lookup, ask.own_live = successors, not looks_up, request.live_number
         if prediction is not None and looks_up:
             prediction = contiguous(prediction)
             ask.prediction, ask.prediction_length = address(prediction), len(prediction)
@@ -326,7 +351,8 @@ class Workspace:
         price: float,
         successors: Sequence[int] | None = None,
         looks_up: bool = True,
-    ) -> list[tuple[npt.NDArray[Any], ...]]:
+        choices: Sequence[int] | None = None,
+    ) -> list[tuple[npt.NDArray[Any] | SequenceNoise, ...]]:
         """Write a row for every request, see ``ask``.
 
         The result keeps what they bring alive: hold it until the kernel returns.
@@ -335,7 +361,8 @@ class Workspace:
         for row, request in enumerate(requests):
             context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
             known = 0 if successors is None else successors[row]
-            held.append((context, *self.ask(row, request, price, known, looks_up)))
+            chosen = 0 if choices is None else choices[row]
+            held.append((context, *self.ask(row, request, price, known, looks_up, chosen)))
             place(self.address, row, context, request.limit, state, is_new, request.prompt_length)
         return held
 
@@ -373,14 +400,16 @@ class Workspace:
         ]
 
 
-def _noise_of(sampling: SamplingRow | None) -> tuple[float, int]:
-    """Temperature and noise key of an `Ask`.
+def _noise_of(request: DraftRequest) -> SequenceNoise | None:
+    """What the target draws with after the context, None where that is not known.
 
     Where drafts are verified by rejection, nothing about them may depend on the noise that draws other tokens.
     """
-    if sampling is None or sampling.params.greedy or sampling.acceptance != "match" or sampling.noise.is_coupled:
-        return 0.0, 0
-    return sampling.params.temperature, sampling.noise.request_key
+    sampling = request.sampling
+    if sampling is None or sampling.params.greedy or sampling.acceptance != "match":
+        return None
+    noise = sampling.noise
+    return noise if not noise.is_coupled or noise.num_counted == len(request.context) else None
 
 
 def _warmth(temperature: float) -> int:
