@@ -44,7 +44,7 @@ API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, ROLLOUTS, SERVING, TUNING = (
         "rollouts",
         "serving",
         "tuning",
-    )  # fmt: skip
+    )
 )
 
 
@@ -70,7 +70,7 @@ def pages() -> dict[str, str]:
             ROLLOUTS,
             SERVING,
             TUNING,
-        )  # fmt: skip
+        )
     }
 
     def put(page: str, name: str, section: str) -> None:
