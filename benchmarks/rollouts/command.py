@@ -124,7 +124,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", type=int, default=8, help="of an epoch (default: %(default)s)")
     add("--num-generations", type=int, default=8, help="samples of a prompt (default: %(default)s)")
     add("--prompts-per-step", type=int, default=2, help="(default: %(default)s)")
-    add("--max-tokens", type=int, default=64, help="of a sample (default: %(default)s)")
+    add("--max-tokens", type=int, default=32, help="of a sample (default: %(default)s)")
     add("--temperature", type=float, default=0.7, help="(default: %(default)s)")
     add("--learning-rate", type=float, default=1e-4, help="(default: %(default)s)")
     add("--slots", type=int, default=8, help="samples generated at once (default: %(default)s)")
