@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,35 +45,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         learning_rate=args.learning_rate,
         slots=args.slots,
     )
-    parameters = {**asdict(plan), "model": model_name(args.model), "seeds": args.seeds}
-    print(f"rollouts: {json.dumps(parameters)}", flush=True)
+    print(f"rollouts: {json.dumps({**asdict(plan), 'model': model_name(args.model)})}", flush=True)
     runs: dict[str, list[Run]] = {OFF: [], COUPLED: [], SAME_NOISE_OFF: [], FRESH: []}
     for seed in range(args.seeds):
         for contender in (OFF, COUPLED) if seed else runs:
             runs[contender].append(train(plan, contender, seed))
             _print(contender, runs[contender][-1], args.epochs)
-    is_same = runs[COUPLED][0].completions == runs[SAME_NOISE_OFF][0].completions
-    summary = {contender: summarised(found, args.epochs) for contender, found in runs.items()}
-    result = {
-        **head("rollouts"),
-        "model": model_name(args.model),
-        "threads": torch.get_num_threads(),
-        "parameters": parameters,
-        "contenders": summary,
-        "over_off": {
-            key: [_ratio(off, coupled, key, epoch) for epoch in range(args.epochs)] + [_ratio(off, coupled, key, None)]
-            for off, coupled in [(runs[OFF], runs[COUPLED])]
-            for key in ("passes", "row_passes", "seconds", "cpu_s")
-        },
-        "same_answers_without_speculation": is_same,
-    }
+        result = _result(plan, model_name(args.model), runs)
+        if args.out is not None:  # after each seed: a run that is stopped leaves what it has
+            args.out.write_text(json.dumps(result) + "\n")
+    is_same = result["same_answers_without_speculation"]
     print(f"\ncoupled over {OFF}, by epoch and in all: {json.dumps(result['over_off'])}; answers without speculation "
           f"{'are the same' if is_same else 'DIFFER'}")  # fmt: skip
-    line = json.dumps(result)
-    if args.out is not None:
-        args.out.write_text(line + "\n")
-    print(line)
+    print(json.dumps(result))
     return int(not is_same)
+
+
+def _result(plan: Plan, model: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """What is kept of all runs so far."""
+    off, coupled = runs[OFF], runs[COUPLED]
+    epochs = [*range(plan.epochs), None]
+    return {
+        **head("rollouts"),
+        "model": model,
+        "threads": torch.get_num_threads(),
+        "parameters": {**asdict(plan), "model": model, "seeds": len(off)},
+        "contenders": {contender: summarised(found, plan.epochs) for contender, found in runs.items()},
+        "over_off": {
+            key: [_ratio(off, coupled, key, epoch) for epoch in epochs]
+            for key in ("passes", "row_passes", "seconds", "cpu_s")
+        },
+        "same_answers_without_speculation": coupled[0].completions == runs[SAME_NOISE_OFF][0].completions,
+    }
 
 
 def summarised(runs: Sequence[Run], epochs: int) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts-per-step", type=int, default=2, help="(default: %(default)s)")
     add("--max-tokens", type=int, default=32, help="of a sample (default: %(default)s)")
     add("--temperature", type=float, default=0.7, help="(default: %(default)s)")
-    add("--learning-rate", type=float, default=1e-4, help="(default: %(default)s)")
+    add("--learning-rate", type=float, default=1e-5, help="(default: %(default)s)")
     add("--slots", type=int, default=8, help="samples generated at once (default: %(default)s)")
     add("--out", type=Path, help="also write the JSON line to this file")
     add("--json", action="store_true", help="accepted for symmetry: the JSON line is always the last")
