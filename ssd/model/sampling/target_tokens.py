@@ -67,6 +67,16 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
     return chosen
 
 
+def drawn_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """What the tokens of a row whose draft is a chain are drawn with: log-probabilities up to a constant.
+
+    logits : [>= T, V], the model's own at the row's T positions. Returns float32[T, V]; of greedy rows what they
+    maximise.
+    """
+    scores = with_prefix_rules(logits[None, : row.width], [row])[0]
+    return scores.float() if row.params.greedy else truncated_scores(scores, [row.params] * row.width)
+
+
 def is_ruled(row: SamplingRow) -> bool:
     """Whether the row's rules change the logits themselves."""
     return needs_prefix(row.params) or row.grammar is not None
