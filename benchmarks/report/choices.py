@@ -93,6 +93,14 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         ),
         Choice(
             "config.py",
+            {"EngineConfig.coupled_window": "8"},
+            "tokens that coupled noise depends on",
+            "`benchmarks.coupled --windows`, near-variants: the same token at 0.46 to 0.54 of places with 1 to 32 "
+            "(± 0.05), in blocks 0.48 with 1 or 2, 0.41 with more (± 0.04); with few tokens unrelated answers of a "
+            "stream depend on each other, with many two that parted meet again later",
+        ),
+        Choice(
+            "config.py",
             {"EngineConfig.max_num_seqs": "16", "EngineConfig.prefill_chunk_tokens": "512"},
             "rows and prompt tokens of a step",
         ),
@@ -201,6 +209,12 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         ),
     ),
     "Evidence": (
+        Choice(
+            "drafting/sequence_noise.py",
+            {"WINDOW": "8"},
+            "tokens that coupled noise depends on, where nothing is asked for",
+            "as `coupled_window`",
+        ),
         Choice(
             "drafting/suffix/gather.py",
             {"MAX_LEVELS": "3", "ENOUGH_SUPPORT": "16.0"},
