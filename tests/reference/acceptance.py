@@ -244,12 +244,16 @@ def candidates(
 ) -> dict[int, tuple[float, Views, View]]:
     """Chance, views and weight set of every token that may come after the context and ``draft``."""
     depth = len(draft)
+
+    def counts(item: Any) -> bool:  # a running request has not ended where it has not gone on yet
+        return item[2] or item[1][1] < asked.num_texts or len(item[0]) > depth
+
     alive: list[tuple[int, Evidence]] = []  # of each level what no longer match has
     seen: set[tuple[int, int, int]] = set()
     for length, found in levels:
         new = [item for item in found if item[1] not in seen]
         seen |= {item[1] for item in new}
-        alive.append((length + depth, [item for item in new if list(item[0][:depth]) == list(draft)]))
+        alive.append((length + depth, [item for item in new if list(item[0][:depth]) == list(draft) and counts(item)]))
 
     def says(item: Any) -> int | None:
         return item[0][depth] if len(item[0]) > depth else None
@@ -290,7 +294,8 @@ def candidates(
                 where = int(newest[1][2] >= asked.prompt_length)
             else:
                 number = newest[1][1]
-                where = 2 if number == asked.num_texts - 1 else int(number >= asked.num_static)
+                is_late = number >= asked.num_texts - 1
+                where = 2 + (number >= asked.num_texts) if is_late else int(number >= asked.num_static)
             votes, support = share(items, token)
             views[name] = (
                 length_bucket(length),
