@@ -286,6 +286,9 @@ class SamplingParams:
     of float32 logits before bias, penalties, temperature and everything else here, as vLLM's are by default."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, but its first."""
+    drawn_logprobs: bool = False
+    """Report instead, of output tokens, the log-probabilities that they are drawn with: after all rules, temperature
+    and truncation, as vLLM's ``processed_logprobs``. Greedy ones are of temperature 1."""
     _rules: TokenRules | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

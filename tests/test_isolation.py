@@ -22,6 +22,7 @@ from ssd.engine.sequence import Taken
 from ssd.errors import EngineBroken
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling import target_tokens as choosing
+from ssd.model.sampling.sampled_tokens import host_tokens
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.suffix_cache import SuffixCache
@@ -171,14 +172,12 @@ def in_moving_paths(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: Base
 
 
 def in_choosing(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseException) -> None:
-    cut = choosing.truncated_scores
-
-    def failing(logits: Any, params: Sequence[SamplingParams]) -> Any:
+    def failing(logits: Any, rows: Any, counts: Any, params: Sequence[SamplingParams], keys: Any) -> Any:
         if any(each.top_k == 20 for each in params) and _is_due(engine):
             raise error
-        return cut(logits, params)
+        return host_tokens(logits, rows, counts, params, keys)
 
-    monkeypatch.setattr(choosing, "truncated_scores", failing)
+    monkeypatch.setattr(choosing, "host_tokens", failing)
 
 
 def in_a_grammar(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from benchmarks.report.growth import measured_on
@@ -64,8 +65,8 @@ def window_section(results: Sequence[dict[str, Any]]) -> str:
             "| temperature | noise depends on | same token at a place | same tokens first | aligned | tokens a pass |",
             "|--:|--:|--:|--:|--:|--:|",
         ]
-        for row in result["rows"]:
-            depends = f"{row['window']} tokens" if row["window"] else "a seed each"
+        for row in sorted(result["rows"], key=itemgetter("temperature", "window")):
+            depends = f"last {row['window']}" if row["window"] else "a seed each"
             lines.append(
                 f"| {row['temperature']} | {depends} | {_mean(row['same_place'], 3)} "
                 f"| {_mean(row['common_prefix'], 1)} | {_mean(row['aligned'], 3)} | {row['tokens_per_pass']:.2f} |"

@@ -14,8 +14,10 @@ import pytest
 from server.command.arguments import parse_arguments
 from server.command.assembly import EngineLoader, make_settings, make_tenants
 from server.command.noise import OpenNoise, open_noise
+from ssd.sharing.connection import connect
+from ssd.sharing.shared_root import KEY
 from tests.redis_server import RedisServer, redis_server
-from tests.server.client import post, wait_until
+from tests.server.client import ask, post, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.test_access_log import Log, logging_to
 from tests.server.test_cache import SMALL, metric
@@ -31,10 +33,10 @@ PROMPT = "def number_of("
 def served(stack: ExitStack, *arguments: str) -> RunningServer:
     """A server as the command line would make it, inside this process."""
     options = parse_arguments([*SMALL, *arguments], environment={})
-    settings = make_settings(options)
+    settings, loader = make_settings(options), EngineLoader(options)
     tenants = make_tenants(options, settings)
     found: dict[str, Any] = {"model": settings.model, "sampling_defaults": settings.sampling_defaults}
-    return stack.enter_context(serving(EngineLoader(options), tenants=tenants, **found))
+    return stack.enter_context(serving(loader, tenants=tenants, sharing_stats=loader.sharing_stats, **found))
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,14 @@ def test_tenants_and_salts_draw_with_noise_of_their_own(one_stream: RunningServe
     assert found == again and len(set(found)) == 4
 
 
+def test_what_was_said_before_a_deletion_is_not_said_after_it(one_stream: RunningServer) -> None:
+    with closing(client_of(one_stream, "bobs")) as bob:
+        before = said(bob)
+        headers = {"authorization": "Bearer bobs"}
+        assert ask(one_stream.port, "DELETE", "/v1/cache", headers=headers).status == 200
+        assert said(bob) == said(bob) != before
+
+
 @pytest.mark.parametrize(
     ("path", "body", "text_of"),
     [
@@ -126,19 +136,19 @@ def test_every_way_to_ask_takes_the_field(one_stream: RunningServer, path: str, 
     limit = {"max_output_tokens": 24} if path == "/v1/responses" else {"max_tokens": 24}
     headers = {"authorization": "Bearer alices"}
 
-    def ask(**fields: Any) -> Any:
+    def answered(**fields: Any) -> Any:
         return post(one_stream.port, path, {**body, **limit, "temperature": 0.9, **fields}, headers=headers)
 
-    shared = [text_of(ask().json), text_of(ask(coupled=None).json), text_of(ask(coupled=True).json)]
-    assert len(set(shared)) == 1 and text_of(ask(coupled=False).json) != shared[0]
+    shared = [text_of(answered(**fields).json) for fields in ({}, {"coupled": None}, {"coupled": True})]
+    assert len(set(shared)) == 1 and text_of(answered(coupled=False).json) != shared[0]
     wrong: Any
     for wrong in ("no", 1, [], {}):
-        refused = ask(coupled=wrong)
+        refused = answered(coupled=wrong)
         assert refused.status == 400
         assert "coupled" in refused.json["error"]["message"]
         if path != "/v1/messages":  # whose errors have no such field
             assert refused.error["param"] == "coupled"
-    assert ask(noise_stream=1).status == 400  # is nobody's to choose
+    assert answered(noise_stream=1).status == 400  # is nobody's to choose
 
 
 def test_a_line_and_a_count_tell_who_was_coupled_and_never_with_what(one_stream: RunningServer, log: Log) -> None:
@@ -202,6 +212,19 @@ def test_the_root_is_of_what_was_given_else_of_the_seed_else_kept(tmp_path: Path
     assert [len(set(each)) for each in roots] == [1, 1, 1, 2] and len(set().union(*roots)) == 5
     assert noise_of("--seed", "2").root() not in roots[1]  # type: ignore[misc]
     assert noise_of("--coupled-sampling", "0", *directory) == (None, None)
+
+
+def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_server: RedisServer) -> None:
+    with ExitStack() as stack:
+        client = stack.enter_context(closing(connect(redis_server.url)))
+        client.rpush(KEY, "a list")
+        server = served(stack, "--coupled-sampling", "1", "--redis", redis_server.url)
+        assert texts(server) == texts(server)
+        assert metric(server, "ssd:sharing_failures_total") > 0
+        own = texts(server)
+        client.delete(KEY)
+        wait_until(lambda: bool(client.exists(KEY)), 20)
+        assert texts(server) == own  # its root is that of all now
 
 
 @pytest.mark.parametrize("value", ["-1", "1048577", "x", "1.5", ""])

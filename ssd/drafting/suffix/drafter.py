@@ -11,6 +11,7 @@ from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass, 
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
+from ssd.drafting.suffix.keyed_choices import warm_up as warm_up_choices
 from ssd.drafting.suffix.namespace_choices import NamespaceChoices
 from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
@@ -173,5 +174,7 @@ class SuffixDrafter:
         draft = self.propose([request])[0]
         self.propose([request, request])
         self._helpers.warm_up()
+        if self._choices is not None:
+            warm_up_choices()
         self.observe("", draft, 0)
         self.finish("")

@@ -21,6 +21,8 @@ from ssd.model.sampling.noise import LOWEST_TEMPERATURE, Noise
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.rejection import SampledDraft, rejection_tokens
+from ssd.model.sampling.row_choice import MASS_OF_ONE, masses_of
+from ssd.model.sampling.sampled_tokens import host_tokens, log_min_p
 from ssd.token_rules import BadWords
 
 _FIRST_LOOK = 256
@@ -48,23 +50,57 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
         chosen[known] = output.chosen.cpu().numpy()[known]
     if not sampled:
         return chosen
-    # Only real positions: a short draft's padding would cost as much as its tokens.
-    picks = [(b, t) for b in sampled for t in range(rows[b].width)]
-    at_row, at_position = (list(index) for index in zip(*picks, strict=True))
-    scores = truncated_scores(logits[at_row, at_position], [rows[b].params for b, _ in picks])
-    keys = np.concatenate([rows[b].keys() for b in sampled])
-    chosen[at_row, at_position] = argmax_with_noise(scores, keys)
-    first = 0
-    for b in sampled:
-        row, last = rows[b], first + rows[b].width - 1
-        law = draft_law(row)
-        if law is not None and last > first:
-            bonus = int(chosen[b, row.width - 1])
-            keys_of_draft = row.keys(ACCEPT)[:-1], row.keys(RECOVER)[:-1]
-            output_ids = rejection_tokens(scores[first : last + 1], row.draft.token_ids, law, *keys_of_draft, bonus)
-            chosen[b, : len(output_ids)] = output_ids
-        first = last + 1
+    by_law = [b for b in sampled if rows[b].width > 1 and draft_law(rows[b]) is not None]
+    by_key = [b for b in sampled if b not in by_law]
+    if by_key:
+        at_row, at_position = _positions(rows, by_key)
+        chosen[at_row, at_position] = _drawn(logits, rows, by_key)
+    if by_law:
+        scores = truncated_scores(logits[_positions(rows, by_law)], _params(rows, by_law))
+        first = 0
+        for b in by_law:
+            token_ids = _by_rejection(scores[first : first + rows[b].width], rows[b])
+            chosen[b, : len(token_ids)] = token_ids
+            first += rows[b].width
     return chosen
+
+
+def drawn_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """What the tokens of a row whose draft is a chain are drawn with: log-probabilities up to a constant.
+
+    logits : [>= T, V], the model's own at the row's T positions. Returns float32[T, V]; of greedy rows what they
+    maximise.
+    """
+    scores = with_prefix_rules(logits[None, : row.width], [row])[0]
+    return scores.float() if row.params.greedy else truncated_scores(scores, [row.params] * row.width)
+
+
+# Only real positions are looked at: a short draft's padding would cost as much as its tokens.
+def _positions(rows: Sequence[SamplingRow], picks: Sequence[int]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Of the rows picked all positions, one after another: two indices."""
+    counts = [rows[b].width for b in picks]
+    return np.repeat(np.array(picks), counts), np.concatenate([np.arange(count) for count in counts])
+
+
+def _params(rows: Sequence[SamplingRow], picks: Sequence[int]) -> list[SamplingParams]:
+    """Of each position of the rows picked."""
+    return [rows[b].params for b in picks for _ in range(rows[b].width)]
+
+
+def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Sequence[int]) -> npt.NDArray[np.int64]:
+    """What the noise of the rows picked chooses at their positions, one after another."""
+    keys = np.concatenate([rows[b].keys() for b in picks])
+    if logits.device.type == "cpu":
+        return host_tokens(logits, picks, [rows[b].width for b in picks], [rows[b].params for b in picks], keys)
+    return argmax_with_noise(truncated_scores(logits[_positions(rows, picks)], _params(rows, picks)), keys)
+
+
+def _by_rejection(scores: torch.Tensor, row: SamplingRow) -> npt.NDArray[np.int64]:
+    """The draft as far as it is accepted, and a token more. scores : [width, V]."""
+    law = draft_law(row)
+    assert law is not None
+    bonus = int(argmax_with_noise(scores[-1:], row.keys()[-1:])[0])
+    return rejection_tokens(scores, row.draft.token_ids, law, row.keys(ACCEPT)[:-1], row.keys(RECOVER)[:-1], bonus)
 
 
 def is_ruled(row: SamplingRow) -> bool:
@@ -121,8 +157,7 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
     floor = [n for n, p in enumerate(params) if p.min_p > 0.0]
     if floor:
         part = scores[floor]
-        min_p = torch.tensor([params[n].min_p for n in floor], device=device)
-        lowest = part.amax(-1, keepdim=True) + min_p.log()[:, None]
+        lowest = part.amax(-1, keepdim=True) + torch.tensor([[log_min_p(params[n])] for n in floor], device=device)
         scores[floor] = part.masked_fill(part < lowest, float("-inf"))
     return scores
 
@@ -139,21 +174,31 @@ def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams], look: int =
         [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params], device=scores.device
     )
     top_p = torch.tensor([p.top_p for p in params], device=scores.device, dtype=torch.float64)
-    best = torch.topk(scores, look).values
+    best, tokens = torch.topk(scores, look)
+    masses = _masses(scores)
     rank = torch.arange(look, device=scores.device)
     within = rank < top_k[:, None]
-    among = best.double().masked_fill(~within, float("-inf"))
-    whole = torch.where(top_k <= look, among.logsumexp(-1), scores.double().logsumexp(-1))
-    probability = torch.exp(among - whole[:, None])
-    is_all = top_p >= 1.0  # said so because sums round to 1
-    kept = within & ((probability.cumsum(-1) - probability < top_p[:, None]) | is_all[:, None] | (rank == 0))
+    among = masses.gather(-1, tokens).masked_fill_(~within, 0)
+    whole = torch.where(top_k < vocab_size, among.sum(-1), masses.sum(-1))
+    is_all = top_p >= 1.0
+    wanted = (top_p * whole.double())[:, None]
+    kept = within & (((among.cumsum(-1) - among).double() < wanted) | is_all[:, None] | (rank == 0))
     lowest = best.gather(-1, kept.sum(-1, keepdim=True) - 1)
     cut = scores.masked_fill(scores < lowest, float("-inf"))
     if look < vocab_size:
-        undecided = (kept[:, -1] & (top_k > look)).nonzero()[:, 0].tolist()
+        # Where top-k takes more than was looked at, what top-p is a share of is not known either.
+        is_open = (top_k > look) & (kept[:, -1] | (~is_all & (top_k < vocab_size)))
+        undecided = is_open.nonzero()[:, 0].tolist()
         if undecided:
             cut[undecided] = _cut_top(scores[undecided], [params[n] for n in undecided], vocab_size)
     return cut
+
+
+def _masses(scores: torch.Tensor) -> torch.Tensor:
+    """See `masses_of`: the very same on a CPU, but for rounding elsewhere. int64[N, V]."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(masses_of(scores.contiguous().numpy()))
+    return (torch.exp(scores - scores.amax(-1, keepdim=True)) * MASS_OF_ONE).long()
 
 
 def needs_prefix(params: SamplingParams) -> bool:

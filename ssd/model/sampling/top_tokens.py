@@ -60,8 +60,8 @@ def _sweep_row(logits: Float32s, ids: TokenIds, values: Float32s) -> None:
     for start in range(0, len(logits), _BLOCK):
         block = logits[start : start + _BLOCK]
         num_above = 0
-        for logit in block:
-            num_above += logit > least
+        for i in range(len(block)):  # by index: a loop over values is not compiled to compare many at a time
+            num_above += block[i] > least
         if num_above == 0:
             continue
         for i in range(len(block)):

@@ -1,0 +1,298 @@
+"""The token of a position that keyed noise chooses among what top-k, top-p and min-p leave: compiled, for the host.
+
+A token is kept where fewer than top-k tokens and less than top-p of the mass have a greater score, and where min-p
+allows its score: so what ties with a token kept is kept, and all that has a greater score. Hence nothing is sorted. The
+argmax among more tokens than are kept is the answer if it is kept itself, which one sweep tells; if it is not, neither
+is any token with as low a score, and the argmax is asked for among those above. The noise makes the token that is
+tried first a likely one, so few are tried: as in Hoare's selection (1961), each failure leaves but a part of the mass.
+
+Masses are whole numbers, so that their sums are exact in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.compiled.addresses import Float64s, Int64s, TokenIds, inlined, kernel
+from ssd.drafting.noise_keys import GAMMA, UInt, UInt64, mixed
+
+Float32s = npt.NDArray[np.float32]
+Float = Any
+"""Numba's float32, which Python has no type for."""
+
+MASS_OF_ONE = 2.0**40
+"""The mass of the most probable token; others have a share of it, cut to a whole number. 2^22 of them fit an int64."""
+
+_BLOCK = 128
+_DEPTHS = (3.0, 5.0, 7.0, 10.0, 16.0)
+_FEW = 8
+_LOWEST = np.float32(np.finfo(np.float32).min)
+_BELOW = np.float32(2.0**-31 / 1.001)  # a margin for the rounding of float32
+_ONE, _HALF, _PER_LOG = np.float32(1.0), np.float32(0.5), np.float32(1.0 / math.log(2.0))
+_C1, _C2, _C3, _C4, _C5, _C6 = (np.float32(math.log(2.0) ** k / math.factorial(k)) for k in range(1, 7))
+_NO_WEIGHT = np.float32(-80.0)
+
+
+@kernel
+def choose_rows(
+    logits: Float32s, rows: Int64s, counts: Int64s, temperatures: Float32s, cuts: Float64s, keys: UInt64
+) -> Int64s:
+    """The tokens with the largest scores after Gumbel noise, of those that are kept: int64[sum(counts)].
+
+    logits : [B, T, V], -inf where a token is ruled out. Of row ``rows[r]`` the first ``counts[r]`` positions, one after
+    another. temperatures : [R], > 0: scores are logits divided by it. cuts : [R, 3]: top-k, >= 1, the vocabulary cuts
+    nothing; top-p, > 0, 1 cuts nothing; and the logarithm of min-p, <= 0, -inf cuts nothing. keys : [sum(counts)].
+
+    Of equals the first. NaN is never chosen; token 0 where no token is possible. O(V) for a position as a rule.
+    """
+    vocab_size = logits.shape[2]
+    chosen = np.zeros(len(keys), np.int64)
+    scores, weights = np.empty(vocab_size, np.float32), np.empty(vocab_size, np.float32)
+    found = np.empty(vocab_size, np.int32)
+    place = 0
+    for r in range(len(rows)):
+        top_k, top_p = min(np.int64(cuts[r, 0]), vocab_size), cuts[r, 1]
+        for t in range(counts[r]):
+            highest = _divide(logits[rows[r], t], temperatures[r], scores)
+            floor = highest + np.float32(cuts[r, 2])
+            if not np.isfinite(highest):
+                chosen[place] = _first_of(scores, highest)
+            elif top_k == vocab_size and top_p >= 1.0 and floor == -np.inf:
+                _weigh(scores, highest, weights)
+                chosen[place] = _best_of_all(scores, weights, highest, keys[place])
+            else:
+                mass = _weigh(scores, highest, weights)
+                chosen[place] = _best_kept(scores, weights, mass, highest, keys[place], top_k, top_p, floor, found)
+            place += 1
+    return chosen
+
+
+@kernel
+def masses_of(scores: Float32s) -> Int64s:
+    """What each token weighs where top-p is asked for: int64[N, V], see `MASS_OF_ONE`.
+
+    scores : [N, V].
+    """
+    num_rows, vocab_size = scores.shape
+    masses, weights = np.empty((num_rows, vocab_size), np.int64), np.empty(vocab_size, np.float32)
+    for row in range(num_rows):
+        highest = _divide(scores[row], _ONE, weights)
+        _weigh(scores[row], highest, weights)
+        for token in range(vocab_size):
+            masses[row, token] = _mass(weights[token])
+    return masses
+
+
+@inlined
+def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
+    """The greatest of the scores, which are left in ``scores``; -inf where there is none."""
+    highest = np.float32(-np.inf)
+    for start in range(0, len(logits), _BLOCK):
+        block, divided = logits[start : start + _BLOCK], scores[start : start + _BLOCK]
+        num_above = 0
+        for i in range(len(block)):
+            divided[i] = block[i] / temperature
+            num_above += divided[i] > highest
+        if num_above > 0:
+            for i in range(len(block)):
+                if divided[i] > highest:
+                    highest = divided[i]
+    return highest
+
+
+@inlined
+def _weigh(scores: Float32s, highest: Float, weights: Float32s) -> int:
+    """The sum of the masses of all tokens; their weights, exp(score - highest), are left in ``weights``.
+
+    0 of what weighs less than 2^-115, which no noise of 53 bits brings to the top.
+    """
+    mass = 0
+    for token in range(len(scores)):
+        below = scores[token] - highest
+        power = below * _PER_LOG
+        whole = np.int32(power - _HALF)  # the nearest; it is cut towards 0
+        x = power - np.float32(whole)
+        part = _ONE + x * (_C1 + x * (_C2 + x * (_C3 + x * (_C4 + x * (_C5 + x * _C6)))))
+        scale = np.int32((whole + np.int32(127)) << np.int32(23)).view(np.float32)  # 2 to the power of ``whole``
+        weight = part * scale if below > _NO_WEIGHT else np.float32(0.0)
+        weights[token] = weight
+        mass += _mass(weight)
+    return mass
+
+
+@inlined
+def _mass(weight: Float) -> int:
+    return np.int64(weight * np.float32(MASS_OF_ONE))  # type: ignore[return-value]
+
+
+@inlined
+def _first_of(scores: Float32s, value: Float) -> int:
+    """The first token with a score; 0 where none has it."""
+    for token in range(len(scores)):
+        if scores[token] == value:
+            return token
+    return 0
+
+
+@inlined
+def _noisy(score: Float, bits: UInt) -> float:
+    """A score and the noise of 53 random bits; what `ssd.model.sampling.noise.gumbel_noise` adds."""
+    return np.float64(score) - np.log(-np.log((np.float64(bits) + 0.5) * 1.1102230246251565e-16))  # type: ignore[no-any-return]
+
+
+@inlined
+def _left(z: UInt) -> Float:
+    """At most 2^31 (1 - u), of the uniform number u that 64 random bits are: float32.
+
+    A token beats the best score b so far where -log(u) < exp(score - b). As -log(u) >= 1 - u, none with
+    1 - u >= exp(score - b) can: the common case is a hash and a comparison.
+    """
+    return np.float32(np.int32(0x7FFFFFFF) - np.int32(z >> np.uint64(33)))
+
+
+@inlined
+def _best_of_all(scores: Float32s, weights: Float32s, highest: Float, key: UInt) -> int:
+    """Logarithms for a few tokens only; of blocks that cannot hold the best no more is asked, many tokens at a time."""
+    best, chosen, bar = -np.inf, 0, np.float32(0.0)
+    for start in range(0, len(weights), _BLOCK):
+        block = weights[start : start + _BLOCK]
+        state = key + np.uint64(start + 1) * np.uint64(GAMMA)
+        num_left = 0
+        for i in range(len(block)):
+            num_left += _left(mixed(state + np.uint64(i) * np.uint64(GAMMA))) * bar <= block[i]
+        if num_left == 0:
+            continue
+        for i in range(len(block)):
+            z = mixed(state + np.uint64(i) * np.uint64(GAMMA))
+            if block[i] == 0.0 or _left(z) * bar > block[i]:
+                continue
+            score = _noisy(scores[start + i], z >> np.uint64(11))
+            if score > best:
+                best, chosen = score, start + i
+                bar = np.float32(np.exp(best - highest)) * _BELOW
+    return chosen
+
+
+@inlined
+def _best_kept(
+    scores: Float32s,
+    weights: Float32s,
+    mass: int,
+    highest: Float,
+    key: UInt,
+    top_k: int,
+    top_p: float,
+    floor: Float,
+    found: TokenIds,
+) -> int:
+    """The argmax among the tokens near the highest, as far from it as holds all that are kept, until it is one."""
+    is_top_k, is_top_p = top_k < len(scores), top_p < 1.0
+    wanted = top_p * np.float64(mass)
+    lowest = max(floor, _LOWEST) if not (is_top_k and is_top_p) else _LOWEST  # top-p is a share of what top-k leaves
+    num_found = 0
+    for step in range(len(_DEPTHS) + 1):
+        least = lowest
+        if step < len(_DEPTHS) and (is_top_k or is_top_p):
+            least = max(lowest, np.float32(highest - np.float32(_DEPTHS[step])))
+        num_found = _find(scores, least, found)
+        if least == lowest or (is_top_k and num_found >= top_k):
+            break
+        if is_top_p and not is_top_k and np.float64(_mass_of_found(weights, found, num_found)) >= wanted:
+            break
+    if is_top_k and is_top_p:
+        wanted = top_p * np.float64(_mass_of_best(scores, weights, found, num_found, top_k))
+
+    above = -np.inf
+    token = -1
+    if _FEW * num_found > len(scores):
+        token = _best_of_all(scores, weights, highest, key)
+    while True:
+        if token < 0:
+            token = _best_found(scores, weights, highest, key, found, num_found, above, floor)
+        score, num_above, mass_above = scores[token], 0, 0
+        for i in range(num_found):
+            if scores[found[i]] > score:
+                num_above += 1
+                mass_above += _mass(weights[found[i]])
+        is_kept = num_above < top_k and (not is_top_p or np.float64(mass_above) < wanted) and score >= floor
+        if is_kept or score >= highest:
+            return token
+        above, token = score, -1
+
+
+@inlined
+def _find(scores: Float32s, least: Float, found: TokenIds) -> int:
+    """The tokens that score ``least`` or more, in order; how many they are."""
+    num_found = 0
+    for start in range(0, len(scores), _BLOCK):
+        block = scores[start : start + _BLOCK]
+        num_here = 0
+        for i in range(len(block)):
+            num_here += block[i] >= least
+        if num_here == 0:
+            continue
+        for i in range(len(block)):
+            if block[i] >= least:
+                found[num_found] = start + i
+                num_found += 1
+    return num_found
+
+
+@inlined
+def _mass_of_found(weights: Float32s, found: TokenIds, num_found: int) -> int:
+    mass = 0
+    for i in range(num_found):
+        mass += _mass(weights[found[i]])
+    return mass
+
+
+@inlined
+def _mass_of_best(scores: Float32s, weights: Float32s, found: TokenIds, num_found: int, top_k: int) -> int:
+    """Of the ``top_k`` best of those found; of all where there are no more. O(found)."""
+    if num_found <= top_k:
+        return _mass_of_found(weights, found, num_found)
+    among = np.empty(num_found, np.float32)
+    for i in range(num_found):
+        among[i] = scores[found[i]]
+    last = np.partition(among, num_found - top_k)[num_found - top_k]
+    mass, mass_of_last, num_above = 0, 0, 0
+    for i in range(num_found):
+        score, here = scores[found[i]], _mass(weights[found[i]])
+        if score > last:
+            mass += here
+            num_above += 1
+        elif score == last:
+            mass_of_last = here
+    return mass + (top_k - num_above) * mass_of_last
+
+
+@inlined
+def _best_found(
+    scores: Float32s,
+    weights: Float32s,
+    highest: Float,
+    key: UInt,
+    found: TokenIds,
+    num_found: int,
+    above: float,
+    floor: Float,
+) -> int:
+    """The argmax among those found whose scores are over ``above`` and not under ``floor``."""
+    best, chosen, bar = -np.inf, 0, np.float32(0.0)
+    for i in range(num_found):
+        token = int(found[i])
+        score = scores[token]
+        if not score > above or score < floor:
+            continue
+        z = mixed(key + np.uint64(token + 1) * np.uint64(GAMMA))
+        if _left(z) * bar > weights[token]:
+            continue
+        noisy = _noisy(score, z >> np.uint64(11))
+        if noisy > best:
+            best, chosen = noisy, token
+            bar = np.float32(np.exp(best - highest)) * _BELOW
+    return chosen
