@@ -13,14 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.exactness import OracleDrafter
+from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, DraftShape, EngineConfig, IndexConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.engine.coupling import secret_of
-from ssd.model.loading.load_target import open_target
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
 from tests.models import VOCAB, tiny_model
 from tests.reference import rejection as laws
 from tests.reference import scheduling as slow
@@ -50,11 +53,13 @@ def make_engine(
     shape: DraftShape = "auto",
     root: Callable[[], bytes] = lambda: ROOT,
     draw_seed: Callable[[], int] | None = None,
+    codec: TextCodec | None = None,
 ) -> Engine:
     draft = DraftConfig(num_speculative_tokens=LIMIT if drafter else 0, draft_shape=shape)
     return Engine(
         target or target_of(),
         drafter=drafter or make_drafter("none", draft),
+        codec=codec,
         caches=caches,
         config=EngineConfig(coupled_streams=streams, coupled_window=window, max_waiting=1 << 16),
         draft=draft,
@@ -216,6 +221,57 @@ def test_loops_are_counted_alike_with_and_without_drafts(allowed: Text, window: 
     assert engine.metrics.num_accepted_tokens > 30
     if len(allowed) == 2:
         assert all(20 < output.count(7) < 98 for output in plain)  # no loop that noise used twice would make
+
+
+# -- what clients see beside tokens ------------------------------------------------------------------------------------
+
+
+def test_text_stops_and_logprobs_are_the_same_with_and_without_drafts() -> None:
+    """Real weights and text: stop strings end where they ended, and every log-probability is of its own token."""
+    codec = TextCodec.load(str(MODEL_PATH))
+    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
+    target = open_target(model, num_slots=2, max_length=96, max_draft_tokens=LIMIT)
+    prompt = tuple(codec.encode_prompt("import os\n\n\nclass Path:\n    def join(self, other):\n"))
+    more: list[dict[str, Any]] = [
+        {"stop": ("def", "\n\n"), "logprobs": 2},
+        {"stop": ("\n",), "min_tokens": 8, "presence_penalty": 0.7, "include_stop_str_in_output": True},
+        {"bad_words": ((prompt[-1],),), "top_k": 20, "min_p": 0.02, "prompt_logprobs": 1},
+    ]
+    requests = [
+        ask(str(number), prompt[number:], number, max_tokens=40, temperature=0.8, **each)
+        for number, each in enumerate(more)
+    ]
+    plain = seen(make_engine(target=target, codec=codec), requests)
+    answers = {request.prompt_token_ids: tokens for request, (tokens, *_) in zip(requests, plain, strict=True)}
+    for drafter in (OracleDrafter(answers, codec.vocab_size), make_drafter("ssd", DraftConfig())):
+        with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches:
+            engine = make_engine(drafter, target=target, caches=caches, codec=codec)
+            for (*found, found_chances), (*expected, chances) in zip(seen(engine, requests), plain, strict=True):
+                assert found == expected
+                np.testing.assert_allclose(found_chances, chances, atol=1e-3)
+    assert [reason is not None for *_, reason, _, _ in plain] == [True, True, False]
+
+
+def seen(engine: Engine, requests: Sequence[Request]) -> list[tuple[Any, ...]]:
+    """All that clients see of their answers, asked one after the other: the last are log-probabilities."""
+    answers = []
+    for request in requests:
+        engine.submit(request)
+        outputs = []
+        while engine.has_work():
+            outputs += engine.step()
+        entries = [*(outputs[0].prompt_logprobs or ()), *(each for output in outputs for each in output.logprobs or ())]
+        answers.append(
+            (
+                [token for output in outputs for token in output.token_ids],
+                "".join(output.text for output in outputs),
+                outputs[-1].finish_reason,
+                outputs[-1].stop_reason,
+                [entry and entry.token_id for entry in entries],
+                [entry.logprob for entry in entries if entry],
+            )
+        )
+    return answers
 
 
 # -- the law, with speculation on --------------------------------------------------------------------------------------

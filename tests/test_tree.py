@@ -23,6 +23,7 @@ from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.reference import target as slow_target
 from tests.reference import tree as slow
+from tests.reference.noise import coupled_key, key_of
 from tests.sampling_rows import make_row
 from tests.trees import NUM_TOKENS, trees
 
@@ -94,10 +95,12 @@ def test_acceptance_is_the_best_path_of_plain_decoding(tree: tuple[list[int], li
         top_k=st.sampled_from([0, 3]),
     ),
     st.integers(0, 2**32 - 1),
+    st.sampled_from([0, 1, 8]),
 )
 def test_each_node_is_sampled_after_its_own_path(
-    tree: tuple[list[int], list[int]], params: SamplingParams, seed: int
+    tree: tuple[list[int], list[int]], params: SamplingParams, seed: int, window: int
 ) -> None:
+    """With the noise of the path, too: of its length, or coupled, of its last tokens."""
     tokens, parents = tree
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (1, len(tokens) + 1, 12)).astype(np.float32))
     row = make_row(
@@ -108,13 +111,15 @@ def test_each_node_is_sampled_after_its_own_path(
         parents=parents,
         seed=seed,
         choice_index=1,
+        window=window,
         held_back_ids=(3, 5),
     )
     chosen = target_tokens(PassOutput(logits), [row])[0]
     for node in range(len(tokens) + 1):
         said = [4, *(tokens[t] for t in slow.path_of(parents, node - 1))]
         scores = slow_target.penalised(logits[0, node].tolist(), params, [1, 2], said, [3, 5])
-        assert chosen[node] == slow_target.sampled_token(scores, params, seed, 1, 2 + len(said))
+        key = coupled_key(seed, 1, [1, 2, *said], window) if window else key_of(seed, 1, 2 + len(said))
+        assert chosen[node] == slow_target.token_at(scores, params, key)
 
 
 PROMPT_LENGTHS = {3: 17, 0: 4, 2: 11}
