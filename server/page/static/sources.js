@@ -5,12 +5,12 @@ export const SOURCES = {
   tail: ["ring", "learned lately, not yet sorted"],
   segment: ["segments", "the sorted cache"],
   warm: ["warm-up", "corpora, and what tenants share"],
-  coupled: ["same noise", "what the model chose here before with the same noise"],
   prediction: ["prediction", "what the request expected"],
   model: ["draft model", "a smaller model"],
   head: ["draft head", "layers that read the model's hidden states"],
   recycled: ["recycled", "what the model held likely here before"],
   guess: ["guess", "what the model said behind a wrong token"],
+  coupled: ["shared noise", "what the same noise chose before, after the same tokens"],
   live: ["running", "what other requests have said that still run"],
 };
 
