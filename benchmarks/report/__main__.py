@@ -121,7 +121,7 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "soak", soak_section(soak))
     if (heads := _result("heads-training")) is not None:
         put(HEADS, "heads-training", heads_section(heads))
-    if (rollouts := _result("rollouts")) is not None:
+    if rollouts := [run for name in ("rollouts", "rollouts-fast") if (run := _result(name)) is not None]:
         put(ROLLOUTS, "rollouts", rollouts_section(rollouts))
     put(SERVING, "flags", flags_section())
     put(API, "api", api_section())

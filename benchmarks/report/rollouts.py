@@ -14,8 +14,23 @@ _ROWS = (
 )
 
 
-def rollouts_section(result: dict[str, Any]) -> str:
-    """Two tables: how many times less than speculation off, and rewards, by epoch."""
+def rollouts_section(results: Sequence[dict[str, Any]]) -> str:
+    """Of each result two tables: how many times less than speculation off, and rewards, by epoch."""
+    lines: list[str] = []
+    for result in results:
+        lines += [f"Learning rate {result['parameters']['learning_rate']:g}:", "", *_tables(result), ""]
+    parameters = results[0]["parameters"]
+    lines.append(
+        f"`python -m benchmarks.rollouts`: GRPO, {parameters['prompts']} prompts of {parameters['num_generations']} "
+        f"samples of at most {parameters['max_tokens']} tokens, {parameters['prompts_per_step']} prompts a step, "
+        f"{parameters['slots']} slots, temperature {parameters['temperature']}; reward 1 where something is returned. "
+        "Medians (least ... most) over seeds, of rewards means. Contenders with one figure ran with the first seed."
+    )
+    return "\n".join(lines)
+
+
+def _tables(result: dict[str, Any]) -> list[str]:
+    """Their lines, and what they were measured on."""
     parameters, environment = result["parameters"], result["environment"]
     epochs = range(1, parameters["epochs"] + 1)
     titles = [*(f"epoch {epoch}" for epoch in epochs), "all"]
@@ -29,19 +44,13 @@ def rollouts_section(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(map(_rewards, columns))} |")
     same = "are the same" if result["same_answers_without_speculation"] else "differ"
     loading = 1000 * result["contenders"]["coupled"]["loading_s"]
-    lines += [
+    return [
+        *lines,
         "",
-        f"`python -m benchmarks.rollouts` on {result['date']}: GRPO, {result['model']}, {environment['cpu']}, "
-        f"{environment['cores']} cores, {parameters['seeds']} seeds, {parameters['prompts']} prompts of "
-        f"{parameters['num_generations']} samples of at most {parameters['max_tokens']} tokens, "
-        f"{parameters['prompts_per_step']} prompts a step, {parameters['slots']} slots, temperature "
-        f"{parameters['temperature']}, learning rate {parameters['learning_rate']:g}; reward 1 where something is "
-        "returned. Medians (least ... most) over seeds, of rewards means. Contenders with "
-        "one figure ran with the first seed. "
-        f"The answers of the first coupled run and those of its noise without speculation {same}. Taking weights over: "
-        f"{loading:.0f} ms.",
+        f"{result['date']}: {result['model']}, {environment['cpu']}, {environment['cores']} cores, "
+        f"{parameters['seeds']} seeds. The answers of the first coupled run and those of its noise without speculation "
+        f"{same}. Taking weights over: {loading:.0f} ms.",
     ]
-    return "\n".join(lines)
 
 
 def _spread(values: Sequence[float]) -> str:
