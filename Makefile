@@ -69,6 +69,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.layers | tail -n 1 >benchmarks/results/layers.json
 	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
+	$(BIN)/python -m benchmarks.siblings --out benchmarks/results/siblings.json
+	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
+	$(BIN)/python -m benchmarks.coupled --windows 1 2 4 8 16 32 --requests 30 --out benchmarks/results/coupled-window.json
 	$(BIN)/python -m benchmarks.prefix_reuse --json | tail -n 1 >benchmarks/results/prefix-reuse.json
 	$(BIN)/python -m benchmarks.ties --prompts 32 --json | tail -n 1 >benchmarks/results/ties.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
@@ -156,9 +159,11 @@ $(CLIENTS_READY): $(CLIENTS_PINS)/requirements.txt $(CLIENTS_PINS)/constraints.t
 real-model: $(REAL_MODEL)/.checked
 	@echo "real-model: $(REAL_MODEL) is ready: --model real"
 
-# The figures of docs/benchmarks.md that were measured on it: 40 minutes on two idle cores.
+# The figures of docs/ that were measured on it: 55 minutes on two idle cores.
 bench-real: $(READY) real-model
 	$(BIN)/python -m benchmarks.sources --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
+	$(BIN)/python -m benchmarks.coupled --model $(REAL_MODEL) --requests 4 --growth-requests 15 --max-tokens 32 \
+		--group 2 --out benchmarks/results/coupled-gemma.json
 	$(BIN)/python -m benchmarks.growth --model $(REAL_MODEL) --streams new $(if $(SSD_TRACES),sql agent_tools) \
 		--requests 16 --window 4 --repeated 8 --out benchmarks/results --name growth-gemma
 	$(BIN)/python -m benchmarks.decode --model $(REAL_MODEL) --batch 1 4 --rounds 16 --baseline-rounds 3 \

@@ -236,7 +236,6 @@ def score_margin(
     target: Target,
     context: Sequence[int],
     params: SamplingParams,
-    choice_index: int = 0,
     noise: SequenceNoise | None = None,
 ) -> float:
     """How far the best score after ``context`` leads the second, noise included, in a plain pass.
@@ -248,25 +247,33 @@ def score_margin(
     target.rollback(0, 0)
     scores = logits.double()
     if not params.greedy:
-        keys = (noise or _noise_of(params, choice_index)).keys(np.array(context, np.int32))
+        keys = (noise or _noise_of(params)).keys(np.array(context, np.int32))
         drawn = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
         scores = truncated_scores(logits, [params]).double() + drawn
     best = torch.topk(scores[0], 2).values
     return float(best[0] - best[1])
 
 
-def _noise_of(params: SamplingParams, choice_index: int) -> SequenceNoise:
+def _noise_of(params: SamplingParams) -> SequenceNoise:
     if params.seed is not None:
-        return SequenceNoise.seeded(params.seed, choice_index)
+        return SequenceNoise.seeded(params.seed)
     return SequenceNoise.coupled(secret_of(_ROOT, "default"), 0, _COUPLED.coupled_window)
 
 
 def is_near_tie(
-    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
+    target: Target,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    got: Sequence[int],
+    want: Sequence[int],
+    noise: SequenceNoise | None = None,
 ) -> bool:
-    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near."""
+    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near.
+
+    ``noise`` : as for `score_margin`.
+    """
     place = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-    return place is not None and score_margin(target, [*prompt, *want[:place]], params) < TIE_MARGIN
+    return place is not None and score_margin(target, [*prompt, *want[:place]], params, noise=noise) < TIE_MARGIN
 
 
 def reference_greedy(

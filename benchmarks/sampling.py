@@ -4,8 +4,9 @@
 
 Logits as language models give them, Zipf's law with a random exponent and noise, for 1 to 65 positions and vocabularies
 of 2,048 to 262,144 tokens. "torch" is what runs on a GPU, on this CPU: scores are cut by its operations, and the noise
-of every token is added to them. One thread, and its time on the processor. Tokens are compared. Prints a table; the last
-line of stdout is one JSON object.
+of every token is added to them. One thread, and its time on the processor; tokens are compared.
+
+Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations

@@ -115,6 +115,10 @@ class DraftConfig:
     """Whether drafts are made of what the target held likely before, after the same token or pair of tokens: its most
     probable tokens of every scored position, and its choices behind a wrong token. It helps where text is new."""
 
+    live: bool = True
+    """Whether what requests of a namespace have said is drafted for its others before they end: samples of one prompt
+    that run together say much alike. Requests that are not to be learned from are not drafted from either."""
+
     retrieval: bool = True
     """Whether the context's end is looked up in the request's own text, its prediction and what its namespace has
     learned. Without, only what other sources offer is drafted: to see what each brings."""
@@ -282,6 +286,9 @@ class SamplingParams:
     of float32 logits before bias, penalties, temperature and everything else here, as vLLM's are by default."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, but its first."""
+    drawn_logprobs: bool = False
+    """Report instead, of output tokens, the log-probabilities that they are drawn with: after all rules, temperature
+    and truncation, as vLLM's ``processed_logprobs``. Greedy ones are of temperature 1."""
     _rules: TokenRules | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -72,6 +72,7 @@ KERNELS = (
     "tests/test_follow.py",
     "tests/test_acceptance.py",
     "tests/test_drafting.py",
+    "tests/test_live.py",
 )
 
 

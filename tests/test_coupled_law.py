@@ -16,16 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.coupling import secret_of
-from ssd.model.loading.load_target import load_model
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
-from ssd.text.codec import TextCodec
+from tests.models import tiny_model
 from tests.reference import rejection as slow
 from tests.reference.target import exact_law, penalised
 from tests.statistics import assert_follows
@@ -110,6 +108,7 @@ def test_whole_answers_have_the_models_law(prompt: Text, window: int, params: Sa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_million_tokens_of_a_quarter_million_answers_have_the_models_law(window: int) -> None:
     draws = 250_000
@@ -237,23 +236,19 @@ def test_two_laws_agree_as_often_as_the_bound_says(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["coupled", "of seeds"])
 def test_a_million_tokens_of_one_prompt_come_as_often_as_the_model_says(kind: str) -> None:
-    """The bundled model's next token after one prompt, each with a fresh secret, or as ever with a fresh seed."""
-    codec = TextCodec.load(str(MODEL_PATH))
-    prompt = np.array(codec.encode_prompt("import os\nfor name in names:\n    "), np.int32)
-    model = load_model(MODEL_PATH, dtype="float32", device="cpu")
+    """The next token after one prompt, each with a fresh secret, or as ever with a fresh seed."""
+    model, prompt = tiny_model(), np.array([5, 9, 7, 9, 5, 9], np.int32)
     with torch.inference_mode():
         logits = model(input_ids=torch.from_numpy(prompt)[None].long(), use_cache=False).logits[0, -1]
     counts = np.zeros(len(logits), np.int64)
-    for part in range(250):
-        drawn = secrets(part, 4000)
-        noises = (
-            SequenceNoise.coupled(secret, 0) if kind == "coupled" else SequenceNoise.seeded(secret) for secret in drawn
-        )
-        keys = np.concatenate([noise.keys(prompt) for noise in noises])
-        tokens = argmax_with_noise(logits.expand(len(keys), -1), keys)
-        counts += np.bincount(tokens, minlength=len(counts))
+    for part in range(100):
+        drawn = secrets(part, 10_000)
+        make = SequenceNoise.seeded if kind == "of seeds" else SequenceNoise.coupled
+        keys = np.concatenate([make(secret, 0).keys(prompt) for secret in drawn])
+        counts += np.bincount(argmax_with_noise(logits.expand(len(keys), -1), keys), minlength=len(counts))
     assert counts.sum() == 1_000_000
     law = torch.softmax(logits.double(), -1).tolist()
     assert_follows(Counter(dict(enumerate(counts.tolist()))), dict(enumerate(law)))

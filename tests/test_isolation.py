@@ -59,8 +59,9 @@ def engine_of(caches: CacheSet, *, overlap: bool, shape: Any, drafter: Any = Non
         drafter=drafter or make_drafter("ssd", draft),
         codec=CODEC,
         caches=caches,
-        config=EngineConfig(max_num_seqs=SLOTS, prefill_chunk_tokens=24),
+        config=EngineConfig(max_num_seqs=SLOTS, prefill_chunk_tokens=24, coupled_streams=1, coupled_window=2),
         draft=draft,
+        noise_root=lambda: b"of all",
     )
 
 
@@ -68,7 +69,7 @@ def requests_of(grammar_for: str | None = None) -> list[Request]:
     """Greedy, sampled, with rules and with a grammar; one of them is the poisoned one."""
     asked = {
         "greedy": SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
-        "sampled": SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True, logprobs=2),
+        "sampled": SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, ignore_eos=True, logprobs=2),  # coupled
         POISON: SamplingParams(max_tokens=24, temperature=1.0, top_k=20, seed=5, ignore_eos=True),
         "ruled": SamplingParams(max_tokens=24, temperature=1.0, presence_penalty=1.0, seed=7, stop=("zzzz",)),
         "waiting": SamplingParams(max_tokens=12, temperature=1.0, seed=9, prompt_logprobs=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.drafting.suffix.chain import CHAIN_CANDIDATES, CHAIN_RECYCLED
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.vote import MAX_RECYCLED
+from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
@@ -47,7 +49,7 @@ def offers_of(offered: Offered) -> Offers:
     )
 
 
-def said(positions: list[tuple[int, int, list[int]]], seed: int = 0) -> ScoredPass:
+def said(positions: list[tuple[int, int, list[int]]], seed: int = 0, learned: LearnedState | None = None) -> ScoredPass:
     """A pass of one position each: the token before, the token fed, the most probable ones after it."""
     count = len(positions)
     top_ids = np.full((count, 1, 8), -1, np.int32)
@@ -56,7 +58,7 @@ def said(positions: list[tuple[int, int, list[int]]], seed: int = 0) -> ScoredPa
     logits = -np.sort(-np.random.default_rng(seed).normal(0, 2, top_ids.shape), axis=-1)
     return ScoredPass(
         request_ids=["a"] * count,
-        learned=[None] * count,
+        learned=[learned] * count,
         may_keep=np.ones(count, np.bool_),
         before=np.array([before for before, _, _ in positions], np.int32),
         fed=np.array([[token] for _, token, _ in positions]),
@@ -102,9 +104,9 @@ def situation(
     return drafter, asked_of(snapshot, context, **more)
 
 
-def noise_behind(length: int, depth: int, token: int) -> float:
+def noise_behind(length: int, draft: Sequence[int], token: int) -> float:
     """The target's noise for requests with seed 0."""
-    return float(gumbel_of(np.uint64(request_key(0, 0)), length + depth, token))
+    return float(gumbel_of(np.uint64(request_key(0, 0)), length + len(draft), token))
 
 
 situations = (few_snapshots, contexts.filter(bool), st.integers(1, 6), offers, told, st.integers(0, 9),

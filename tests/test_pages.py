@@ -67,7 +67,7 @@ def generated() -> dict[str, str]:
     return pages()
 
 
-@pytest.mark.parametrize("name", ["README.md", "SECURITY.md", "benchmarks", "engines", "serving", "tuning"])
+@pytest.mark.parametrize("name", ["README.md", "SECURITY.md", "benchmarks", "engines", "rollouts", "serving", "tuning"])
 def test_tables_are_what_results_and_code_say(generated: dict[str, str], name: str) -> None:
     page = name if name.endswith(".md") else f"docs/{name}.md"
     assert generated[page] == (ROOT / page).read_text(), "run python -m benchmarks.report"

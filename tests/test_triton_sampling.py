@@ -79,11 +79,12 @@ def test_the_kernel_passes_the_probe() -> None:
     assert samples_rightly(triton_sampler, DEVICE)
 
 
+@pytest.mark.parametrize("window", [0, 2], ids=["of seeds", "coupled"])
 @pytest.mark.parametrize("is_tree", [False, True])
-def test_a_pass_chooses_by_the_kernel(is_tree: bool) -> None:
+def test_a_pass_chooses_by_the_kernel(is_tree: bool, window: int) -> None:
     recorder = "as a CUDA graph" if HAS_GPU else "eagerly"
     _, static = pair_of_targets(tiny_model(), recorder, num_slots=3, max_width=4, sampler=triton_sampler)
     parents = [-1, -1, 0] if is_tree else None
     for seed in range(3):
-        check_batch(static, [row_of(kind, seed, [5, 6, 7], parents=parents) for kind in (0, 1, 4)])
+        check_batch(static, [row_of(kind, seed, [7, 6, 7], parents=parents, window=window) for kind in (0, 1, 4)])
     assert static.steps is not None and static.steps.failure is None

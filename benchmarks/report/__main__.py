@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.report.api import api_section
 from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
+from benchmarks.report.coupled import coupled_section, window_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.faults import faults_section
 from benchmarks.report.gains import gains_section
@@ -25,13 +26,26 @@ from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
+from benchmarks.report.rollouts import rollouts_section
 from benchmarks.report.service import connections_section, http_section, side_channels_section, soak_section
+from benchmarks.report.siblings import siblings_section
 from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, ENGINES, HEADS, SERVING, TUNING = (
-    f"docs/{name}.md" for name in ("api", "benchmarks", "clients", "engines", "head-training", "serving", "tuning")
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, ROLLOUTS, SERVING, TUNING = (
+    f"docs/{name}.md"
+    for name in (
+        "api",
+        "benchmarks",
+        "clients",
+        "coupled-sampling",
+        "engines",
+        "head-training",
+        "rollouts",
+        "serving",
+        "tuning",
+    )
 )
 
 
@@ -45,7 +59,19 @@ def pages() -> dict[str, str]:
     """The text that every page with figures should have, by its path below the root."""
     texts = {
         name: (ROOT / name).read_text()
-        for name in ("README.md", "SECURITY.md", API, BENCHMARKS, CLIENTS, ENGINES, HEADS, SERVING, TUNING)
+        for name in (
+            "README.md",
+            "SECURITY.md",
+            API,
+            BENCHMARKS,
+            CLIENTS,
+            COUPLED,
+            ENGINES,
+            HEADS,
+            ROLLOUTS,
+            SERVING,
+            TUNING,
+        )
     }
 
     def put(page: str, name: str, section: str) -> None:
@@ -58,8 +84,13 @@ def pages() -> dict[str, str]:
         put("README.md", "gains", gains_section(growth, overhead, vllm, curve))
     if (decode := _result("decode")) is not None:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
-    if sources := [found for name in ("sources", "sources-gemma") if (found := _result(name)) is not None]:
+    if sources := _results("sources", "sources-gemma"):
         put(BENCHMARKS, "sources", sources_section(sources))
+    if (siblings := _result("siblings")) is not None:
+        put(BENCHMARKS, "siblings", siblings_section(siblings))
+    for name, section in (("coupled", coupled_section), ("coupled-window", window_section)):
+        if found := _results(name, f"{name}-gemma"):
+            put(COUPLED, name, section(found))
     if parts := list(_real_model()):
         put(BENCHMARKS, "real-model", "\n\n".join(parts))
     if vllm is not None:
@@ -90,6 +121,8 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "soak", soak_section(soak))
     if (heads := _result("heads-training")) is not None:
         put(HEADS, "heads-training", heads_section(heads))
+    if (rollouts := _result("rollouts")) is not None:
+        put(ROLLOUTS, "rollouts", rollouts_section(rollouts))
     put(SERVING, "flags", flags_section())
     put(API, "api", api_section())
     put(TUNING, "constants", constants_section(ROOT))
@@ -103,6 +136,11 @@ def _real_model() -> Iterator[str]:
     overhead = _result("overhead-gemma")
     if (decode := _result("decode-gemma")) is not None:
         yield engine_section(decode, overhead)
+
+
+def _results(*names: str) -> list[dict[str, Any]]:
+    """Those that there are."""
+    return [found for name in names if (found := _result(name)) is not None]
 
 
 def _result(name: str) -> dict[str, Any] | None:

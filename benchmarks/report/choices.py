@@ -93,6 +93,14 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         ),
         Choice(
             "config.py",
+            {"EngineConfig.coupled_window": "8"},
+            "tokens that coupled noise depends on",
+            "`benchmarks.coupled --windows`, near-variants: the same token at 0.46 to 0.54 of places with 1 to 32 "
+            "(± 0.05), in blocks 0.48 with 1 or 2, 0.41 with more (± 0.04); with few tokens unrelated answers of a "
+            "stream depend on each other, with many two that parted meet again later",
+        ),
+        Choice(
+            "config.py",
             {"EngineConfig.max_num_seqs": "16", "EngineConfig.prefill_chunk_tokens": "512"},
             "rows and prompt tokens of a step",
         ),
@@ -202,6 +210,12 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
     ),
     "Evidence": (
         Choice(
+            "drafting/sequence_noise.py",
+            {"WINDOW": "8"},
+            "tokens that coupled noise depends on, where nothing is asked for",
+            "as `coupled_window`",
+        ),
+        Choice(
             "drafting/suffix/gather.py",
             {"MAX_LEVELS": "3", "ENOUGH_SUPPORT": "16.0"},
             "match lengths compared",
@@ -214,6 +228,19 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "tokens a step within 0.4 % of 64; with fewer calls 17.8 us at 16M tokens, was 18.7",
         ),
         Choice("drafting/suffix/gather.py", {"MAX_SCANNED_SAMPLES": "32"}, "places sampled, unsorted text"),
+        Choice(
+            "drafting/suffix/live.py",
+            {"LEAST_LIVE": "2", "MAX_LIVE_HITS": "256"},
+            "places in what running requests say",
+            "64 rows of 300 tokens of output each: 0.17 ms more a call of 0.25, texts copied and indexed anew; no "
+            "other value tried",
+        ),
+        Choice(
+            "drafting/suffix/live_memory.py",
+            {"MAX_LIVE_TOKENS": "1 << 16"},
+            "how much of them is looked into",
+            "time: at that many, of 64 rows, 0.4 to 0.5 ms more a call",
+        ),
         Choice(
             "drafting/suffix/gather.py",
             {"IN_STEP": "8"},
@@ -292,6 +319,12 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             {"MOST_TABLES": "16", "IDLE_PASSES": "64"},
             "namespaces that have a table of them, and one of what coupled noise chose",
             "memory: 63 MB at most, as much for requests without a namespace, and 128 MB for what noise chose",
+        ),
+        Choice(
+            "drafting/suffix/keyed_choices.py",
+            {"IN_BUCKET": "8", "FIRST_BUCKETS": "1 << 13", "MOST_BUCKETS": "1 << 17", "MOST_CONFIRMED": "3"},
+            "what coupled noise chose before",
+            "a bucket is a cache line; 8 bytes an entry, 0.5 to 8 MB a namespace; no other value tried",
         ),
         Choice(
             "model/sampling/top_tokens.py",

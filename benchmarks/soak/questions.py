@@ -11,6 +11,7 @@ from benchmarks.exactness import TIE_MARGIN, score_margin
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig, SamplingParams, StructuredOutput
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, Request
 from ssd.text.codec import TextCodec
 
@@ -72,7 +73,8 @@ class Reference:
         if at is None or question.sampling.structured_output is not None:
             return False
         context = [*question.prompt, *want[:at]]
-        return score_margin(self._engine.target, context, question.sampling, index) < TIE_MARGIN
+        noise = SequenceNoise.seeded(question.sampling.seed or 0, index)
+        return score_margin(self._engine.target, context, question.sampling, noise=noise) < TIE_MARGIN
 
     def close(self) -> None:
         """End the engine."""

@@ -111,10 +111,8 @@ def run_rounds(
             for index, prompt in enumerate(prompts):
                 asked = number * len(prompts) + index
                 first = asked % len(names)
-                said = {
-                    name: complete(engines[name], prompt, params(asked), str(asked), tallies[name])
-                    for name in names[first:] + names[:first]
-                }
+                request = Request(request_id=str(asked), prompt_token_ids=tuple(prompt), sampling=params(asked))
+                said = {name: complete(engines[name], request, tallies[name]) for name in names[first:] + names[:first]}
                 compare(outcome, engines[OFF], prompt, params(asked), said)
             for engine in engines.values():
                 engine.caches = None
@@ -122,13 +120,13 @@ def run_rounds(
     return outcome
 
 
-def complete(engine: Engine, prompt: list[int], params: SamplingParams, name: str, tally: Tally) -> list[int]:
+def complete(engine: Engine, request: Request, tally: Tally) -> list[int]:
     """One request, alone; its output, and in ``tally`` what it took."""
     metrics = engine.metrics
     before = (metrics.num_verify_steps, metrics.num_draft_tokens, metrics.num_accepted_tokens)
     output: list[int] = []
     began, cpu = time.perf_counter(), time.process_time()
-    engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=params))
+    engine.submit(request)
     while engine.has_work():
         for part in engine.step():
             output += part.token_ids

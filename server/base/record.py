@@ -49,6 +49,8 @@ class Record:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    is_coupled: bool = False
+    """It was drawn with noise that other requests share."""
     submitted_s: float = 0.0
     started_s: float = 0.0
     """When the first choice was given a slot."""

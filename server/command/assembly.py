@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,13 @@ from server.command.arguments import Options
 from server.command.hub import find_generation_config
 from server.command.keys import read_key_file
 from server.command.model_options import ModelOptions
+from server.command.noise import OpenNoise, open_noise
 from server.command.progress import Progress
 from server.tenants.opening import TenantSources, open_tenants
 from server.tenants.registry import Tenants
 from server.tenants.secret import OPTION as SECRET_OPTION
 from server.tenants.secret import VARIABLE as SECRET_VARIABLE
-from server.tenants.secret import find_secret
+from server.tenants.secret import given_secret, own_secret
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from ssd.retrieval.cache import CacheSet, SuffixCache
     from ssd.sharing.redis_log import RedisLog, SharingStats
     from ssd.text.codec import TextCodec
+
+
+_LONGEST_LOOK_S = 4.0
+"""Redis has this long to say which noise replicas use, beside the loading of the model."""
 
 
 def make_settings(options: Options) -> ServerSettings:
@@ -59,8 +65,14 @@ def make_settings(options: Options) -> ServerSettings:
     )
 
 
-def make_tenants(options: Options, settings: ServerSettings) -> Tenants:
-    """Who may come in; raises ConfigError when a file of keys, tenants or the secret is of no use."""
+def read_secret(options: Options) -> bytes | None:
+    """The secret that was given, to be read once; None where none was. Raises ConfigError."""
+    given = options.service.secret
+    return given_secret(options.service.secret_file, {} if given is None else {SECRET_VARIABLE: given})
+
+
+def make_tenants(options: Options, settings: ServerSettings, secret: bytes | None = None) -> Tenants:
+    """Who may come in; raises ConfigError when a file of keys or tenants, or a secret of its own is of no use."""
     service, cache = options.service, options.cache.config
     key_file, redis_url, directory = service.api_key_file, cache.redis_url, cache.directory
     sources = TenantSources(
@@ -70,13 +82,13 @@ def make_tenants(options: Options, settings: ServerSettings) -> Tenants:
     )
     has_keys = bool(service.api_keys) or key_file is not None or service.tenants_file is not None
     has_own_caches = has_keys and not service.share_cache_across_keys
-    if redis_url is not None and has_own_caches and service.secret_file is None and service.secret is None:
+    if redis_url is not None and has_own_caches and secret is None:
         raise ConfigError(
             f"--redis with API keys needs one secret for all servers, or none would find another's caches: give "
             f"{SECRET_OPTION} or ${SECRET_VARIABLE}, or --share-cache-across-keys"
         )
-    environment = {} if service.secret is None else {SECRET_VARIABLE: service.secret}
-    secret = find_secret(service.secret_file, environment, directory if has_own_caches else None)
+    if secret is None:
+        secret = own_secret(directory if has_own_caches else None)
     counters = None
     if redis_url is not None and has_own_caches:
         from ssd.sharing.counters import RedisCounters
@@ -94,9 +106,13 @@ def watched_files(options: Options) -> list[Path]:
 class EngineLoader:
     """Loads an engine; made to be a worker's ``load``."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, secret: bytes | None = None) -> None:
+        """``secret`` : what was given."""
         self._options = options
+        self._secret = secret
         self._log: RedisLog | None = None
+        self.noise = OpenNoise()
+        """What coupled noise is made of, once it is known."""
         self.progress = Progress()
 
     @property
@@ -115,6 +131,7 @@ class EngineLoader:
 
         transformers_logging.disable_progress_bar()
         options, reach = self._options, self.progress.reach
+        self.noise = open_noise(options, self._secret, resources.callback)
         reach("reading the tokenizer")
         codec = TextCodec.load(
             options.model.tokenizer,
@@ -145,16 +162,29 @@ class EngineLoader:
             draft_hub=options.speculation.draft_hub,
             report=reach,
             draw_seed=_seeds(options.engine.seed),
+            noise_root=self.noise.root,
         )
         reach("compiling kernels, once on each machine, and trying numbers of threads")
         _compile_kernels()
         settle_threads(engine.target)  # before the warm-up times passes, and on the thread that will make them
         reach("warming up, and compiling kernels once on each machine")
+        if self.noise.shared is not None:
+            self.noise.shared.wait(_LONGEST_LOOK_S)
         return engine
 
     def sharing_stats(self) -> Mapping[str, SharingStats]:
         """Counts by namespace; empty where nothing is shared."""
-        return {} if self._log is None else {self._options.cache.namespace: self._log.stats()}
+        if self._log is None:
+            return {}
+        stats, shared = self._log.stats(), self.noise.shared
+        if shared is not None:
+            num_failures, num_reconnects = stats.num_failures, stats.num_reconnects
+            stats = replace(
+                stats,
+                num_failures=num_failures + shared.num_failures,
+                num_reconnects=num_reconnects + shared.num_reconnects,
+            )
+        return {self._options.cache.namespace: stats}
 
     def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheSet:
         from ssd.retrieval.cache import CacheSet

@@ -6,7 +6,8 @@ import argparse
 from dataclasses import dataclass
 
 from server.command.sizes import count, num_bytes
-from ssd.config import SCHEDULING_POLICIES, EngineConfig
+from ssd.config import MAX_COUPLED_STREAMS, SCHEDULING_POLICIES, EngineConfig
+from ssd.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +68,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="requests that bring no seed get theirs from a sequence that begins here: the same requests in the same "
         "order give the same outputs (default: drawn at random)",
     )  # fmt: skip
+    add(
+        "--coupled-sampling", type=count, default=engine.coupled_streams, metavar="S",
+        help="sampled requests without a seed draw with one of S streams of noise that they share, so that what was "
+        "answered before can be drafted. Each answer has the model's law, but answers to one question come from S "
+        "streams: two may be equal. 0: each request has noise of its own (default: %(default)s)",
+    )  # fmt: skip
 
 
 def engine_options_of(found: argparse.Namespace) -> EngineOptions:
     """What was asked for; raises ConfigError."""
+    if found.coupled_sampling > MAX_COUPLED_STREAMS:
+        raise ConfigError(f"--coupled-sampling must be within 0..{MAX_COUPLED_STREAMS}, got {found.coupled_sampling}")
     return EngineOptions(
         seed=found.seed,
         config=EngineConfig(
@@ -84,6 +93,7 @@ def engine_options_of(found: argparse.Namespace) -> EngineOptions:
             enable_prefix_caching=found.enable_prefix_caching,
             enforce_eager=found.enforce_eager,
             fuse_linears=found.fuse_linears,
+            coupled_streams=found.coupled_sampling,
         ),
     )
 

@@ -15,7 +15,7 @@ import uvicorn
 
 from server.base.settings import ServerSettings
 from server.command.arguments import Options, parse_arguments
-from server.command.assembly import EngineLoader, make_settings, make_tenants, watched_files
+from server.command.assembly import EngineLoader, make_settings, make_tenants, read_secret, watched_files
 from server.command.checks import check_before_loading
 from server.command.http_server import HttpServer, stop_signals
 from server.command.listening import give_up, listen, url_of
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
     options = parse_arguments(arguments)
-    for secret in (API_KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
-        os.environ.pop(secret, None)  # no child needs it
+    for variable in (API_KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
+        os.environ.pop(variable, None)  # no child needs it
     set_up_logging(options.observe.log_level, options.observe.log_format)
     num_files = allow_open_files()
     sys.setswitchinterval(_SWITCH_S)
@@ -70,23 +70,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listener = listen(options.network)
         check_before_loading(options)
         settings = within_files(make_settings(options), num_files)
-        tenants = make_tenants(options, settings)
+        secret = read_secret(options)
+        tenants = make_tenants(options, settings, secret)
         endpoint = options.observe.otlp_traces_endpoint
         spans = None if endpoint is None else make_spans(endpoint)
     except SSDError as error:
         return _refuse(error)
     try:
-        return serve(options, settings, listener, tenants, spans)
+        return serve(options, settings, listener, tenants, secret, spans)
     finally:
         if spans is not None:
             spans.close()
 
 
 def serve(
-    options: Options, settings: ServerSettings, listener: socket.socket, tenants: Tenants, spans: Spans | None = None
+    options: Options,
+    settings: ServerSettings,
+    listener: socket.socket,
+    tenants: Tenants,
+    secret: bytes | None = None,
+    spans: Spans | None = None,
 ) -> int:
-    """Serve on a listening socket until a signal comes; returns the exit status."""
-    loader = EngineLoader(options)
+    """Serve on a listening socket until a signal comes; returns the exit status. ``secret`` : that was given."""
+    loader = EngineLoader(options, secret)
     tenants.sharing = lambda: loader.log
     watch = Watch(tenants, watched_files(options))
     worker = Worker(loader)
@@ -106,7 +112,7 @@ def serve(
     timeout_s = options.network.shutdown_timeout_s
 
     def summary(engine: Engine) -> str:
-        return summary_of(engine, options, settings, len(tenants.accounts()))
+        return summary_of(engine, options, settings, len(tenants.accounts()), loader.noise.root)
 
     server = HttpServer(config, worker, loader.progress, summary, address, timeout_s)
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)

@@ -53,8 +53,8 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         SECRET_OPTION, type=Path, metavar="FILE",
-        help="what the names of tenants' caches are derived from, the same for all servers of one --redis (also: "
-        f"${SECRET_VARIABLE}; default: made once and kept in --cache-dir)",
+        help="what the names of tenants' caches and the noise of --coupled-sampling are derived from, the same for all "
+        f"servers of one --redis (also: ${SECRET_VARIABLE}; default: made once and kept in --cache-dir)",
     )  # fmt: skip
     add(
         "--share-cache-across-keys", action="store_true",

@@ -8,13 +8,16 @@ from server.base.settings import ServerSettings
 from server.command.arguments import Options
 from server.command.sizes import spelled
 from ssd.sharing.connection import address_of
+from ssd.sharing.noise_root import NoiseRoot
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
 
 
-def summary_of(engine: Engine, options: Options, settings: ServerSettings, num_tenants: int) -> str:
-    """Model, device, slots, cache, store and tenants, as ``name=value`` words."""
+def summary_of(
+    engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise_root: NoiseRoot | None
+) -> str:
+    """Model, device, slots, noise, cache, store and tenants, as ``name=value`` words."""
     target = engine.target
     facts: dict[str, object] = {
         "model": settings.model,
@@ -25,6 +28,8 @@ def summary_of(engine: Engine, options: Options, settings: ServerSettings, num_t
         "dtype": str(target.dtype).removeprefix("torch."),
         "slots": target.num_slots,
         "context": engine.max_model_len,
+        "coupled_streams": engine.config.coupled_streams or "none",
+        **({} if noise_root is None else {"noise": noise_root.source}),
         **_drafting(engine, options),
         "tenants": num_tenants or "none",
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -116,12 +116,13 @@ class Starter:
                         prompt,
                         prediction or (),
                         choice,
+                        stream,
                         f"{prefix}-{i}",
                         tenant,
                         cache_use,
                     )
                     for i, prompt in enumerate(prompt_ids)
-                    for choice in range(body.n)
+                    for choice, stream in enumerate(_streams(engine, body.n))
                 ]
             )
 
@@ -182,6 +183,7 @@ class Starter:
         prompt: tuple[int, ...],
         prediction: tuple[int, ...],
         choice: int,
+        stream: int | None,
         prefix: str,
         tenant: Account | None,
         cache_use: CacheUse,
@@ -194,6 +196,7 @@ class Starter:
             prompt_token_ids=prompt,
             sampling=sampling,
             choice_index=choice,
+            noise_stream=stream,
             namespace=cache_use.namespace,
             namespace_terms=cache_use.terms,
             priority=body.priority,
@@ -213,6 +216,13 @@ def _admitted(tenant: Account | None, engine: Engine, num_choices: int, num_prom
     if tenant is None:
         return None
     return tenant.admit(num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, num_slots=engine.target.num_slots)
+
+
+def _streams(engine: Engine, num_choices: int) -> Sequence[int | None]:
+    """The stream of noise of each choice of a prompt: none twice, so that choices differ as without coupling."""
+    if num_choices == 1 or not engine.config.coupled_streams:
+        return [None] * num_choices
+    return engine.draw_streams(num_choices)
 
 
 def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int, most: int) -> None:

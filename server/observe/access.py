@@ -147,6 +147,7 @@ def access_fields(
             "prompt_tokens": record.num_prompt_tokens,
             "cached_tokens": record.num_cached_tokens,
             "output_tokens": record.num_output_tokens,
+            "coupled": record.is_coupled or None,
             "queue_s": _between(record.submitted_s, record.started_s),
             "ttft_s": _between(record.received_s, record.first_token_s),
             "finish": sorted(set(record.finish_reasons)) or None,

@@ -76,6 +76,8 @@ def _load(counts: EngineMetrics, families: Families) -> Iterator[Metric]:
     for reason, name in FINISHED_REASONS.items():
         success.add_metric([*families.labels, name], finished.get(reason, 0))
     yield success
+    coupled = counts.num_coupled_requests
+    yield counter("ssd:coupled_requests", "Choices that ended, drawn with noise that others share.", coupled)
     yield gauge("vllm:num_requests_running", "Choices in a slot.", counts.num_running)
     yield gauge("vllm:num_requests_waiting", "Choices that wait for a slot.", counts.num_waiting)
     yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 is all.", counts.kv_usage)

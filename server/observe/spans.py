@@ -148,6 +148,7 @@ def _attributes(record: Record, path: str, operation: str, ended_s: float) -> di
         "ssd.passes": record.num_steps,
         "ssd.draft_tokens": record.num_draft_tokens,
         "ssd.accepted_tokens": record.num_accepted_tokens,
+        "ssd.coupled": record.is_coupled or None,
     }
     if record.sampling is not None:
         found |= {

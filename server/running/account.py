@@ -43,6 +43,7 @@ def note_counts(
         for source, accepted in stats.accepted_by_source.copy().items():  # the engine's thread may be adding
             by_source[source] = by_source.get(source, 0) + accepted
     record.accepted_by_source = by_source
+    record.is_coupled = any(stats.is_coupled for stats in known)
     record.submitted_s = min((stats.submitted_s for stats in known), default=0.0)
     record.started_s = min((stats.started_s for stats in known if stats.started_s), default=0.0)
     record.first_token_s = min((stats.first_token_s for stats in known if stats.first_token_s), default=0.0)

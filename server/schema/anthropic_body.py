@@ -28,8 +28,8 @@ CHAT_NAMES = {
 """Fields of chat completions, and what they are called here."""
 _SAME_NAME = frozenset(
     {
-        "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "store", "min_p", "seed", "ignore_eos",
-        "cache_salt", "priority", "num_speculative_tokens", "prediction",
+        "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "store", "min_p", "seed", "coupled",
+        "ignore_eos", "cache_salt", "priority", "num_speculative_tokens", "prediction",
     }
 )  # fmt: skip
 _THINKS = {"enabled": True, "disabled": False}

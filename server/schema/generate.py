@@ -117,6 +117,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple((_token_id(token), bias) for token, bias in self.logit_bias.items()),
             seed=self.seed,
+            coupled=self.coupled is not False,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output,

@@ -24,8 +24,8 @@ from ssd.errors import RequestError
 _SAME_NAME = frozenset(
     {
         "model", "temperature", "top_p", "parallel_tool_calls", "stream", "store", "top_k", "min_p",
-        "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids",
-        "ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "cache_salt", "priority",
+        "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "coupled", "stop",
+        "stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "cache_salt", "priority",
         "num_speculative_tokens", "chat_template_kwargs", "structured_outputs", "prediction",
     }
 )  # fmt: skip

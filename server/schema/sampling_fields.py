@@ -15,6 +15,10 @@ class CommonFields(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    coupled: bool | None = Field(
+        default=None,
+        description="false: drawn with noise of its own where the server couples requests (`--coupled-sampling`)",
+    )
     ignore_eos: bool = False
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     priority: int = 0

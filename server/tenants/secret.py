@@ -1,8 +1,7 @@
-"""The server's secret, which the names of tenants' caches are derived from: without it they tell nothing."""
+"""The server's secret, which names of tenants' caches and shared noise are derived from: without it none is known."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ssd.errors import ConfigError
-from ssd.retrieval.atomic_file import make_directory
+from ssd.retrieval.atomic_file import make_directory, make_file
 
 log = logging.getLogger(__name__)
 
@@ -25,31 +24,27 @@ _LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = 4096
 
 
-def find_secret(path: Path | None, environment: Mapping[str, str], cache_directory: Path | None) -> bytes:
-    """The secret of a file, of ``$SSD_SECRET``, or of its own: kept below ``cache_directory``, else of this process.
-
-    Raises ConfigError where one is given that cannot be used.
-    """
+def given_secret(path: Path | None, environment: Mapping[str, str]) -> bytes | None:
+    """The secret of a file, or of ``$SSD_SECRET``; None where neither is given. Raises ConfigError."""
     if path is not None:
         return _checked(_read(path), f"{OPTION} {path}")
     if environment.get(VARIABLE):
         return _checked(environment[VARIABLE].encode("utf-8", "surrogateescape"), f"${VARIABLE}")
+    return None
+
+
+def own_secret(cache_directory: Path | None) -> bytes:
+    """The secret that was made for a cache directory, made now where there is none; without one, of this process.
+
+    Raises ConfigError where there is another thing in its place.
+    """
     if cache_directory is None:
         return secrets.token_bytes(32)
-    return _own(cache_directory / STATE_DIRECTORY / "secret")
-
-
-def _own(path: Path) -> bytes:
-    """The secret that was made for a cache directory, made now where there is none."""
+    path = cache_directory / STATE_DIRECTORY / "secret"
     try:
         make_directory(path.parent)
         if not path.exists():
-            made = path.with_name(f"secret.{secrets.token_hex(4)}.tmp")
-            made.touch(0o600, exist_ok=False)
-            made.write_text(secrets.token_hex(32))
-            with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(made, path)
-            made.unlink()
+            make_file(path, [secrets.token_hex(32).encode()])
         return _checked(_read(path), str(path))
     except OSError as error:
         log.warning(

@@ -35,9 +35,9 @@ class NoiseRecord(Record):
     ``request`` : its `request_key`. ``window`` : tokens that a key depends on, 0 where it depends on the position.
     ``counted`` : tokens of the text whose contexts are counted. ``table`` : uint64[2 * num_slots], by open addressing
     pairs of the hash of a context, 0 for none, and how often it has occurred; ``num_slots`` is a power of two.
-    ``first`` : tokens of the prompt; those after it are drawn. ``drawn`` : uint64[num_slots / 2, 2], of each token drawn
-    among those counted its key and itself. ``taken`` : of so many of them a drafter has taken note; ``run`` : so many
-    of the last of these it had known, see `keyed_choices`.
+    ``first`` : tokens of the prompt; those after it are drawn. ``drawn`` : uint64[num_slots / 2, 2], of each token
+    drawn among those counted its key and itself. ``taken`` : of so many of them a drafter has taken note; ``run`` : so
+    many of the last of these it had known, see `keyed_choices`.
     """
 
     request: Uint64

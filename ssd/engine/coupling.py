@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import random
 import secrets
 from collections.abc import Callable
+
+import numpy as np
 
 from ssd.drafting.noise_keys import request_key
 from ssd.drafting.sequence_noise import SequenceNoise
@@ -25,6 +28,18 @@ class Coupling:
         self._window = window
         drawn = secrets.token_bytes(32)
         self._root = root or (lambda: drawn)
+
+    def warm_up(self) -> None:
+        """Compile what only coupled requests run, where there can be any."""
+        if self.num_streams:
+            SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
+
+    def different_streams(self, count: int, seed: int) -> list[int]:
+        """Streams for ``count`` outputs of one prompt, no two the same; all of the engine's where there are as many.
+
+        ``seed`` : what they are drawn with. O(count).
+        """
+        return random.Random(seed).sample(range(max(self.num_streams, count)), count)
 
     def noise_of(self, request: Request, seed: int) -> SequenceNoise:
         """What a request is sampled with. ``seed`` : drawn for it; its stream, too, where it names none."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter
@@ -26,12 +28,13 @@ from ssd.engine.request import FinishReason, Request, RequestOutput, VerifiedDra
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict
-from ssd.errors import EngineStopped, QueueFull
+from ssd.errors import EngineError, EngineStopped, QueueFull
 from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
 from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.loading.take_weights import take_weights
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
@@ -205,6 +208,10 @@ class Engine:
             self._inbox.append(sequence)
         self._work.set()
 
+    def draw_streams(self, count: int) -> list[int]:
+        """Numbers for the ``noise_stream`` of ``count`` requests of one prompt, no two the same. O(count)."""
+        return self._coupling.different_streams(count, self._draw_seed())
+
     def cancel(self, request_id: str) -> None:
         """End a request at the next step; unknown or finished ids are ignored."""
         with self._lock:
@@ -273,6 +280,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compile every kernel and run every kind of pass once, so that the first request compiles nothing."""
         self._proposals.warm_up()
+        self._coupling.warm_up()
         repeated = tuple([1, 2, 3] * min(12, self.max_model_len // 6))
         sampled = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True)
         greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -283,6 +291,19 @@ class Engine:
             self.step()
         self._proposals.calibrate()
         self.metrics = EngineMetrics()
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go on with other weights of the same model, as between steps of its training; by the thread that steps.
+
+        weights : a ``state_dict``, see `take_weights`. Outputs from now on are those of an engine opened with them:
+        keys and values that slots kept are dropped. What was learned of texts, drafts and times stays; a draft head or
+        a draft model does too, and accepts less the further the weights move from what it was trained for.
+        Raises EngineError while requests run or wait, and ModelError, nothing changed, for weights that do not fit.
+        """
+        if self.has_work() or self._under_way is not None:
+            raise EngineError("requests run or wait, and would go on with other weights: let them end, or cancel them")
+        self._reuse.forget_all()
+        take_weights(self.target.model, weights)
 
     def generate(
         self,
@@ -409,6 +430,7 @@ class Engine:
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
         self.metrics.histograms.count_ended(sequence.request, sequence.stats)
+        self.metrics.num_coupled_requests += sequence.stats.is_coupled
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

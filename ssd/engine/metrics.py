@@ -48,6 +48,8 @@ class EngineMetrics:
     """What ``Engine.check`` found while the engine was idle; 0 unless this program has a fault."""
     num_requests_finished: dict[str, int] = field(default_factory=dict)
     """By finish reason."""
+    num_coupled_requests: int = 0
+    """How many of them were drawn with noise that others share."""
     histograms: EngineHistograms = field(default_factory=EngineHistograms)
 
     num_running: int = 0

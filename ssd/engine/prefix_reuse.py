@@ -138,6 +138,11 @@ class PrefixReuse:
         self._kept.pop(slot, None)
         self._used_at[slot] = 0
 
+    def forget_all(self) -> None:
+        """Empty every slot, while none is taken."""
+        for slot in range(self._target.num_slots):
+            self.forget(slot)
+
     def _longest(self, sequence: Sequence, running: Iterable[Sequence]) -> tuple[int | None, int]:
         """The other slot that holds most of a sequence's context, and how much; one that can be had in place first."""
         best: tuple[int | None, int] = (None, 0)

@@ -13,6 +13,7 @@ from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoreObserver
 from ssd.engine.audience import Audience
 from ssd.engine.faults import BestEffort
+from ssd.engine.live import NOTHING_LENT, Lent, lend
 from ssd.engine.sequence import Sequence
 from ssd.engine.timed_passes import timed_passes
 from ssd.engine.verify import Pass, Verdict, branches, possible_shape, usable
@@ -38,6 +39,7 @@ class Proposals:
         self._best_effort = best_effort
         self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._shape = possible_shape(draft.draft_shape, target)
+        self._lead_in = draft.max_match_length if draft.live and draft.retrieval else 0
         self._audience: Audience | None = None
         self._observer = drafter if draft.recycling and self._limit and isinstance(drafter, ScoreObserver) else None
         self._price_list = PriceList()
@@ -74,7 +76,9 @@ class Proposals:
         due = self._throttle.due(batch)
         shares = [self._kept_shares.share(sequence.request.sampling.temperature) for sequence in batch]
         started = time.perf_counter()
-        asked = [(sequence, share) for sequence, share, is_due in zip(batch, shares, due, strict=True) if is_due]
+        lent = lend(batch, self._lead_in) if self._lead_in and len(batch) > 1 else [NOTHING_LENT] * len(batch)
+        rows = zip(batch, shares, lent, due, strict=True)
+        asked = [(sequence, share, live) for sequence, share, live, is_due in rows if is_due]
         found = iter(self._ask(asked, len(batch)) if asked else ())
         seconds = time.perf_counter() - started
         kept = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
@@ -125,12 +129,12 @@ class Proposals:
         self._asked.forget(sequence.request.request_id)
         self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 
-    def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
-        """A draft for each sequence and its share, in a pass of ``num_rows``."""
+    def _ask(self, asked: list[tuple[Sequence, float, Lent]], num_rows: int) -> list[Draft]:
+        """A draft for each sequence with its share and what it is lent, in a pass of ``num_rows``."""
         is_priced = self._price_list.pass_time is not None
         price = self._price_list.price(num_rows)
         requests = []
-        for sequence, share in asked:
+        for sequence, share, (live, live_number) in asked:
             cache = None if sequence.namespace is None else sequence.namespace.cache
             sequence.note_context()
             requests.append(
@@ -147,6 +151,8 @@ class Proposals:
                     sampling=sequence.sampling,
                     slot=sequence.slot,
                     may_teach=sequence.request.learn,
+                    live=live,
+                    live_number=live_number,
                 )
             )
         drafts = self._best_effort(lambda: self._asked.propose(requests))
@@ -156,7 +162,7 @@ class Proposals:
             self._usable(draft, sequence, num_rows)
             if len(draft.token_ids) and (sequence.stats.num_verify_steps or _is_sure(draft, share))
             else EMPTY_DRAFT
-            for draft, (sequence, share) in zip(drafts, asked, strict=True)
+            for draft, (sequence, share, _) in zip(drafts, asked, strict=True)
         ]
 
     def _usable(self, draft: Draft, sequence: Sequence, num_rows: int) -> Draft:

@@ -89,6 +89,8 @@ class RequestStats:
     """When it was first given a slot."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    is_coupled: bool = False
+    """Whether it is drawn with noise that other requests share."""
 
 
 @dataclass(frozen=True, slots=True)

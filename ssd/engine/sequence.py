@@ -16,6 +16,7 @@ from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import RequestError
 from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
+from ssd.model.sampling.target_tokens import drawn_scores
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.grammar import GrammarState
 from ssd.text.stream import TextStream
@@ -95,6 +96,7 @@ class Sequence:
             num_prompt_tokens=len(prompt),
             steps=[] if request.keeps_steps else None,
             submitted_s=time.perf_counter(),
+            is_coupled=noise.is_coupled,
         )
         self.draft: VerifiedDraft | None = None
         """What was drafted for the last pass, until its output is made."""
@@ -150,6 +152,7 @@ class Sequence:
         logits : [>= n, V], the model's own, row i for token i. Text is made here only as far as it may end the output:
         `output` must follow, for one after the other.
         """
+        before = self.num_tokens
         emitted: list[int] = []
         spelled: list[int] = []
         stop_reason: str | int | None = None
@@ -178,9 +181,14 @@ class Sequence:
             if stop_reason is None and stopping.stop_hit is not None:  # completed by the last flush
                 self.finish_reason, stop_reason = FinishReason.STOP, stopping.stop_hit
         self.stats.num_output_tokens += len(emitted)
+        num_top = self.request.sampling.logprobs
+        if num_top is not None and self.request.sampling.drawn_logprobs:
+            draft = Draft(self.tokens[before : self.num_tokens - 1])
+            logits = drawn_scores(
+                logits, self.sampling.at(self.tokens[:before], self.num_prompt_tokens, draft, self._grammar)
+            )
         if self._grammar is not None:
             self._grammar.advance(emitted)
-        num_top = self.request.sampling.logprobs
         logprobs = None if num_top is None else token_logprobs(logits, emitted, num_top)
         return Taken(tuple(emitted), spelled, "".join(text), self.finish_reason, stop_reason, logprobs)
 

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,17 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def make_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Put ``parts`` at ``path`` atomically and on disk, unless something is there: then that stays. Raises OSError."""
+    made = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    write_file(made, parts, durable=True)
+    try:
+        with contextlib.suppress(FileExistsError):  # another process was first
+            os.link(made, path)
+    finally:
+        made.unlink()
 
 
 def _create(path: Path) -> int:

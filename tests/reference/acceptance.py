@@ -34,6 +34,7 @@ _WEIGHTS = {
 _TYPICAL_OFFERED = [0.015, 0.06, 0.15, 0.27, 0.45, 0.65, 0.85, 0.97]
 _TYPICAL_SUCCESSOR = [0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95]
 _TYPICAL_VERDICT = [0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6]
+_TYPICAL_RUN = [0.0, 0.8, 1.5, 2.2, 3.0, 3.8]
 _TYPICAL_HEIGHT = [-1.3, -0.75, -0.25, 0.25, 0.75, 1.25, 1.75, 3.0]
 _SURE_LENGTH = 9
 
@@ -89,6 +90,10 @@ def prior(view: str, key: View) -> float:
         verdict, height, length, share = key
         place = _rule_of_thumb([1.5, 4.0, 8.0, 24.0][length], 3.0, [0.2, 0.6, 1.0][share])
         logit = _log_odds(_TYPICAL_VERDICT[verdict]) + 0.5 * place + 0.5 * _TYPICAL_HEIGHT[height]
+    elif view == "keyed":
+        confirmed, run, agreement, _warmth, says = key
+        logit = 0.4 * confirmed + _TYPICAL_RUN[run] + [0.0, -0.7, 0.5][agreement]
+        logit = logit if says else -1.0 - logit
     elif view.startswith("level"):
         logit = _rule_of_thumb(_TYPICAL_LENGTH[key[0]], _TYPICAL_SUPPORT[key[1]], _TYPICAL_SHARE[key[2]])
     elif view == "request":
@@ -114,12 +119,12 @@ class SlowModel:
 
     def weights_of(self, chosen: View) -> dict[str, float]:
         if chosen not in self.weights:
-            own, index, prediction, offer, recycled, noise, levels, _when = chosen
+            own, index, prediction, offer, recycled, noise, keyed, levels, _when = chosen
             absent = {"own": not own, "index": not index, "prediction": not prediction, "offer": not offer}
             absent |= {"recycled": not recycled, "level 1": levels < 1, "level 2": levels < 2}
-            absent |= {"noise": not noise}
+            absent |= {"noise": not noise, "keyed": not keyed}
             others = {"offer": 2.5, "recycled": 2.0} if own or index else {"offer": 6.0, "recycled": 3.0}
-            others |= {"noise": 1.5}
+            others |= {"noise": 1.5, "keyed": 8.0}
             say = {view: 0.0 if absent.get(view) else weight for view, weight in (_WEIGHTS | others).items()}
             self.weights[chosen] = {view: weight / sum(say.values()) for view, weight in say.items()} | {"1": 0.0}
         return self.weights[chosen]
@@ -166,8 +171,10 @@ class Asked:
     """One request's situation: ``mean_error`` of its earlier drafts' estimates, ``prediction`` of what is to come.
 
     ``offers`` : by path, of each token offered behind it the kind and the chance. ``successors`` : after one token or
-    two, the target's own candidates with the levels of their shares. ``noise`` : of a token behind so many drafted
-    ones, where the target draws at ``temperature``.
+    two, the target's own candidates with the levels of their shares. ``noise`` : of a token behind those
+    drafted, where the target draws at ``temperature``. ``choices`` : behind those drafted, the token that the same
+    noise chose before and how often that was confirmed; ``said_before`` : so many of the last tokens are what it had
+    chosen.
     """
 
     context: Sequence[int]
@@ -181,8 +188,18 @@ class Asked:
     offers: dict[tuple[int, ...], dict[int, tuple[int, float]]] = field(default_factory=dict)
     successors: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict)
     warmth: int = 0
-    noise: Callable[[int, int], float] | None = None
+    noise: Callable[[Sequence[int], int], float] | None = None
     temperature: float = 0.0
+    choices: Callable[[Sequence[int]], tuple[int, int] | None] = lambda _draft: None
+    said_before: int = 0
+
+    def run_to(self, draft: Sequence[int]) -> int:
+        """So many tokens at the end of context and draft are what the same noise chose there before."""
+        run = self.said_before
+        for depth, token in enumerate(draft):
+            choice = self.choices(draft[:depth])
+            run = run + 1 if choice is not None and choice[0] == token else 0
+        return run
 
 
 def noise_verdict(known: list[tuple[int, int]], token: int, noise: Callable[[int], float], temperature: float) -> int:
@@ -227,12 +244,16 @@ def candidates(
 ) -> dict[int, tuple[float, Views, View]]:
     """Chance, views and weight set of every token that may come after the context and ``draft``."""
     depth = len(draft)
+
+    def counts(item: Any) -> bool:  # a running request has not ended where it has not gone on yet
+        return item[2] or item[1][1] < asked.num_texts or len(item[0]) > depth
+
     alive: list[tuple[int, Evidence]] = []  # of each level what no longer match has
     seen: set[tuple[int, int, int]] = set()
     for length, found in levels:
         new = [item for item in found if item[1] not in seen]
         seen |= {item[1] for item in new}
-        alive.append((length + depth, [item for item in new if list(item[0][:depth]) == list(draft)]))
+        alive.append((length + depth, [item for item in new if list(item[0][:depth]) == list(draft) and counts(item)]))
 
     def says(item: Any) -> int | None:
         return item[0][depth] if len(item[0]) > depth else None
@@ -256,6 +277,9 @@ def candidates(
     is_pair = (text[-2], before) in asked.successors
     offered = asked.offers.get(tuple(draft), {})
     found_tokens += [token for token in offered if token not in found_tokens]
+    choice = asked.choices(draft)
+    if choice is not None and choice[0] not in found_tokens:
+        found_tokens.append(choice[0])
     assert len(found_tokens) <= most, "more than the fast one judges"
     found_tokens += [token for token, _ in known[:most_recycled] if token not in found_tokens]
     result: dict[int, tuple[float, Views, View]] = {}
@@ -270,7 +294,8 @@ def candidates(
                 where = int(newest[1][2] >= asked.prompt_length)
             else:
                 number = newest[1][1]
-                where = 2 if number == asked.num_texts - 1 else int(number >= asked.num_static)
+                is_late = number >= asked.num_texts - 1
+                where = 2 + (number >= asked.num_texts) if is_late else int(number >= asked.num_static)
             votes, support = share(items, token)
             views[name] = (
                 length_bucket(length),
@@ -309,9 +334,14 @@ def candidates(
             rank = ranks.index(token) if token in ranks else 8
             views["recycled"] = asked.warmth, is_pair, rank, known[rank if rank < 8 else 0][1]
         if asked.noise is not None:
-            verdict = noise_verdict(known, token, partial(asked.noise, depth), asked.temperature)
-            height = min(7, max(0, int(2 * (asked.noise(depth, token) + 1) + 1)))
+            verdict = noise_verdict(known, token, partial(asked.noise, draft), asked.temperature)
+            height = min(7, max(0, int(2 * (asked.noise(draft, token) + 1) + 1)))
             views["noise"] = verdict, height, *coarse
+        if choice is not None:
+            newest_says = [says(max(items, key=lambda item: item[1])) for _, items in tops.values()]
+            agreement = (2 if choice[0] in newest_says else 1) if tops else 0
+            run = sum(asked.run_to(draft) >= start for start in (1, 2, 4, 8, 16))
+            views["keyed"] = choice[1], run, agreement, asked.warmth, token == choice[0]
         sources = (
             True in tops,
             False in tops,
@@ -319,6 +349,7 @@ def candidates(
             bool(offered),
             bool(known),
             asked.noise is not None,
+            choice is not None,
         )
         chosen = *sources, min(max(filled, 1), 3) - 1, when
         result[token] = model.chance(views, chosen), views, chosen

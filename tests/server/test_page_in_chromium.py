@@ -211,7 +211,7 @@ def test_colours_can_be_told_apart_from_what_is_behind_them() -> None:
         for behind in ("bg", "card", "sunk"):
             for text in ("ink", "soft", "bad"):
                 assert contrast(named[text], named[behind]) >= 4.5, (text, behind)
-            sources = ("own", "tail", "segment", "warm", "prediction", "model", "head", "recycled", "guess")
+            sources = ("own", "tail", "segment", "warm", "prediction", "model", "head", "recycled", "guess", "live")
             for mark in (*sources, "edge", "good"):
                 assert contrast(named[mark], named[behind]) >= 3, (mark, behind)
 

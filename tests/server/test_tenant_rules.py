@@ -20,7 +20,7 @@ from server.tenants.opening import TenantSources, open_tenants
 from server.tenants.registry import SALTED_TOKENS, Tenants
 from server.tenants.rules import Quotas, Tenant, digest_of
 from server.tenants.rules_file import parse_rules, read_rules
-from server.tenants.secret import find_secret
+from server.tenants.secret import given_secret, own_secret
 from server.tenants.watch import Watch
 from ssd.errors import ConfigError, RequestError
 from tests.server.client import wait_until
@@ -397,25 +397,26 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b" a secret of some length \n")
     path.chmod(0o600)
-    assert find_secret(path, {"SSD_SECRET": "x" * 20}, tmp_path) == b"a secret of some length"
-    assert find_secret(None, {"SSD_SECRET": "x" * 20}, tmp_path) == b"x" * 20
-    made = find_secret(None, {}, tmp_path / "cache")
-    assert made == find_secret(None, {}, tmp_path / "cache") != find_secret(None, {}, tmp_path / "other")
+    assert given_secret(path, {"SSD_SECRET": "x" * 20}) == b"a secret of some length"
+    assert given_secret(None, {"SSD_SECRET": "x" * 20}) == b"x" * 20
+    assert given_secret(None, {}) is None
+    made = own_secret(tmp_path / "cache")
+    assert made == own_secret(tmp_path / "cache") != own_secret(tmp_path / "other")
     kept = tmp_path / "cache" / ".ssd"
     assert [file.name for file in kept.iterdir()] == ["secret"]
     assert [stat.S_IMODE(path.stat().st_mode) for path in (kept / "secret", kept, kept.parent)] == [0o600, 0o700, 0o700]
-    assert find_secret(None, {}, None) != find_secret(None, {}, None)
+    assert own_secret(None) != own_secret(None)
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="16 to 4096 bytes"):
-        find_secret(path, {}, None)
+        given_secret(path, {})
     with pytest.raises(ConfigError, match="cannot be read"):
-        find_secret(tmp_path / "none", {}, None)
+        given_secret(tmp_path / "none", {})
 
 
 def test_a_secret_that_cannot_be_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".ssd").write_text("a file")
     with caplog.at_level(logging.WARNING):
-        assert len(find_secret(None, {}, tmp_path)) == 32
+        assert len(own_secret(tmp_path)) == 32
     assert "--secret-file" in caplog.text
 
 

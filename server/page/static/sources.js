@@ -10,6 +10,7 @@ export const SOURCES = {
   head: ["draft head", "layers that read the model's hidden states"],
   recycled: ["recycled", "what the model held likely here before"],
   guess: ["guess", "what the model said behind a wrong token"],
+  live: ["running", "what other requests have said that still run"],
 };
 
 export const nameOf = (source) => (source === "target" ? "the model" : (SOURCES[source] ?? [source])[0]);

@@ -37,10 +37,16 @@ def wants_places(texts: Texts, evidence: Evidence, alive: Int64s, num_alive: int
 
 @kernel
 def search(
-    snapshot: SnapshotRecord, lookups: LookupScratch, context: TokenIds, max_length: int, min_length: int, found_at: int
+    snapshot: SnapshotRecord,
+    lookups: LookupScratch,
+    context: TokenIds,
+    max_length: int,
+    min_length: int,
+    own_live: int,
+    found_at: int,
 ) -> None:
     """Make what stands after the context's last tokens elsewhere the evidence at an address."""
-    if begin_lookup(lookups.lookups[0], context, max_length, found_at) >= min_length:
+    if begin_lookup(lookups.lookups[0], context, max_length, own_live, found_at) >= min_length:
         look_up(snapshot, lookups, 1, min_length, MAX_LEVELS, True)
 
 

@@ -11,6 +11,7 @@ from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass, 
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
+from ssd.drafting.suffix.keyed_choices import warm_up as warm_up_choices
 from ssd.drafting.suffix.namespace_choices import NamespaceChoices
 from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
@@ -35,7 +36,7 @@ class SuffixDrafter:
     shared. What no place has said for a while is looked up again.
 
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
-    Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
+    Deterministic given its calls. Owned by one thread. Bounded work: at most 144 places are looked at per request, see
     `gather.look_up`.
     """
 
@@ -86,6 +87,7 @@ class SuffixDrafter:
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
+        workspace.look_into(request.live)
         model, context = self._models.of(request.learned), contiguous(request.context)
         successors, choices = self._successors_of(request), self._choices_of(request)
         held = workspace.ask(0, request, self._price, successors, self._looks_up, choices)
@@ -110,6 +112,7 @@ class SuffixDrafter:
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
+        workspace.look_into(requests[0].live)
         successors = [self._successors_of(request) for request in requests]
         choices = [self._choices_of(request) for request in requests]
         held = workspace.fill(requests, self._price, successors, self._looks_up, choices)
@@ -171,5 +174,7 @@ class SuffixDrafter:
         draft = self.propose([request])[0]
         self.propose([request, request])
         self._helpers.warm_up()
+        if self._choices is not None:
+            warm_up_choices()
         self.observe("", draft, 0)
         self.finish("")

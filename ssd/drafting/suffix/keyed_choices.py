@@ -17,7 +17,7 @@ import numpy as np
 from ssd.compiled.addresses import UInt64s, address, inlined, kernel, uint64_array
 from ssd.compiled.records import Address, Int64, Record, Records, view_of
 from ssd.drafting.noise_keys import UInt
-from ssd.drafting.sequence_noise import drawn_tokens, noise_at, num_drawn
+from ssd.drafting.sequence_noise import SequenceNoise, drawn_tokens, noise_at, num_drawn
 
 IN_BUCKET: Final = 8
 
@@ -147,7 +147,7 @@ def learn_choices(choices: int, noise_address: int, may_teach: bool) -> None:
 
 @kernel
 def _spread(entries: UInt64s, grown: int) -> None:
-    """Put entries into the empty table at an address, which has more buckets."""
+    """Put entries into the empty table at an address, which has as many buckets or more."""
     table = choices_at(grown)
     places = uint64_array(table.entries, table.num_buckets * IN_BUCKET)
     for entry in entries:
@@ -156,6 +156,19 @@ def _spread(entries: UInt64s, grown: int) -> None:
             while places[place] != np.uint64(NO_CHOICE):
                 place += 1  # a bucket's entries are at most those of one before
             places[place] = entry
+
+
+@kernel
+def _choice(choices: int, key: np.uint64) -> UInt:
+    return choice_at(choices_at(choices), key)
+
+
+def warm_up() -> None:
+    """Compile the kernels, so that the first request compiles nothing."""
+    table, noise = KeyedChoices(), SequenceNoise.coupled(0, 0, prompt_length=0)
+    noise.advance(np.zeros(1, np.int32))
+    learn_choices(table.address, noise.address, True)
+    table.spread(FIRST_BUCKETS)
 
 
 class KeyedChoices:
@@ -171,13 +184,22 @@ class KeyedChoices:
         """Entries that it has."""
         return self._table.num_held
 
+    def choice(self, key: int) -> tuple[int, int] | None:
+        """The token that was chosen last under a key, and how often it was confirmed; None where nothing is known."""
+        found = int(_choice(self.address, np.uint64(key)))
+        return None if found == NO_CHOICE else (found & (1 << _TOKEN_BITS) - 1, found >> _TOKEN_BITS & MOST_CONFIRMED)
+
     def make_room(self) -> None:
         """Grow, if it is half full and may. O(entries) then."""
         table = self._table
         if 2 * table.num_held > IN_BUCKET * table.num_buckets and table.num_buckets < MOST_BUCKETS:
-            before = self._entries
-            self._make_buckets(GROWTH * table.num_buckets)
-            _spread(before, self.address)
+            self.spread(GROWTH * table.num_buckets)
+
+    def spread(self, num_buckets: int) -> None:
+        """Spread the entries over as many buckets as there are or more, a power of two. O(buckets)."""
+        before = self._entries
+        self._make_buckets(num_buckets)
+        _spread(before, self.address)
 
     def _make_buckets(self, count: int) -> None:
         memory = np.zeros(IN_BUCKET * (count + 1), np.uint64)

@@ -103,6 +103,7 @@ class Carrying(NamedTuple):
     evidences_at: int
     max_length: int
     min_length: int
+    own_live: int
 
 
 @inlined
@@ -178,6 +179,7 @@ def _look_up_again(
         text[: kept + depth + 1],
         carrying.max_length,
         carrying.min_length,
+        carrying.own_live,
         found_at,
     )
 

@@ -20,15 +20,23 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Product(Protocol):
+class Made(Protocol):
     """A linear layer that can say what it was made of."""
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight, [out, in], and bias, [out], as they came. O(size)."""
+        ...
+
+
+class Product(Made, Protocol):
+    """One that computes by itself, and may be given other weights."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., in]. Returns [..., out]."""
         ...
 
-    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight, [out, in], and bias, [out], as they came. O(size)."""
+    def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Compute with others from now on, of the same shapes and type. ``weight`` may be kept. O(size)."""
         ...
 
 
@@ -50,6 +58,12 @@ class PlainProduct:
         """Weight and bias as they came."""
         return self._weight, self._bias
 
+    def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Compute with others from now on, in the memory of the old ones: recorded passes read that."""
+        self._weight.copy_(weight)
+        if self._bias is not None and bias is not None:
+            self._bias.copy_(bias)
+
 
 class FusedLinears:
     """Layers that read the same input, computed as one when the first of them is asked."""
@@ -62,6 +76,7 @@ class FusedLinears:
             torch.cat([linear.weight.detach() for linear in linears]),
             torch.cat([bias.detach() for bias in biases]) if biases else None,
         )
+        self.in_features, self.dtype, self.has_bias = linears[0].in_features, linears[0].weight.dtype, bool(biases)
         self._input: torch.Tensor | None = None
         self._outputs: list[torch.Tensor | None] = []
 
@@ -78,24 +93,28 @@ class FusedLinears:
             self._input = None  # nothing of a pass stays behind
         return found
 
+    def take(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:
+        """Compute with others from now on, one a layer, no biases where there are none. O(size)."""
+        self.product.take(torch.cat(list(weights)), torch.cat(list(biases)) if biases else None)
+
 
 class FusedMember(nn.Module):
     """One of the layers."""
 
     def __init__(self, group: FusedLinears, member: int) -> None:
         super().__init__()
-        self.group, self._member = group, member
+        self.group, self.member = group, member
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., in]. Returns [..., out]."""
-        return self.group.output(x, self._member)
+        return self.group.output(x, self.member)
 
     __call__ = forward  # without torch's search for hooks
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias as they came. O(size of all)."""
         weight, bias = self.group.product.unpacked()
-        own = slice(sum(self.group.sizes[: self._member]), sum(self.group.sizes[: self._member + 1]))
+        own = slice(sum(self.group.sizes[: self.member]), sum(self.group.sizes[: self.member + 1]))
         return weight[own], None if bias is None else bias[own]
 
 
@@ -125,7 +144,7 @@ def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]
     )
 
 
-def linear_again(layer: Product) -> nn.Linear:
+def linear_again(layer: Made) -> nn.Linear:
     """An ``nn.Linear`` of what a layer was made of."""
     weight, bias = layer.unpacked()
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")

@@ -24,10 +24,11 @@ _PROBE_SCALES = (1.0, 30.0, 1e-3)
 class FusedNorm(nn.Module):
     """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis, float32 (Zhang and Sennrich 2019, section 3)."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        """``weight`` : float32[n]."""
+    def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
+        """``weight`` : float32[n]. ``offset`` : what the model adds to it before it multiplies."""
         super().__init__()
-        self._kept = weight.detach().clone(memory_format=torch.contiguous_format)  # where the loop finds it
+        self._offset = offset
+        self._kept = (weight.detach() + offset).contiguous()  # where the loop finds it
         self._address, self._size = self._kept.data_ptr(), len(weight)
         self.weight, self.eps = nn.Parameter(self._kept, requires_grad=False), eps
 
@@ -41,6 +42,10 @@ class FusedNorm(nn.Module):
         return out
 
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
+
+    def take(self, weight: torch.Tensor) -> None:
+        """Multiply by another weight from now on, of the same size, without the offset."""
+        self._kept.copy_(weight + self._offset)
 
 
 def fuse_norms(model: nn.Module) -> Iterator[Replaced]:
@@ -67,8 +72,8 @@ def _fused(norm: nn.Module) -> FusedNorm | None:
         or len(inspect.signature(norm.forward).parameters) != 1
     ):
         return None
-    for scale in (weight.detach(), 1 + weight.detach()):
-        fused = FusedNorm(scale, eps)
+    for offset in (0.0, 1.0):
+        fused = FusedNorm(weight, eps, offset)
         if _agree(norm, fused):
             return fused
     return None

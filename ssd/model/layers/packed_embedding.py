@@ -37,7 +37,7 @@ class PackedEmbedding(nn.Module):
     def __init__(self, packed: torch.Tensor, order: Order, dtype: torch.dtype, factor: torch.Tensor | None) -> None:
         """``packed`` : as oneDNN packed a weight of ``dtype``. ``factor`` : of one number."""
         super().__init__()
-        self._packed, self._order, self._factor = packed, order, factor
+        self.packed, self._order, self._factor = packed, order, factor
         self._numbers = packed_numbers(packed, dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -46,6 +46,14 @@ class PackedEmbedding(nn.Module):
         return found if self._factor is None else found * self._factor
 
     __call__ = forward  # without torch's search for hooks
+
+    def can_hold(self, packed: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether ``packed``, made of ``weight``, lies in the order of what is read now. O(size)."""
+        return is_in_order(packed, weight, self._order)
+
+    def hold(self, packed: torch.Tensor) -> None:
+        """Read another weight from now on, which it `can_hold`."""
+        self.packed, self._numbers = packed, packed_numbers(packed, self._numbers.dtype)
 
 
 def packed_numbers(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -78,12 +86,17 @@ def find_order(packed: torch.Tensor, weight: torch.Tensor) -> Order | None:
     if num_rows > _PERIOD:
         rows += index // _PERIOD * (places[_PERIOD, 0] - places[0, 0])
     order = Order(rows, places[0] - places[0, 0])
+    return order if is_in_order(packed, weight, order) else None
+
+
+def is_in_order(packed: torch.Tensor, weight: torch.Tensor, order: Order) -> bool:
+    """Whether the numbers of ``packed``, made of ``weight``, [out, in], lie where ``order`` says. O(size)."""
     numbers = packed_numbers(packed, weight.dtype)
     if int(order.rows.max() + order.columns.max()) >= len(numbers):
-        return None
+        return False
+    index = torch.arange(len(weight))
     parts = zip(torch.split(index, _ROWS_COMPARED), torch.split(weight, _ROWS_COMPARED), strict=True)
-    same = (torch.equal(read_rows(numbers, order, ids), part) for ids, part in parts)
-    return order if all(same) else None
+    return all(torch.equal(read_rows(numbers, order, ids), part) for ids, part in parts)
 
 
 def reader_of(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbedding | None:

@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach().clone()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self.packed = packed_weight(weight)
         self.kind = (self.in_features, self.out_features, bias is not None, weight.dtype)
         """Layers of one kind share their machine code."""
 
@@ -67,6 +67,22 @@ class PackedLinear(nn.Module):
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias as they came. O(size)."""
         return self.packed.to_dense(), self._bias
+
+    def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Compute with others from now on, of the same shapes and type; ``weight`` is nobody else's: it may be kept."""
+        self.hold(packed_weight(weight), bias)
+
+    def hold(self, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """The same with what `packed_weight` made."""
+        self.packed = packed
+        if self._bias is not None and bias is not None:
+            self._bias.copy_(bias)
+
+
+def packed_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A weight, [out, in], as oneDNN's kernels read it; the order follows from its shape and type. O(size)."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return packed
 
 
 def pack_linears(model: nn.Module) -> Iterator[Replaced]:

@@ -65,6 +65,16 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
     return chosen
 
 
+def drawn_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """What the tokens of a row whose draft is a chain are drawn with: log-probabilities up to a constant.
+
+    logits : [>= T, V], the model's own at the row's T positions. Returns float32[T, V]; of greedy rows what they
+    maximise.
+    """
+    scores = with_prefix_rules(logits[None, : row.width], [row])[0]
+    return scores.float() if row.params.greedy else truncated_scores(scores, [row.params] * row.width)
+
+
 # Only real positions are looked at: a short draft's padding would cost as much as its tokens.
 def _positions(rows: Sequence[SamplingRow], picks: Sequence[int]) -> tuple[npt.NDArray[np.int64], ...]:
     """Of the rows picked all positions, one after another: two indices."""

@@ -1,0 +1,1 @@
+"""What coupled sampling brings, and how many tokens its noise should depend on."""

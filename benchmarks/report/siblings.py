@@ -1,0 +1,41 @@
+"""What samples of one prompt bring each other while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.report.growth import measured_on
+
+
+def siblings_section(result: dict[str, Any]) -> str:
+    """A row a number of samples, noise and distance: drafts without and with what the others say, in turn."""
+    figures = [f"{figure}, {by}" for figure in ("tokens a pass", "tokens/s over off", "tokens a pass, cheap")
+               for by in ("each for itself", "from each other")]  # fmt: skip
+    lines = [f"| {' | '.join(['samples', 'begin', 'noise', *figures])} |", "|--:|---|---|--:|--:|--:|--:|--:|--:|"]
+    for run in result["runs"]:
+        begin = "together" if run["apart"] == 0 else f"{run['apart']} passes apart"
+        _, alone, live, alone_cheap, live_cheap = run["rows"]
+        lines.append(
+            f"| {run['samples']} | {begin} | {run['noise']} | {alone['tokens_per_pass'][0]:.2f} "
+            f"| {live['tokens_per_pass'][0]:.2f} | {_spread(alone['over_off'])} | {_spread(live['over_off'])} "
+            f"| {alone_cheap['tokens_per_pass'][0]:.2f} | {live_cheap['tokens_per_pass'][0]:.2f} |"
+        )
+    parameters = result["parameters"]
+    compared = sum(run["compared_tokens"] for run in result["runs"])
+    num_ties = sum(run["ties"] for run in result["runs"])
+    lines += [
+        "",
+        f"`python -m benchmarks.siblings` on {measured_on(result)}: {parameters['prompts']} prompts of at most "
+        f"{parameters['prompt_tokens']} tokens, none twice, answers of at most {parameters['max_tokens']}, temperature "
+        f"{parameters['temperature']}, top-p {parameters['top_p']}, caches empty at first; medians over "
+        f"{parameters['rounds']} rounds (least ... most), each of other prompts. Cheap: at a price of "
+        f"{parameters['price']} accepted tokens for each drafted one, whatever was measured. {compared:,} tokens "
+        f"compared with speculation off: {num_ties} near-ties, no other difference.",
+    ]
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float]) -> str:
+    middle, least, most = values
+    return f"{middle:.2f}x ({least:.2f} ... {most:.2f})"

@@ -1,0 +1,1 @@
+"""What samples of one prompt bring each other while they run."""

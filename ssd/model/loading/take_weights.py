@@ -1,0 +1,179 @@
+"""New weights for a model that is driven already, put where its layers hold the old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ssd.errors import ModelError
+from ssd.model.layers.adapted_linear import AdaptedLinear
+from ssd.model.layers.fused_linear import FusedLinears, FusedMember
+from ssd.model.layers.fused_norm import FusedNorm
+from ssd.model.layers.packed_embedding import PackedEmbedding
+from ssd.model.layers.packed_linear import PackedLinear, packed_weight
+from ssd.model.loading.threads import one_thread_if_small
+
+Tensors = Sequence[torch.Tensor]
+Put = Callable[[], object]
+"""Puts weights that were found to fit in the place of the old ones; fails only where memory lacks."""
+
+
+class Place(NamedTuple):
+    """One weight of a model. ``names`` : what its ``state_dict`` calls it, several where layers share it."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Held(NamedTuple):
+    """Weights that lie together. ``ready`` : what puts new ones, a tensor a place, there; raises ModelError."""
+
+    places: tuple[Place, ...]
+    ready: Callable[[Tensors], Put]
+
+
+@torch.inference_mode()
+def take_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Have a model compute with other weights, whatever layers have taken the place of its own.
+
+    weights : named as in the ``state_dict`` of such a model in transformers, every one of it, of a shared weight one
+    name at least; of the shapes and types that the model has, on any device. They are copied, and what is recorded of
+    passes stays valid. Raises ModelError, which names the weight, before anything is changed. O(weights), and memory
+    for the largest layer more, twice where it is the embedding too.
+    """
+    if any(isinstance(module, AdaptedLinear) for module in model.modules()):
+        raise ModelError("this model has adapters, which were made for the weights it has: open it without them")
+    held = list(_held(model))
+    given = [[_given(place, weights) for place in each.places] for each in held]
+    known = {name for each in held for place in each.places for name in place.names}
+    if unknown := sorted(weights.keys() - known):
+        raise ModelError(
+            f"{type(model).__name__} has no weight {unknown[0]}: give the state_dict of a model of this architecture, "
+            "without a wrapper's prefix"
+        )
+    with one_thread_if_small(model):  # as when it was opened: so layers are laid out in the same order
+        puts = [each.ready(found) for each, found in zip(held, given, strict=True)]
+        for put in puts:
+            put()
+
+
+def _given(place: Place, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    name = next((name for name in place.names if name in weights), None)
+    if name is None:
+        raise ModelError(f"the new weights lack {place.names[0]}: give all that the model has")
+    found = weights[name].detach()
+    if (tuple(found.shape), found.dtype) != (place.shape, place.dtype):
+        raise ModelError(
+            f"the new weight {name} is {_kind(tuple(found.shape), found.dtype)}, and the model's is "
+            f"{_kind(place.shape, place.dtype)}: give those of such a model, in its type"
+        )
+    for other in place.names:
+        if other != name and other in weights and not _is_same(found, weights[other]):
+            raise ModelError(f"the new weights {name} and {other} differ, and the model has one for both")
+    return found
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return (one.data_ptr() == other.data_ptr() and one.stride() == other.stride()) or torch.equal(one, other)
+
+
+def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _held(model: nn.Module) -> Iterator[Held]:
+    """All weights of a model, what several layers share once. O(layers)."""
+    modules: dict[int, nn.Module] = {}
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        modules[id(module)] = module
+        paths.setdefault(id(module), []).append(f"{path}." if path else "")
+    groups: dict[int, tuple[FusedLinears, dict[int, list[str]]]] = {}
+    shared: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    readers: dict[int, list[PackedEmbedding]] = {}
+    for key, module in modules.items():
+        if isinstance(module, FusedMember):
+            groups.setdefault(id(module.group), (module.group, {}))[1][module.member] = paths[key]
+        elif isinstance(module, PackedEmbedding):
+            readers.setdefault(id(module.packed), []).append(module)
+        elif isinstance(module, FusedNorm):
+            yield Held((_place(paths[key], "weight", module.weight),), partial(_ready_norm, module))
+        elif not isinstance(module, PackedLinear):
+            for name, tensor in _own(module):
+                shared.setdefault(id(tensor), (tensor, []))[1].extend(path + name for path in paths[key])
+    for module in modules.values():
+        if isinstance(module, PackedLinear):
+            yield _held_packed(module, paths, readers.get(id(module.packed), []))
+    for group, members in groups.values():
+        yield _held_group(group, [members[member] for member in range(len(group.sizes))])
+    for tensor, names in shared.values():
+        yield Held((Place(tuple(names), tuple(tensor.shape), tensor.dtype),), partial(_ready_plain, tensor))
+
+
+def _place(paths: Sequence[str], name: str, like: torch.Tensor) -> Place:
+    return Place(tuple(path + name for path in paths), tuple(like.shape), like.dtype)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a state dict has of a module itself."""
+    yield from ((name, tensor) for name, tensor in module._parameters.items() if tensor is not None)
+    for name, tensor in module._buffers.items():
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield name, tensor
+
+
+def _held_packed(linear: PackedLinear, paths: Mapping[int, list[str]], readers: Sequence[PackedEmbedding]) -> Held:
+    """A packed layer, and the embeddings that read its weight."""
+    size, num_outputs, has_bias, dtype = linear.kind
+    names = [f"{path}weight" for each in (linear, *readers) for path in paths[id(each)]]
+    places = [Place(tuple(names), (num_outputs, size), dtype)]
+    if has_bias:
+        places.append(Place(tuple(f"{path}bias" for path in paths[id(linear)]), (num_outputs,), dtype))
+    return Held(tuple(places), partial(_ready_packed, linear, readers))
+
+
+def _held_group(group: FusedLinears, paths: Sequence[Sequence[str]]) -> Held:
+    """Layers that are computed as one. ``paths`` : of each of them."""
+    places = [
+        Place(tuple(f"{path}{name}" for path in own), (size, *rest), group.dtype)
+        for name, rest in (("weight", (group.in_features,)), ("bias", ()))
+        if name == "weight" or group.has_bias
+        for own, size in zip(paths, group.sizes, strict=True)
+    ]
+    return Held(tuple(places), partial(_ready_group, group))
+
+
+def _ready_plain(old: torch.Tensor, new: Tensors) -> Put:
+    return partial(old.copy_, new[0])
+
+
+def _ready_norm(norm: FusedNorm, new: Tensors) -> Put:
+    return partial(norm.take, new[0])
+
+
+def _ready_group(group: FusedLinears, new: Tensors) -> Put:
+    return partial(group.take, new[: len(group.sizes)], new[len(group.sizes) :])
+
+
+def _ready_packed(linear: PackedLinear, readers: Sequence[PackedEmbedding], new: Tensors) -> Put:
+    weight, bias = new[0], new[1] if len(new) > 1 else None
+    if not readers:
+        return lambda: linear.take(weight.clone(), bias)  # what is in order as it is would not be copied
+    packed = packed_weight(weight.clone())
+    if not all(reader.can_hold(packed, weight) for reader in readers):
+        raise ModelError("oneDNN lays the new weights out in another order: open the model anew")
+
+    def put() -> None:
+        linear.hold(packed, bias)
+        for reader in readers:
+            reader.hold(packed)
+
+    return put

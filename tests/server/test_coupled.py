@@ -1,0 +1,300 @@
+"""Coupled sampling over HTTP: who asks the same may be told the same, whoever does not want that is not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from server.command.arguments import parse_arguments
+from server.command.assembly import EngineLoader, make_settings, make_tenants
+from server.command.noise import OpenNoise, open_noise
+from ssd.sharing.connection import connect
+from ssd.sharing.shared_root import KEY
+from tests.redis_server import RedisServer, redis_server
+from tests.server.client import ask, post, wait_until
+from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.server.test_access_log import Log, logging_to
+from tests.server.test_cache import SMALL, metric
+from tests.server.test_process import START_S, answers, running
+
+__all__ = ["redis_server"]  # the fixture
+
+QUESTION = [{"role": "user", "content": "Write a Python class that keeps the numbers of a stack."}]
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "max_tokens": 24}
+PROMPT = "def number_of("
+
+
+def served(stack: ExitStack, *arguments: str) -> RunningServer:
+    """A server as the command line would make it, inside this process."""
+    options = parse_arguments([*SMALL, *arguments], environment={})
+    settings, loader = make_settings(options), EngineLoader(options)
+    tenants = make_tenants(options, settings)
+    found: dict[str, Any] = {"model": settings.model, "sampling_defaults": settings.sampling_defaults}
+    return stack.enter_context(serving(loader, tenants=tenants, sharing_stats=loader.sharing_stats, **found))
+
+
+@pytest.fixture(scope="module")
+def log() -> Iterator[Log]:
+    with logging_to() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def one_stream(log: Log) -> Iterator[RunningServer]:
+    """One stream, and two keys."""
+    with ExitStack() as stack:
+        yield served(stack, "--coupled-sampling", "1", "--api-key", "alices", "--api-key", "bobs")
+
+
+@pytest.fixture(scope="module")
+def four_streams() -> Iterator[RunningServer]:
+    with ExitStack() as stack:
+        yield served(stack, "--coupled-sampling", "4")
+
+
+def client_of(server: RunningServer, key: str = "alices") -> openai.OpenAI:
+    """OpenAI's own, to be closed."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def said(client: openai.OpenAI, seed: int | None = None, **extra: Any) -> str:
+    messages: Any = QUESTION
+    answer = client.chat.completions.create(
+        model="test-model", messages=messages, seed=seed or openai.omit, extra_body=extra, **SAMPLED
+    )
+    return answer.choices[0].message.content or ""
+
+
+def texts(server: RunningServer, **fields: Any) -> list[str]:
+    answer = post(server.port, "/v1/completions", {"prompt": PROMPT, **SAMPLED, **fields})
+    assert answer.status == 200, answer.content
+    return [choice["text"] for choice in answer.json["choices"]]
+
+
+# -- one stream --------------------------------------------------------------------------------------------------------
+
+
+def test_one_stream_says_the_same_to_one_question_and_whoever_declines_draws_alone(one_stream: RunningServer) -> None:
+    with closing(client_of(one_stream)) as client:
+        shared = {said(client) for _ in range(3)} | {said(client, coupled=True)}
+        alone = {said(client, coupled=False) for _ in range(3)}
+        assert len(shared) == 1 and len(alone) == 3 and not shared & alone
+        messages: Any = QUESTION
+        stream = client.chat.completions.create(model="test-model", messages=messages, stream=True, **SAMPLED)
+        assert {"".join(chunk.choices[0].delta.content or "" for chunk in stream)} == shared
+
+
+def test_a_seed_goes_before_streams_and_says_what_it_ever_says(one_stream: RunningServer) -> None:
+    with closing(client_of(one_stream)) as client:
+        seeded = {said(client, 7), said(client, 7, coupled=True), said(client, 7, coupled=False)}
+        assert len(seeded) == 1 and seeded != {said(client, 8)} and said(client) not in seeded
+
+
+def test_what_is_greedy_is_as_ever(one_stream: RunningServer) -> None:
+    with closing(client_of(one_stream)) as client:
+        messages: Any = QUESTION
+        first, second = (
+            client.chat.completions.create(
+                model="test-model", messages=messages, temperature=0, max_tokens=16, extra_body={"coupled": coupled}
+            )
+            for coupled in (True, False)
+        )
+        assert first.choices[0].message.content == second.choices[0].message.content
+
+
+def test_tenants_and_salts_draw_with_noise_of_their_own(one_stream: RunningServer) -> None:
+    with closing(client_of(one_stream)) as alice, closing(client_of(one_stream, "bobs")) as bob:
+        found = [said(alice), said(bob), said(alice, cache_salt="a"), said(alice, cache_salt="b")]
+        again = [said(alice), said(bob), said(alice, cache_salt="a"), said(alice, cache_salt="b")]
+    assert found == again and len(set(found)) == 4
+
+
+def test_what_was_said_before_a_deletion_is_not_said_after_it(one_stream: RunningServer) -> None:
+    with closing(client_of(one_stream, "bobs")) as bob:
+        before = said(bob)
+        headers = {"authorization": "Bearer bobs"}
+        assert ask(one_stream.port, "DELETE", "/v1/cache", headers=headers).status == 200
+        assert said(bob) == said(bob) != before
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text_of"),
+    [
+        ("/v1/completions", {"prompt": PROMPT}, lambda answer: answer["choices"][0]["text"]),
+        ("/v1/chat/completions", {"messages": QUESTION}, lambda answer: answer["choices"][0]["message"]["content"]),
+        ("/v1/responses", {"input": QUESTION[0]["content"]}, lambda answer: answer["output"][0]["content"][0]["text"]),
+        ("/v1/messages", {"messages": QUESTION, "max_tokens": 24}, lambda answer: answer["content"][0]["text"]),
+    ],
+)
+def test_every_way_to_ask_takes_the_field(one_stream: RunningServer, path: str, body: Any, text_of: Any) -> None:
+    limit = {"max_output_tokens": 24} if path == "/v1/responses" else {"max_tokens": 24}
+    headers = {"authorization": "Bearer alices"}
+
+    def answered(**fields: Any) -> Any:
+        return post(one_stream.port, path, {**body, **limit, "temperature": 0.9, **fields}, headers=headers)
+
+    shared = [text_of(answered(**fields).json) for fields in ({}, {"coupled": None}, {"coupled": True})]
+    assert len(set(shared)) == 1 and text_of(answered(coupled=False).json) != shared[0]
+    wrong: Any
+    for wrong in ("no", 1, [], {}):
+        refused = answered(coupled=wrong)
+        assert refused.status == 400
+        assert "coupled" in refused.json["error"]["message"]
+        if path != "/v1/messages":  # whose errors have no such field
+            assert refused.error["param"] == "coupled"
+    assert answered(noise_stream=1).status == 400  # is nobody's to choose
+
+
+def test_a_line_and_a_count_tell_who_was_coupled_and_never_with_what(one_stream: RunningServer, log: Log) -> None:
+    headers = {"authorization": "Bearer alices"}
+    before = metric(one_stream, "ssd:coupled_requests_total")
+    for name, fields in (("own-noise", {"coupled": False}), ("seeded", {"seed": 3}), ("shared", {"n": 2})):
+        body = {"prompt": PROMPT, "max_tokens": 4, **fields}
+        post(one_stream.port, "/v1/completions", body, headers={**headers, "x-request-id": name})
+    lines = [log.of(name) for name in ("own-noise", "seeded", "shared")]
+    assert ["coupled" in line for line in lines] == [False, False, True] and lines[2]["coupled"] is True
+    assert not any("noise" in name for line in lines for name in line)
+    assert metric(one_stream, "ssd:coupled_requests_total") == before + 2
+
+
+# -- several streams ---------------------------------------------------------------------------------------------------
+
+
+def test_choices_of_one_prompt_take_different_streams(four_streams: RunningServer) -> None:
+    every = texts(four_streams, n=4)
+    assert len(set(every)) == 4 and sorted(texts(four_streams, n=4)) == sorted(every)
+    for _ in range(2):
+        three = texts(four_streams, n=3)
+        assert len(set(three)) == 3 and set(three) < set(every)
+    assert set(texts(four_streams)) < set(every)
+    more = texts(four_streams, n=6)
+    assert len(set(more)) == 6 and set(more) > set(every)
+
+
+def test_each_of_several_prompts_has_its_streams(four_streams: RunningServer) -> None:
+    prompts = [PROMPT, "class Stack:"]
+    one, two = (sorted(texts(four_streams, prompt=prompt, n=4)) for prompt in prompts)
+    both = texts(four_streams, prompt=prompts, n=4)
+    assert (sorted(both[:4]), sorted(both[4:])) == (one, two)
+    assert len(set(texts(four_streams, prompt=[PROMPT] * 2, n=4, coupled=False))) == 8
+    seeded = texts(four_streams, prompt=prompts, n=2, seed=5)
+    assert len(set(seeded)) == 4 and seeded == texts(four_streams, prompt=prompts, n=2, seed=5)
+
+
+def test_without_streams_the_field_changes_nothing_and_nothing_is_drawn_for_them() -> None:
+    with serving(lambda _: FailingEngine()) as server:
+        for coupled in (None, True, False):
+            assert len(texts(server, n=3, coupled=coupled)) == 3
+
+
+# -- what noise is made of ---------------------------------------------------------------------------------------------
+
+
+def noise_of(*arguments: str, secret: bytes | None = None) -> OpenNoise:
+    options = parse_arguments(["--coupled-sampling", "1", *arguments], environment={})
+    with ExitStack() as stack:
+        return open_noise(options, secret, stack.callback)
+
+
+def test_the_root_is_of_what_was_given_else_of_the_seed_else_kept(tmp_path: Path) -> None:
+    secret, directory = b"0123456789abcdef", ["--cache-dir", str(tmp_path / "cache")]
+    given = [noise_of(*directory, "--seed", "1", secret=secret), noise_of(secret=secret)]
+    seeded = [noise_of(*directory, "--seed", "1"), noise_of("--seed", "1")]
+    assert not (tmp_path / "cache").exists()
+    kept, drawn = [noise_of(*directory), noise_of(*directory)], [noise_of(), noise_of()]
+    roots = [[noise.root() for noise in each if noise.root] for each in (given, seeded, kept, drawn)]
+    assert [len(set(each)) for each in roots] == [1, 1, 1, 2] and len(set().union(*roots)) == 5
+    assert noise_of("--seed", "2").root() not in roots[1]  # type: ignore[misc]
+    assert noise_of("--coupled-sampling", "0", *directory) == (None, None)
+
+
+def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_server: RedisServer) -> None:
+    with ExitStack() as stack:
+        client = stack.enter_context(closing(connect(redis_server.url)))
+        client.rpush(KEY, "a list")
+        server = served(stack, "--coupled-sampling", "1", "--redis", redis_server.url)
+        assert texts(server) == texts(server)
+        assert metric(server, "ssd:sharing_failures_total") > 0
+        own = texts(server)
+        client.delete(KEY)
+        wait_until(lambda: bool(client.exists(KEY)), 20)
+        assert texts(server) == own  # its root is that of all now
+
+
+@pytest.mark.parametrize("value", ["-1", "1048577", "x", "1.5", ""])
+def test_a_number_of_streams_of_no_use_is_said_in_one_line(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_arguments([f"--coupled-sampling={value}"], environment={})
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and "--coupled-sampling" in message and message.count("\n") == 1
+
+
+def test_a_file_of_options_says_how_many_streams(tmp_path: Path) -> None:
+    path = tmp_path / "ssd.yaml"
+    path.write_text("coupled-sampling: 16\n")
+    options = parse_arguments(["--config", str(path)], environment={})
+    assert options.engine.config.coupled_streams == 16
+    assert parse_arguments([], environment={}).engine.config.coupled_streams == 0
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+PROCESS = (*SMALL, "--cache-tokens", "65536", "--coupled-sampling", "1")
+
+
+def answer_of(port: int, prompt: str = PROMPT) -> str:
+    answer = post(port, "/v1/completions", {"prompt": prompt, **SAMPLED})
+    assert answer.status == 200, answer.content
+    text: str = answer.json["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.slow
+def test_replicas_of_one_redis_give_one_answer(tmp_path: Path, redis_server: RedisServer) -> None:
+    with ExitStack() as stack:
+        common = (*PROCESS, "--redis", redis_server.url)
+        ports = [stack.enter_context(running(*common))[1], stack.enter_context(running(*common))[1]]
+        ports.append(stack.enter_context(running(*PROCESS))[1])
+        for port in ports:
+            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
+        one, two, alone = (answer_of(port) for port in ports)
+        assert one == two != alone
+        redis_server.kill()
+        assert answer_of(ports[0]) == answer_of(ports[1]) == one
+
+
+@pytest.mark.slow
+def test_a_restart_goes_on_with_the_noise_of_its_directory(tmp_path: Path) -> None:
+    said, logs = [], []
+    for life in range(2):
+        log = tmp_path / f"log-{life}"
+        with (
+            log.open("w") as file,
+            running(*PROCESS, "--cache-dir", str(tmp_path / "cache"), stderr=file.fileno()) as (process, port),
+        ):
+            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
+            said.append(answer_of(port))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        logs.append(log.read_text())
+    assert said[0] == said[1]
+    kept = (tmp_path / "cache" / ".ssd" / "noise").read_text()
+    assert all("coupled_streams=1 noise=directory" in log and kept not in log for log in logs)
+
+
+@pytest.mark.slow
+def test_a_seed_makes_a_run_of_coupled_requests_repeatable() -> None:
+    runs = []
+    for _ in range(2):
+        with running(*PROCESS[:-1], "4", "--seed", "11") as (_, port):
+            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
+            body = {"prompt": PROMPT, **SAMPLED, "n": 3}
+            more = post(port, "/v1/completions", body).json["choices"]
+            runs.append([answer_of(port), answer_of(port), *(choice["text"] for choice in more)])
+    assert runs[0] == runs[1]

@@ -1,0 +1,329 @@
+"""What coupled noise chose before: the table against a dictionary, and drafts against the slow twin, node by node."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ssd.config import SamplingParams
+from ssd.drafting.noise_keys import GAMMA, uniform_noise
+from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
+from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.suffix import keyed_choices
+from ssd.drafting.suffix.chain import CHAIN_CANDIDATES, CHAIN_RECYCLED
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.suffix.keyed_choices import IN_BUCKET, MOST_CONFIRMED, KeyedChoices, learn_choices
+from ssd.drafting.suffix.namespace_tables import MOST_TABLES
+from ssd.drafting.suffix.vote import MAX_RECYCLED
+from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.snapshot import Snapshot
+from tests.reference import acceptance as slow
+from tests.reference.noise import coupled_key
+from tests.reference.successors import entries_of_row
+from tests.test_acceptance import asked_of, levels_of
+from tests.test_judged_sources import few_snapshots, said, told
+from tests.test_search import contexts
+
+SECRET, STREAM = 7, 3
+
+Choices = dict[int, tuple[int, int]]
+
+texts = st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(0, 3))
+
+
+def int32(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(tokens, np.int32)
+
+
+def noise_of(text: list[int], prompt_length: int, window: int, stream: int = STREAM) -> SequenceNoise:
+    noise = SequenceNoise.coupled(SECRET, stream, prompt_length=prompt_length, window=window)
+    noise.advance(int32(text))
+    return noise
+
+
+def key_behind(text: list[int], window: int) -> int:
+    return coupled_key(SECRET, STREAM, text, window)
+
+
+def gumbel_of(key: int, token: int) -> float:
+    uniform = uniform_noise(np.array([(key + token * GAMMA) % 2**64], np.uint64))[0]
+    return float(-np.log(-np.log(uniform)))
+
+
+def enter(choices: Choices, text: list[int], prompt_length: int, window: int) -> int:
+    """Enter what a request was told; of how many of the last tokens that was known."""
+    run = 0
+    for at in range(prompt_length, len(text)):
+        key, token = key_behind(text[:at], window), text[at]
+        before, confirmed = choices.get(key, (-1, 0))
+        run = run + 1 if before == token else 0
+        choices[key] = token, min(MOST_CONFIRMED, confirmed + 1) if before == token else 0
+    return run
+
+
+def asked(
+    name: str,
+    text: list[int],
+    noise: SequenceNoise,
+    limit: int,
+    *,
+    learned: LearnedState | None,
+    temperature: float = 0.7,
+    **more: Any,
+) -> DraftRequest:
+    sampling = SamplingRow(params=SamplingParams(temperature=temperature), noise=noise)
+    return DraftRequest(
+        name, int32(text), 0, more.pop("snapshot", None), limit, sampling=sampling, learned=learned, **more
+    )
+
+
+def teach(
+    drafter: SuffixDrafter,
+    text: list[int],
+    prompt_length: int,
+    window: int,
+    learned: LearnedState,
+    may_teach: bool = True,
+) -> None:
+    request = asked("t", text, noise_of(text, prompt_length, window), 0, learned=learned, may_teach=may_teach)
+    drafter.propose([request])
+    drafter.finish("t")
+
+
+@given(st.lists(texts, max_size=6), st.integers(1, 3))
+def test_a_table_knows_what_was_chosen_last_under_every_key(told: list[Any], window: int) -> None:
+    table, expected = KeyedChoices(), Choices()
+    for text, prompt_length in told:
+        noise = noise_of(text, prompt_length, window)
+        assert noise.drawn().tolist() == [
+            [key_behind(text[:at], window), text[at]] for at in range(prompt_length, len(text))
+        ]
+        learn_choices(table.address, noise.address, True)
+        learn_choices(table.address, noise.address, True)  # nothing is new
+        enter(expected, text, prompt_length, window)
+    assert {key: table.choice(key) for key in expected} == expected
+    assert len(table) == len(expected)
+
+
+def test_a_table_grows_to_its_bound_and_then_forgets_what_was_confirmed_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed_choices, "FIRST_BUCKETS", 1 << 5)
+    monkeypatch.setattr(keyed_choices, "MOST_BUCKETS", 1 << 9)
+    table, most = KeyedChoices(), IN_BUCKET << 9
+
+    def learn(seed: int, length: int) -> list[list[int]]:
+        noise = noise_of(np.random.default_rng(seed).integers(0, 1 << 24, length).tolist(), 0, 8)
+        learn_choices(table.address, noise.address, True)
+        drawn: list[list[int]] = noise.drawn().tolist()
+        return drawn
+
+    for _ in range(3):
+        first = learn(0, 100)
+        table.make_room()
+    for number in range(1, 40):
+        learn(number, 200)
+        table.make_room()
+    assert most >= len(table) > 0.9 * most
+    known = [table.choice(key) for key, _ in first]
+    assert sum(choice is not None and choice[0] == token for choice, (_, token) in zip(known, first, strict=True)) > 95
+    newest = learn(40, 10)
+    assert [table.choice(key) for key, _ in newest] == [(token, 0) for _, token in newest]
+    absent = np.random.default_rng(1).integers(0, 1 << 63, 10_000).tolist()
+    assert sum(table.choice(key) is not None for key in absent) < 10
+
+
+def test_ids_that_an_entry_cannot_hold_are_left_out() -> None:
+    table, text = KeyedChoices(), [1, 1 << 24, -1, 5]
+    noise = noise_of(text, 1, 2)
+    learn_choices(table.address, noise.address, True)
+    assert [table.choice(key) for key, _ in noise.drawn().tolist()] == [None, None, (5, 0)]
+
+
+taught = st.tuples(st.lists(texts, max_size=4), told, st.integers(0, 9), st.integers(1, 3), st.booleans(),
+                   st.sampled_from([0.3, 1.0]))  # fmt: skip
+situations = (few_snapshots, contexts.filter(bool), st.integers(1, 6), taught, st.sampled_from([0.02, 0.2]))
+
+
+def situation(
+    snapshot: Snapshot,
+    context: list[int],
+    others: list[tuple[list[int], int]],
+    positions: list[Any],
+    number: int,
+    window: int,
+    may_teach: bool,
+    temperature: float,
+) -> tuple[SuffixDrafter, DraftRequest, slow.Asked]:
+    """A drafter that other requests of the stream have taught, a request of it, and what the twin knows."""
+    drafter, learned, choices = SuffixDrafter(), LearnedState(), Choices()
+    successors: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    if positions:
+        scored = said(positions, number, learned)
+        drafter.observe_scores(scored)
+        for b in range(len(positions)):
+            successors |= dict(entries_of_row(scored, b))
+    for text, prompt_length in others:
+        enter(choices, text, prompt_length, window)
+        teach(drafter, text, prompt_length, window, learned)
+    prompt_length = min(number, len(context))
+    run = enter(dict(choices), context, prompt_length, window)
+
+    def key_of(draft: list[int]) -> int:
+        return key_behind([*context, *draft], window)
+
+    def noise_behind(draft: list[int], token: int) -> float:
+        return gumbel_of(key_of(draft), token)
+
+    known = asked_of(
+        snapshot,
+        context,
+        prompt_length=prompt_length,
+        successors=successors,
+        warmth=1 if temperature <= 0.5 else 2,
+        noise=noise_behind,
+        temperature=temperature,
+        choices=lambda draft: choices.get(key_of(list(draft))),
+        said_before=run,
+    )
+    noise = noise_of(context, prompt_length, window)
+    request = asked("a", context, noise, 6, learned=learned, temperature=temperature, may_teach=may_teach)
+    return drafter, replace(request, snapshot=snapshot, prompt_length=prompt_length), known
+
+
+@given(*situations)
+@settings(max_examples=100)
+def test_a_chain_knows_the_noise_behind_every_token_of_it(
+    snapshot: Snapshot, context: list[int], limit: int, taught: Any, price: float
+) -> None:
+    levels = levels_of(snapshot, context, limit + 1)
+    drafter, request, known = situation(snapshot, context, *taught)
+    request = replace(request, limit=limit, prices=np.array([price]))
+    draft, model, product = drafter.propose([request])[0], slow.SlowModel(), 1.0
+    tokens = draft.token_ids.tolist()
+    for depth in range(len(tokens) + 1):
+        if depth and not slow.goes_on(levels, tokens[:depth]) and known.choices(tokens[:depth]) is None:
+            return  # looked up again
+        voted = slow.candidates(levels, replace(known, successors={}), tokens[:depth], model)
+        assume(len(voted) <= CHAIN_CANDIDATES)  # which of more are judged is not the twin's to say
+        found = slow.candidates(levels, known, tokens[:depth], model, most_recycled=CHAIN_RECYCLED)
+        best = max((chance for chance, _, _ in found.values()), default=0.0)
+        if depth == len(tokens):
+            assert not found or depth == limit or product * best < price + 1e-9
+            break
+        assert draft.probabilities is not None
+        assert draft.probabilities[depth] == pytest.approx(best, rel=1e-9)
+        assert found[tokens[depth]][0] == pytest.approx(best, rel=1e-9)
+        product *= best
+
+
+@given(*situations)
+@settings(max_examples=60)
+def test_a_tree_knows_the_noise_behind_every_node_of_it(
+    snapshot: Snapshot, context: list[int], limit: int, taught: Any, price: float
+) -> None:
+    levels = levels_of(snapshot, context, limit + 1)
+    drafter, request, known = situation(snapshot, context, *taught)
+    draft = drafter.propose([replace(request, limit=limit, prices=np.array([price]), tree=True)])[0]
+    model, products = slow.SlowModel(), list[float]()
+    open_paths: list[tuple[float, list[int]]] = [(1.0, [])]
+    while open_paths:
+        product, path = open_paths.pop()
+        if path and not slow.goes_on(levels, path) and known.choices(path) is None:
+            return  # looked up again
+        for token, (chance, _, _) in slow.candidates(levels, known, path, model, most_recycled=MAX_RECYCLED).items():
+            if product * chance >= price and len(path) < limit:
+                products.append(product * chance)
+                open_paths.append((product * chance, [*path, token]))
+    chances = [] if draft.probabilities is None else draft.chances().tolist()
+    assert chances == pytest.approx(sorted(products, reverse=True)[:limit], rel=1e-9)
+
+
+def drafted(drafter: SuffixDrafter, text: list[int], learned: LearnedState, **more: Any) -> Draft:
+    name, stream = more.pop("name", "a"), more.pop("stream", STREAM)
+    noise = noise_of(text, 4, 4, stream)
+    return drafter.propose([asked(name, text, noise, 64, learned=learned, prices=np.array([1e-9]), **more)])[0]
+
+
+ANSWER = [1, 2, 3, 4, *range(100, 200)]
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("retrieval", [False, True])
+def test_what_a_stream_said_is_drafted_to_its_end_without_any_place_that_says_so(tree: bool, retrieval: bool) -> None:
+    drafter, learned = SuffixDrafter(retrieval=retrieval), LearnedState()
+    for _ in range(3):
+        teach(drafter, ANSWER, 4, 4, learned)
+    draft = drafted(drafter, ANSWER[:10], learned, tree=tree)
+    assert (draft.token_ids.tolist(), draft.source) == (ANSWER[10:74], "coupled")
+    assert len(drafted(SuffixDrafter(keyed=False), ANSWER[:10], learned, name="b", tree=tree).token_ids) == 0
+
+
+def test_each_stream_drafts_what_it_said_itself() -> None:
+    drafter, learned, said = SuffixDrafter(), LearnedState(), {}
+    for stream in range(4):
+        said[stream] = [1, 2, 3, 4, *range(100 * stream + 100, 100 * stream + 140)]
+        for _ in range(3):
+            noise = noise_of(said[stream], 4, 4, stream)
+            drafter.propose([asked("t", said[stream], noise, 0, learned=learned, may_teach=True)])
+            drafter.finish("t")
+    for stream, text in said.items():
+        assert drafted(drafter, text[:4], learned, name=str(stream), stream=stream).token_ids.tolist() == text[4:]
+
+
+def test_what_may_not_teach_teaches_nobody_and_namespaces_are_apart() -> None:
+    drafter, learned, other = SuffixDrafter(retrieval=False), LearnedState(), LearnedState()
+    teach(drafter, ANSWER, 4, 4, learned, may_teach=False)
+    assert len(drafted(drafter, ANSWER[:10], learned, name="b").token_ids) == 0
+    teach(drafter, ANSWER, 4, 4, learned)
+    assert len(drafted(drafter, ANSWER[:10], learned, name="c").token_ids) > 0
+    assert len(drafted(drafter, ANSWER[:10], other, name="d").token_ids) == 0
+    assert len(drafted(drafter, ANSWER[:10], None, name="e").token_ids) == 0  # type: ignore[arg-type]
+
+
+def test_what_is_said_while_a_request_runs_is_known_at_its_next_step() -> None:
+    drafter, learned = SuffixDrafter(retrieval=False), LearnedState()
+    noise = noise_of(ANSWER[:40], 4, 4)
+    drafter.propose([asked("running", ANSWER[:40], noise, 4, learned=learned, may_teach=True)])
+    assert drafted(drafter, ANSWER[:10], learned).token_ids.tolist() == ANSWER[10:40]
+    noise.advance(int32(ANSWER))
+    drafter.finish("running")
+    assert drafted(drafter, ANSWER[:40], learned, name="b").token_ids.tolist() == ANSWER[40:104]
+
+
+def test_noise_that_has_not_taken_note_of_the_text_is_not_foreseen() -> None:
+    drafter, learned = SuffixDrafter(retrieval=False), LearnedState()
+    teach(drafter, ANSWER, 4, 4, learned)
+    request = asked("a", ANSWER[:12], noise_of(ANSWER[:10], 4, 4), 64, learned=learned, prices=np.array([1e-9]))
+    assert len(drafter.propose([request])[0].token_ids) == 0
+
+
+def test_tables_are_as_few_as_they_may_be_and_forgotten_with_their_namespaces() -> None:
+    drafter = SuffixDrafter(retrieval=False)
+    namespaces = [LearnedState() for _ in range(MOST_TABLES + 1)]
+    for learned in namespaces:
+        teach(drafter, ANSWER, 4, 4, learned)
+    lengths = [len(drafted(drafter, ANSWER[:10], each, name=str(i)).token_ids) for i, each in enumerate(namespaces)]
+    assert lengths == [64] * MOST_TABLES + [0]
+    for number in range(MOST_TABLES):
+        drafter.finish(str(number))
+    late = namespaces.pop()
+    del learned, namespaces
+    gc.collect()
+    teach(drafter, ANSWER, 4, 4, late)
+    assert len(drafted(drafter, ANSWER[:10], late, name="z").token_ids) == 64
+
+
+def test_drafts_do_not_depend_on_how_often_a_table_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = []
+    for buckets in (keyed_choices.FIRST_BUCKETS, 2):
+        monkeypatch.setattr(keyed_choices, "FIRST_BUCKETS", buckets)
+        drafter, learned = SuffixDrafter(retrieval=False), LearnedState()
+        for end in range(14, len(ANSWER), 10):
+            teach(drafter, ANSWER[:end], 4, 4, learned)
+        drafts.append(drafted(drafter, ANSWER[:10], learned).token_ids.tolist())
+    assert drafts[0] == drafts[1] == ANSWER[10:74]
