@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, TextStreamer
 
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, DraftConfig
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest, make_drafter
+from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.engine.coupling import secret_of
+from ssd.engine.engine import Engine
+from ssd.engine.request import Request
 from ssd.errors import RequestError
-from ssd.integrations.transformers import generate
+from ssd.integrations.transformers import CoupledSampling, generate
+from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.text.codec import TextCodec
 from tests.models import tiny_model
+from tests.statistics import assert_follows
 
 PROMPTS = ("def main(argv):\n    parser = ", "import os\nimport sys\n\ndef walk(", "class Node:\n    def __init__(self")
 
@@ -114,6 +122,102 @@ def test_the_law_of_sampled_tokens_is_that_of_generate(cache: SuffixCache) -> No
 def top_law(model: PreTrainedModel, context: torch.Tensor) -> dict[int, float]:
     values, tokens = torch.topk(model(context).logits[0, -1] / 0.7, 4)
     return dict(zip(tokens.tolist(), values.double().softmax(-1).tolist(), strict=True))
+
+
+KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 20}, {"min_p": 0.01, "top_k": 60}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_coupled_text_is_the_engines_own(kind: dict[str, Any], cache: SuffixCache) -> None:
+    """Short texts of a small model: no two scores are as near as rounding would need to tell them apart."""
+    prompts = [(5, 6, 7, 5, 6), (9, 8), (40, 41, 42, 43, 44, 45, 46, 47, 48, 49)]
+    engine = Engine(
+        open_target(tiny_model(), num_slots=3, max_length=128),
+        drafter=make_drafter("ssd", DraftConfig()),
+        config=EngineConfig(coupled_streams=4, coupled_window=3),
+        eos_token_ids=(2,),
+        noise_root=lambda: b"a root",
+    )
+    sampling = SamplingParams(max_tokens=60, **kind)
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, noise_stream=number))
+    said: dict[str, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            said.setdefault(output.request_id, []).extend(output.token_ids)
+    model, drafter = tiny_model(), make_drafter("ssd", DraftConfig())
+    config = {"max_new_tokens": 60, "do_sample": True, "eos_token_id": 2, "top_k": 0, **kind}
+    for number, prompt in enumerate(prompts):
+        coupled = CoupledSampling(secret_of(b"a root", "default"), stream=number, window=3)
+        for _ in range(2):  # with drafts of nothing else, and of the answer itself
+            output = generate(model, torch.tensor([prompt]), cache=cache, drafter=drafter, coupled=coupled, **config)
+            assert output[0, len(prompt) :].tolist() == said[str(number)]
+
+
+def test_coupled_text_does_not_depend_on_drafts_and_is_drafted_where_it_was_said(
+    model: PreTrainedModel, codec: TextCodec, cache: SuffixCache
+) -> None:
+    counting, coupled = Counting(model), CoupledSampling(secret=7, stream=3)
+    drafter = make_drafter("ssd", DraftConfig())
+    prompt = ids(codec, PROMPTS[0])
+    config: dict[str, Any] = {"max_new_tokens": 48, "do_sample": True, "temperature": 0.9, "top_p": 0.95}
+    alone = generate(model, prompt, drafter=Failing(), coupled=coupled, **config)
+    passes = []
+    for _ in range(2):
+        before = counting.num_passes
+        again = generate(model, prompt, cache=cache, drafter=drafter, coupled=coupled, **config)
+        assert torch.equal(again, alone)
+        passes.append(counting.num_passes - before)
+    assert passes[1] <= 8 < passes[0], "the second time everything is known"
+    other = generate(model, prompt, cache=cache, drafter=drafter, coupled=CoupledSampling(7, stream=4), **config)
+    assert not torch.equal(other, alone)
+
+
+def test_the_law_of_coupled_tokens_is_that_of_generate(cache: SuffixCache) -> None:
+    """Pairs of tokens over many secrets, with a draft that is often right; by enumeration."""
+    model, drafter = tiny_model(), make_drafter("ssd", DraftConfig())
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    with torch.no_grad():
+        first = top_law(model, prompt)
+        second = {a: top_law(model, torch.cat([prompt, torch.tensor([[a]])], 1)) for a in first}
+    law: dict[tuple[int, ...], float] = {(2,): first.get(2, 0.0)}
+    law |= {(a, b): p * q for a, p in first.items() for b, q in second[a].items() if a != 2}
+    cache.append([*prompt[0].tolist(), *max(law, key=lambda pair: law[pair])])
+    config: dict[str, Any] = {"max_new_tokens": 2, "do_sample": True, "top_k": 4, "temperature": 0.7}
+    counts: Counter[tuple[int, ...]] = Counter()
+    for secret in np.random.default_rng(0).integers(0, 2**63, 250).tolist():
+        coupled = CoupledSampling(secret, window=1)
+        output = generate(model, prompt, cache=cache, drafter=drafter, learn=False, coupled=coupled, **config)
+        counts[tuple(output[0, 5:].tolist())] += 1
+    assert_follows(counts, law)
+
+
+def test_a_finished_text_is_noted_whole(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[SequenceNoise] = []
+    make = CoupledSampling.noise
+    monkeypatch.setattr(CoupledSampling, "noise", lambda *args: made.append(make(*args)) or made[-1])
+    prompt = torch.tensor([[5, 6, 7]])
+    output = generate(model, prompt, coupled=CoupledSampling(1), max_new_tokens=9, do_sample=True)
+    assert made[0].drawn()[:, 1].tolist() == output[0, 3:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"secret": 1 << 64}, "secret must be within 0.."),
+        ({"secret": -1}, "secret must be within 0.."),
+        ({"secret": 0, "stream": 1 << 32}, "stream must be within 0.."),
+        ({"secret": 0, "window": 0}, r"window must be within 1..64, got 0"),
+    ],
+)
+def test_coupling_by_impossible_numbers_is_refused(numbers: dict[str, int], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        CoupledSampling(**numbers)
+
+
+def test_coupling_what_is_not_sampled_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(RequestError, match="pass do_sample=True"):
+        generate(model, torch.tensor([[5, 6]]), coupled=CoupledSampling(1), do_sample=False, max_new_tokens=2)
 
 
 def test_what_is_generated_is_learned_unless_told_otherwise(

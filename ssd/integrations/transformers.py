@@ -9,6 +9,10 @@ transformers verifies, in its own assisted decoding: greedy output is that of ``
 passes of another width. A sampled token is drawn from the target's distribution at its own position and the draft is
 kept as far as it agrees, so the law of the output is that of ``model.generate`` too; a seed gives other tokens, because
 the global generator is asked for more numbers.
+
+With ``coupled=CoupledSampling(secret, stream)`` a sampled token is drawn with noise that all calls of one secret and
+stream share, see `ssd.drafting.sequence_noise`: its law is the same, but a text that was said before comes again where
+the same is asked again, and so it is drafted nearly whole. Drafts are judged by that noise too.
 """
 
 from __future__ import annotations
@@ -16,22 +20,51 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ssd.config import DraftConfig
+from ssd.config import DraftConfig, SamplingParams
 from ssd.drafting import Drafter, DraftRequest, make_drafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, TokenIds
+from ssd.drafting.sequence_noise import WINDOW, SequenceNoise
 from ssd.errors import RequestError
+from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache import SuffixCache
 
 _NOT_OURS = ("custom_generate", "assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
 _ids = itertools.count()
+_MOST_WINDOW = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CoupledSampling:
+    """Noise to draw with that other calls share; each token has the model's law all the same.
+
+    ``secret`` : any 64 bits; who knows them can foresee the noise. ``stream`` : below 2^32, of the same secret; texts
+    of different streams are independent, those of one are alike where the contexts are. ``window`` : tokens before a
+    token that its noise depends on, 1 to 64. An engine of ours says the same, up to rounding, where these three are
+    those of a request. Raises RequestError for other numbers.
+    """
+
+    secret: int
+    stream: int = 0
+    window: int = WINDOW
+
+    def __post_init__(self) -> None:
+        for name, most in (("secret", (1 << 64) - 1), ("stream", (1 << 32) - 1), ("window", _MOST_WINDOW)):
+            least = int(name == "window")
+            if not least <= getattr(self, name) <= most:
+                raise RequestError(f"{name} must be within {least}..{most}, got {getattr(self, name)}", param=name)
+
+    def noise(self, prompt_length: int) -> SequenceNoise:
+        """That of one sequence, whose prompt has so many tokens."""
+        return SequenceNoise.coupled(self.secret, self.stream, self.window, prompt_length=prompt_length)
 
 
 def generate(
@@ -42,17 +75,19 @@ def generate(
     drafter: Drafter | None = None,
     num_speculative_tokens: int = 16,
     learn: bool = True,
+    coupled: CoupledSampling | None = None,
     **generate_kwargs: Any,
 ) -> Any:
     """What ``model.generate(input_ids, **generate_kwargs)`` returns, with drafts of ours.
 
     ``input_ids`` : int64[1, n]. ``cache`` : drafted from, and unless ``learn`` is False the finished text is appended
     to it; None drafts from the prompt and the output alone. ``drafter`` : to keep what it learned between calls; None
-    makes a new one. ``num_speculative_tokens`` : draft limit.
+    makes a new one. ``num_speculative_tokens`` : draft limit. ``coupled`` : noise to draw with instead of the global
+    generator's; with ``output_scores`` only the token drawn has a finite score then. None: as ``model.generate`` does.
 
-    Raises RequestError for more than one row, beams, several returned sequences or another assistant, for
-    encoder-decoders and for models that cannot take tokens back (Mamba and hybrids); and whatever ``model.generate``
-    raises.
+    Raises RequestError for more than one row, beams, several returned sequences or another assistant, for ``coupled``
+    without sampling, for encoder-decoders and for models that cannot take tokens back (Mamba and hybrids); and whatever
+    ``model.generate`` raises.
     """
     config = DraftConfig(num_speculative_tokens=num_speculative_tokens)
     _check(model, input_ids, generate_kwargs)
@@ -60,19 +95,29 @@ def generate(
     proposer = SuffixCandidateGenerator(
         drafter or make_drafter("ssd", config), cache, prompt_length=input_ids.shape[1], limit=num_speculative_tokens
     )
+    proposer.may_teach = learn
 
     def decode(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
         if prepared.get("streamer") is None:  # transformers keeps it from functions like this one
             prepared["streamer"] = streamer
-        proposer.max_length = prepared["generation_config"].max_length
+        config = prepared["generation_config"]
+        proposer.max_length = config.max_length
+        if coupled is not None:
+            if not config.do_sample:
+                raise RequestError("coupled says how tokens are drawn: pass do_sample=True too", param="coupled")
+            noise = coupled.noise(input_ids.shape[1])
+            proposer.sampling = SamplingRow(params=_params_of(config), noise=noise)
+            processors = prepared["logits_processor"]  # the last of them, for it draws from what the others leave
+            prepared["logits_processor"] = LogitsProcessorList([*processors, _Draw(noise)])
         return GenerationMixin._assisted_decoding(cast(Any, _Assisted(model, proposer)), input_ids, **prepared)
 
     try:
         output = model.generate(input_ids, custom_generate=decode, **generate_kwargs)
+        sequence = output if isinstance(output, torch.Tensor) else output.sequences
+        proposer.note(sequence)
     finally:
         proposer.close()
     if learn and cache is not None:
-        sequence = output if isinstance(output, torch.Tensor) else output.sequences
         cache.append(sequence[0].cpu().numpy(), prompt_length=input_ids.shape[1])
     return output
 
@@ -85,6 +130,10 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self.num_failures = 0
         self.max_length: int | None = None
         """Of prompt and output in tokens; drafts end one before it. None: no bound."""
+        self.sampling: SamplingRow | None = None
+        """How tokens are drawn, where drafters can know: with coupled noise."""
+        self.may_teach = False
+        """Whether what is said may reach other calls."""
         self._drafter = drafter
         self._cache = cache
         self._prompt_length = prompt_length
@@ -97,7 +146,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """``input_ids``, int64[1, n], with the draft behind it; no scores, so transformers samples and compares."""
-        context = input_ids[0].to("cpu", torch.int32).numpy()
+        context = self.note(input_ids)
         self._start = len(context)
         try:
             self._draft = self._propose(context)
@@ -109,6 +158,13 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             return input_ids, None
         tokens = torch.from_numpy(self._draft.token_ids.astype(np.int64)).to(input_ids.device)
         return torch.cat([input_ids, tokens[None]], dim=-1), None
+
+    def note(self, input_ids: torch.Tensor) -> TokenIds:
+        """The text so far, of which nothing is taken back: int32[n] of int64[1, n]."""
+        context = _on_host(input_ids)
+        if self.sampling is not None:
+            self.sampling.noise.advance(context)
+        return context
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """``input_ids`` : int64[1, m], with what this step gave. ``num_matches`` : of the draft, accepted."""
@@ -135,9 +191,40 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             learned=None if self._cache is None else self._cache.learned,
             limit=max(0, min(self._limit, room)),
             prices=np.array([price]) if price else None,
+            sampling=self.sampling,
+            may_teach=self.may_teach,
         )
         draft = self._drafter.propose([request])[0]
         return draft.cut(self._price_list.paying_width([draft], [1.0]))
+
+
+class _Draw(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+    """Leaves one token possible at each position: the one that its noise draws from what was left there."""
+
+    def __init__(self, noise: SequenceNoise) -> None:
+        self._noise = noise
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
+        """``input_ids`` : int64[1, n], the text before the position, as far as it is drafted. ``scores`` : [1, V]."""
+        token = int(argmax_with_noise(scores, self._noise.keys(_on_host(input_ids)))[0])
+        drawn = torch.full_like(scores, float("-inf"))
+        drawn[0, token] = scores[0, token]
+        return drawn
+
+
+def _on_host(input_ids: torch.Tensor) -> TokenIds:
+    ids: TokenIds = input_ids[0].to("cpu", torch.int32).numpy()
+    return ids
+
+
+def _params_of(config: GenerationConfig) -> SamplingParams:
+    """What a drafter may know of the law: nothing that depends on the text."""
+    return SamplingParams(
+        temperature=min(config.temperature or 1.0, 2.0),
+        top_k=config.top_k or 0,
+        top_p=config.top_p or 1.0,
+        min_p=config.min_p or 0.0,
+    )
 
 
 class _Assisted:
