@@ -4,10 +4,10 @@
 ``python -m benchmarks.coupled --windows K...``
 
 Three engines answer the same questions one after the other: without speculation, with it and coupled noise, with it
-and a seed for every request as before. Asked again: every prompt was answered once of every stream, then comes again
-with a stream that is drawn. Near-variants: the same prompts with a word or a number changed or a sentence added.
-Nothing twice: prompts that are all new, on empty caches. Growth: the mixed stream of ``benchmarks.growth``, its first
-and its last fifth. Every timed output is compared with speculation off of the same noise, with the near-tie rule of
+and a seed for every request as before. Nothing twice: prompts that are all new, on empty caches. Asked again: every
+prompt was answered once of every stream, then comes again with a stream that is drawn. Near-variants: the same prompts
+with a word or a number changed or a sentence added. Growth: the mixed stream of ``benchmarks.growth``, its first and
+its last fifth. Every timed output is compared with speculation off of the same noise, with the near-tie rule of
 ``benchmarks/exactness.py``. Ratios are of tokens/s within a group of requests, prompts included: medians over groups,
 with the least and the most; beside them ratios by CPU time, which other programs on the machine change less.
 
@@ -79,10 +79,9 @@ def _workloads(opened: Opened, args: argparse.Namespace) -> tuple[dict[str, Any]
     print(f"\n{'workload':>20} {'T':>4} {'S':>3} {'off tok/s':>10} {'coupled over off':>22} {'by CPU time':>22} "
           f"{'tokens a pass':>14} {'uncoupled over off':>22} {'tokens a pass':>14}")  # fmt: skip
     rows = []
-    for temperature in args.temperatures:
-        for row in _rows(workloads, _sampling(args, temperature), args):
-            rows.append(row.summary())
-            _print(rows[-1])
+    for row in _rows(workloads, args):
+        rows.append(row.summary())
+        _print(rows[-1])
     marks = marks_of(rows)
     print()
     for mark in marks:
@@ -91,12 +90,16 @@ def _workloads(opened: Opened, args: argparse.Namespace) -> tuple[dict[str, Any]
     return {"rows": rows, "marks": marks}, contenders.comparison
 
 
-def _rows(workloads: Workloads, sampling: Sampling, args: argparse.Namespace) -> Iterator[Row]:
-    for num_streams in args.streams:
-        yield from workloads.again(sampling, num_streams)
-    yield workloads.new(sampling, args.growth_streams)
-    if args.growth_requests:
-        yield from workloads.growth(sampling, args.growth_streams)
+def _rows(workloads: Workloads, args: argparse.Namespace) -> Iterator[Row]:
+    """New text first: what a pass costs is then measured alike by all, who later run passes of other widths."""
+    samplings = [_sampling(args, temperature) for temperature in args.temperatures]
+    for sampling in samplings:
+        yield workloads.new(sampling, args.growth_streams)
+    for sampling in samplings:
+        for num_streams in args.streams:
+            yield from workloads.again(sampling, num_streams)
+        if args.growth_requests:
+            yield from workloads.growth(sampling, args.growth_streams)
 
 
 def _windows(opened: Opened, args: argparse.Namespace) -> tuple[dict[str, Any], Comparison]:
