@@ -128,7 +128,7 @@ def test_no_option_lets_a_head_change_the_output(
     name: str, sampling: SamplingParams, prompt: list[int], shape: DraftShape
 ) -> None:
     target, drafter = kept(name)
-    params = replace(sampling, logprobs=None, prompt_logprobs=None)
+    params = replace(sampling, logprobs=None, prompt_logprobs=None, seed=sampling.seed or 0)
     requests = [request_of(0, prompt, params), request_of(1, prompt, SamplingParams(max_tokens=9, temperature=0.0))]
     expected = plain(target, requests)
     for chosen in (drafter, Arbiter([PromptLookupDrafter(), drafter])):
