@@ -80,8 +80,9 @@ def pages() -> dict[str, str]:
     growth, overhead, vllm, curve = (_result(name) for name in ("growth", "overhead", "vllm", "replay-curve"))
     if growth is not None:
         put(BENCHMARKS, "growth", growth_section(growth))
-    if growth and overhead and vllm and curve:
-        put("README.md", "gains", gains_section(growth, overhead, vllm, curve))
+    coupled = _result("coupled")
+    if growth and coupled and overhead and vllm and curve:
+        put("README.md", "gains", gains_section(growth, coupled, overhead, vllm, curve))
     if (decode := _result("decode")) is not None:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
     if sources := _results("sources", "sources-gemma"):

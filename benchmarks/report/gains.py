@@ -9,7 +9,16 @@ from benchmarks.report.replay import speed_ups
 _STREAMS = {"mixed": "requests of which some recur", "no repeats": "requests that never recur"}
 
 
-def gains_section(growth: dict[str, Any], overhead: dict[str, Any], vllm: dict[str, Any], curve: dict[str, Any]) -> str:
+_COUPLED_STREAMS = 4
+
+
+def gains_section(
+    growth: dict[str, Any],
+    coupled: dict[str, Any],
+    overhead: dict[str, Any],
+    vllm: dict[str, Any],
+    curve: dict[str, Any],
+) -> str:
     """A line a question, each with one ratio; above 1 is good for us."""
     again = growth["repeated_requests"]
     lines = ["| what | against | |", "|---|---|--:|"]
@@ -20,6 +29,10 @@ def gains_section(growth: dict[str, Any], overhead: dict[str, Any], vllm: dict[s
     add(f"the same {again['requests']} greedy requests again, tokens/s", "speculation off", again["speedup_second"])
     for run in growth["runs"]:
         add(f"{_STREAMS[run['stream']]}, {run['sampling']}, last fifth", "speculation off", run["speedup_last"])
+    for row in coupled["rows"]:
+        if row["streams"] == _COUPLED_STREAMS and row["workload"] in ("asked again", "near-variants"):
+            what = f"coupled, {_COUPLED_STREAMS} streams, temperature {row['temperature']}: {row['workload']}"
+            add(what, "speculation off", row["coupled"]["over_off"][0])
     for row in overhead["rows"]:
         if row["traffic"] == "cold" and row["batch"] in (1, 8):
             add(f"nothing to gain, batch {row['batch']}, temperature 1", "speculation off", row["tokens_ratio_p50"])
