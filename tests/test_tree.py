@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft
 from ssd.engine.verify import usable
-from ssd.model.kv.tree import TreeShape, depths, is_tree, leading_chain, node_parents, path_to
+from ssd.model.kv.tree import TreeShape, is_tree, leading_chain, node_parents, path_to
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
@@ -40,12 +40,12 @@ def test_the_shape_of_a_pass_equals_the_slow_twin(drafts: list[tuple[list[int], 
         assert is_tree(ints(parents), len(tokens))
         for node, seen in enumerate(slow.visible(parents)):
             assert set(np.flatnonzero(shape.sees[b, node]).tolist()) == seen
-            assert shape.depths[b, node] == depths(ints(parents), len(tokens))[node] == len(seen) - 1
+            assert shape.depths[b, node] == slow.depths(parents, len(tokens))[node] == len(seen) - 1
             assert path_to(ints(parents), node) == slow.path_of(parents, node - 1)
 
 
 def test_without_parents_a_draft_is_a_chain() -> None:
-    assert depths(None, 3).tolist() == [0, 1, 2, 3]
+    assert slow.depths(None, 3) == [0, 1, 2, 3]
     shape = TreeShape.build(node_parents([None, ints([-1, -1])], 4))
     assert shape.depths.tolist() == [[0, 1, 2, 3], [0, 1, 1, 2]]
     assert np.array_equal(shape.sees[0], np.tri(4, dtype=bool))

@@ -30,6 +30,7 @@ from benchmarks.coupled.windows import MEASURES, NOT_COUPLED, Pairs, measure
 from benchmarks.coupled.workloads import Plan, Row, Workloads
 from benchmarks.environment import head, model_facts, model_name
 from benchmarks.models import add_model
+from benchmarks.sources.rounds import spread_text
 from ssd.config import DraftConfig, EngineConfig
 
 _PAIR_STREAMS = 2
@@ -144,14 +145,9 @@ def _plan(args: argparse.Namespace) -> Plan:
 def _print(row: dict[str, Any]) -> None:
     coupled, uncoupled = row[COUPLED], row[UNCOUPLED]
     print(f"{row['workload']:>20} {row['temperature']:>4} {row['streams']:>3} {row['off_tokens_per_s'][0]:>10.1f} "
-          f"{_spread(coupled['over_off']):>22} {_spread(coupled['over_off_by_cpu_time']):>22} "
-          f"{coupled['tokens_per_pass']:>14.2f} {_spread(uncoupled['over_off']):>22} "
+          f"{spread_text(coupled['over_off']):>22} {spread_text(coupled['over_off_by_cpu_time']):>22} "
+          f"{coupled['tokens_per_pass']:>14.2f} {spread_text(uncoupled['over_off']):>22} "
           f"{uncoupled['tokens_per_pass']:>14.2f}", flush=True)  # fmt: skip
-
-
-def _spread(values: Sequence[float]) -> str:
-    middle, least, most = values
-    return f"{middle:.2f} ({least:.2f} ... {most:.2f})"
 
 
 _QUICK = {"requests": 6, "growth_requests": 30, "max_tokens": 48, "streams": [4], "temperatures": [0.7], "group": 3}

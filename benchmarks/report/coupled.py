@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 from benchmarks.report.growth import measured_on
+from benchmarks.report.spread import ratio_with_spread
 
 
 def coupled_section(results: Sequence[dict[str, Any]]) -> str:
@@ -35,7 +36,7 @@ def _table(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         coupled, uncoupled = row["coupled"], row["uncoupled"]
         lines.append(
-            f"| {row['workload']} | {row['temperature']} | {row['streams']} | {_spread(coupled['over_off'])} "
+            f"| {row['workload']} | {row['temperature']} | {row['streams']} | {ratio_with_spread(coupled['over_off'])} "
             f"| {coupled['over_off_by_cpu_time'][0]:.2f}x | {coupled['tokens_per_pass']:.2f} "
             f"| {uncoupled['over_off'][0]:.2f}x | {uncoupled['tokens_per_pass']:.2f} |"
         )
@@ -83,11 +84,6 @@ def window_section(results: Sequence[dict[str, Any]]) -> str:
         "prompt was answered before, half the pairs."
     )
     return "\n".join(lines)
-
-
-def _spread(values: Sequence[float]) -> str:
-    middle, least, most = values
-    return f"{middle:.2f}x ({least:.2f} ... {most:.2f})"
 
 
 def _mean(values: Sequence[float], digits: int) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from benchmarks.report.spread import ratio_with_spread
+
 _ROWS = (
     ("passes", "passes for a token"),
     ("row_passes", "passes for a token, each row counted"),
@@ -36,7 +38,7 @@ def _tables(result: dict[str, Any]) -> list[str]:
     titles = [*(f"epoch {epoch}" for epoch in epochs), "all"]
     lines = [f"| times less than speculation off | {' | '.join(titles)} |", f"|---|{'--:|' * len(titles)}"]
     for key, title in _ROWS:
-        lines.append(f"| {title} | {' | '.join(map(_spread, result['over_off'][key]))} |")
+        lines.append(f"| {title} | {' | '.join(map(ratio_with_spread, result['over_off'][key]))} |")
     titles = [*(f"epoch {epoch}" for epoch in epochs), "after, other noise"]
     lines += ["", f"| mean reward | {' | '.join(titles)} |", f"|---|{'--:|' * len(titles)}"]
     for name, found in result["contenders"].items():
@@ -51,11 +53,6 @@ def _tables(result: dict[str, Any]) -> list[str]:
         f"{parameters['seeds']} seeds. The answers of the first coupled run and those of its noise without speculation "
         f"{same}. Taking weights over: {loading:.0f} ms.",
     ]
-
-
-def _spread(values: Sequence[float]) -> str:
-    middle, least, most = values
-    return f"{middle:.2f}x ({least:.2f} ... {most:.2f})"
 
 
 def _rewards(values: Sequence[float]) -> str:

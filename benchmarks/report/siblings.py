@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.report.growth import measured_on
+from benchmarks.report.spread import ratio_with_spread
 
 
 def siblings_section(result: dict[str, Any]) -> str:
@@ -18,8 +18,8 @@ def siblings_section(result: dict[str, Any]) -> str:
         _, alone, live, alone_cheap, live_cheap = run["rows"]
         lines.append(
             f"| {run['samples']} | {begin} | {run['noise']} | {alone['tokens_per_pass'][0]:.2f} "
-            f"| {live['tokens_per_pass'][0]:.2f} | {_spread(alone['over_off_by_cpu_time'])} "
-            f"| {_spread(live['over_off_by_cpu_time'])} "
+            f"| {live['tokens_per_pass'][0]:.2f} | {ratio_with_spread(alone['over_off_by_cpu_time'])} "
+            f"| {ratio_with_spread(live['over_off_by_cpu_time'])} "
             f"| {alone_cheap['tokens_per_pass'][0]:.2f} | {live_cheap['tokens_per_pass'][0]:.2f} |"
         )
     parameters = result["parameters"]
@@ -36,8 +36,3 @@ def siblings_section(result: dict[str, Any]) -> str:
         f"compared with speculation off: {num_ties} near-ties, no other difference.",
     ]
     return "\n".join(lines)
-
-
-def _spread(values: Sequence[float]) -> str:
-    middle, least, most = values
-    return f"{middle:.2f}x ({least:.2f} ... {most:.2f})"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.report.growth import measured_on
+from benchmarks.report.spread import ratio_with_spread
 
 
 def sources_section(results: Sequence[dict[str, Any]]) -> str:
@@ -32,8 +33,9 @@ def _table(result: dict[str, Any]) -> list[str]:
     ]
     for run in result["runs"]:
         lines += [
-            f"| {run['sampling']} | {row['source']} | {row['tokens_per_pass'][0]:.2f} | {_spread(row['over_off'])} "
-            f"| {_spread(row['over_off_by_cpu_time'])} | {row['drafted_per_pass'][0]:.1f} |"
+            f"| {run['sampling']} | {row['source']} | {row['tokens_per_pass'][0]:.2f} "
+            f"| {ratio_with_spread(row['over_off'])} | {ratio_with_spread(row['over_off_by_cpu_time'])} "
+            f"| {row['drafted_per_pass'][0]:.1f} |"
             for row in run["rows"][1:]
         ]
     bests = []
@@ -51,8 +53,3 @@ def _table(result: dict[str, Any]) -> list[str]:
         "no other difference.",
     ]
     return lines
-
-
-def _spread(values: Sequence[float]) -> str:
-    middle, least, most = values
-    return f"{middle:.2f}x ({least:.2f} ... {most:.2f})"

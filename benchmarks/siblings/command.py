@@ -37,7 +37,7 @@ from benchmarks.siblings.contenders import (
     Comparison,
     Siblings,
 )
-from benchmarks.sources.rounds import spread
+from benchmarks.sources.rounds import spread, spread_text
 from benchmarks.streams import made_stream
 from benchmarks.workloads import NO_REPEATS
 from ssd.model.loading.load_target import load_model
@@ -131,23 +131,18 @@ def _print(run: dict[str, Any]) -> None:
     for row in run["rows"]:
         cells = (
             row["drafts"],
-            _spread(row["tokens_per_pass"]),
-            _spread(row["steps"], 0),
-            _spread(row["over_off"]),
-            _spread(row["over_off_by_cpu_time"]),
-            _spread(row["tokens_per_s"], 1),
+            spread_text(row["tokens_per_pass"]),
+            spread_text(row["steps"], 0),
+            spread_text(row["over_off"]),
+            spread_text(row["over_off_by_cpu_time"]),
+            spread_text(row["tokens_per_s"], 1),
             f"{row['drafted_per_pass'][0]:.2f}",
             f"{row['live_per_accepted'][0]:.2f}",
         )
         print(" ".join(f"{cell:>22}" for cell in cells))
-    print(f"{LIVE} over {ALONE}: {_spread(run['live_over_alone'], 3)}; by CPU time "
-          f"{_spread(run['live_over_alone_by_cpu_time'], 3)}; tokens a pass, cheap: "
-          f"{_spread(run['live_over_alone_per_pass'], 3)}", flush=True)  # fmt: skip
-
-
-def _spread(values: Sequence[float], digits: int = 2) -> str:
-    middle, least, most = (f"{value:.{digits}f}" for value in values)
-    return f"{middle} ({least} ... {most})"
+    print(f"{LIVE} over {ALONE}: {spread_text(run['live_over_alone'], 3)}; by CPU time "
+          f"{spread_text(run['live_over_alone_by_cpu_time'], 3)}; tokens a pass, cheap: "
+          f"{spread_text(run['live_over_alone_per_pass'], 3)}", flush=True)  # fmt: skip
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.environment import head, model_facts, model_name
 from benchmarks.models import add_model
 from benchmarks.sources.contenders import Contender, contenders, open_engine, own_head
-from benchmarks.sources.rounds import Outcome, run_rounds
+from benchmarks.sources.rounds import Outcome, run_rounds, spread_text
 from benchmarks.streams import made_stream
 from benchmarks.workloads import NO_REPEATS
 from ssd.config import DraftConfig, SamplingParams
@@ -110,22 +110,17 @@ def _print(run: dict[str, Any]) -> None:
     for row in run["rows"]:
         cells = (
             row["source"],
-            _spread(row["tokens_per_pass"]),
-            _spread(row["over_off"]),
-            _spread(row["over_off_by_cpu_time"]),
-            _spread(row["tokens_per_s"], 1),
+            spread_text(row["tokens_per_pass"]),
+            spread_text(row["over_off"]),
+            spread_text(row["over_off_by_cpu_time"]),
+            spread_text(row["tokens_per_s"], 1),
             f"{row['drafted_per_pass'][0]:.2f}",
             f"{row['accepted_per_pass'][0]:.2f}",
         )
         print(" ".join(f"{cell:>22}" for cell in cells), flush=True)
     if (found := run["all_over_best"]) is not None:
-        print(f"all together over {found['best']}, the best alone: {_spread(found['ratio'], 3)}; by CPU time "
-              f"{_spread(found['ratio_by_cpu_time'], 3)}", flush=True)  # fmt: skip
-
-
-def _spread(values: Sequence[float], digits: int = 2) -> str:
-    middle, least, most = (f"{value:.{digits}f}" for value in values)
-    return f"{middle} ({least} ... {most})"
+        print(f"all together over {found['best']}, the best alone: {spread_text(found['ratio'], 3)}; by CPU time "
+              f"{spread_text(found['ratio_by_cpu_time'], 3)}", flush=True)  # fmt: skip
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -156,3 +156,9 @@ def compare(
 def spread(values: Sequence[float], digits: int) -> list[float]:
     """The median, the least and the most."""
     return [round(value, digits) for value in (median(values), min(values), max(values))]
+
+
+def spread_text(values: Sequence[float], digits: int = 2) -> str:
+    """A `spread` as tables print it."""
+    middle, least, most = (f"{value:.{digits}f}" for value in values)
+    return f"{middle} ({least} ... {most})"

@@ -189,11 +189,6 @@ class SequenceNoise:
         return self._record.window > 0
 
     @property
-    def request_key(self) -> int:
-        """What its keys are derived from."""
-        return self._record.request
-
-    @property
     def num_counted(self) -> int:
         """Tokens of the text that ``advance`` was told."""
         return self._record.counted

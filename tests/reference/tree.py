@@ -37,3 +37,10 @@ def output_of(tokens: Sequence[int], parents: Sequence[int], choose: Choose) -> 
 def visible(parents: Sequence[int]) -> list[set[int]]:
     """Of each node, the root first, the nodes it sees."""
     return [{0}, *({0, *(token + 1 for token in path_of(parents, leaf))} for leaf in range(len(parents)))]
+
+
+def depths(parents: Sequence[int] | None, num_tokens: int) -> list[int]:
+    """Draft tokens on the path to each node, the root first: how far behind it each stands."""
+    if parents is None:
+        return list(range(num_tokens + 1))
+    return [0, *(len(path_of(parents, token)) for token in range(num_tokens))]

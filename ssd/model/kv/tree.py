@@ -27,16 +27,6 @@ def leading_chain(parents: Parents) -> int:
     return int(branches[0]) if len(branches) else len(parents)
 
 
-def depths(parents: Parents | None, num_tokens: int) -> Ints:
-    """Draft tokens on the path to each node, int64[num_tokens + 1]: how far behind the root it stands. O(k)."""
-    if parents is None:
-        return np.arange(num_tokens + 1)
-    found = np.zeros(num_tokens + 1, np.int64)
-    for token, parent in enumerate(parents.tolist()):
-        found[token + 1] = found[parent + 1] + 1
-    return found
-
-
 def path_to(parents: Parents, node: int) -> list[int]:
     """The draft's tokens on the path to ``node``, oldest first, as indices into the draft. O(depth)."""
     path = []
