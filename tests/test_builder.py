@@ -17,8 +17,8 @@ import pytest
 
 import ssd
 from cache_builder.__main__ import main
-from cache_builder.json_values import array_elements
-from cache_builder.partial_directory import partial_directory
+from cache_builder.building.partial_directory import partial_directory
+from cache_builder.inputs.json_values import array_elements
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.segment import SEPARATOR

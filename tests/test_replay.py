@@ -14,12 +14,12 @@ import pytest
 
 from benchmarks.replay import digest, main, replay
 from benchmarks.replay.contenders import OurDrafters, PeerDrafter
-from benchmarks.replay.counts import Counts
 from benchmarks.replay.replaying import replay_stream
 from benchmarks.replay.settings import settings_of
 from benchmarks.replay.stream import stream
 from benchmarks.traces import Row, TraceTokenizer, all_traces, read_records, read_rows
-from benchmarks.walk import Steps
+from cache_builder.replay.counts import Counts
+from cache_builder.replay.walk import Steps
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter

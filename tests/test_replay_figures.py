@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from benchmarks.replay import measure_cost
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.comparison import compare, compare_results, envelope, geometric_means
-from benchmarks.replay.cost import CostCurve, flat, measured, speed_up
-from benchmarks.replay.counts import Counts
-from benchmarks.replay.pricing import CurvePrice, FixedPrice
-from benchmarks.replay.settings import CONTENDER_NAMES, settings_of
-from benchmarks.walk import Steps
+from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, settings_of
+from cache_builder.replay.cost import CostCurve, flat, read_curve, speed_up
+from cache_builder.replay.counts import Counts
+from cache_builder.replay.pricing import CurvePrice, FixedPrice
+from cache_builder.replay.walk import Steps
 from ssd.drafting.protocol import Draft
 from ssd.errors import ConfigError
 from tests.reference import walk as reference
@@ -74,7 +74,7 @@ def test_speed_up_is_plain_cost_over_the_cost_of_the_steps() -> None:
 
 
 def test_the_committed_curve_is_one() -> None:
-    costs = measured().upto(64)
+    costs = read_curve(MEASURED_PATH).upto(64)
     assert costs[1] == 1.0
     assert (costs[2:] > 0.5).all()
 
@@ -86,13 +86,13 @@ def test_the_committed_curve_is_one() -> None:
 def test_a_curve_that_cannot_be_used_says_how_to_measure_one(text: str, tmp_path: Path) -> None:
     (tmp_path / "verify-cost.json").write_text(text)
     with pytest.raises(ConfigError, match="measure_cost"):
-        measured(tmp_path / "verify-cost.json")
+        read_curve(tmp_path / "verify-cost.json")
 
 
 def test_a_measured_curve_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert measure_cost.main(["--rounds", "2", "--context", "32", "--out", str(tmp_path / "cost.json")]) == 0
     result = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
-    assert measured(tmp_path / "cost.json").costs.tolist() == result["costs"]
+    assert read_curve(tmp_path / "cost.json").costs.tolist() == result["costs"]
     assert result["widths"] == list(measure_cost.WIDTHS)
     assert min(result["ms_p50"]) > 0
 

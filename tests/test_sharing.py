@@ -24,15 +24,8 @@ from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.terms import NamespaceTerms
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import address_of, connect, hide_password
-from ssd.sharing.entry import (
-    MAX_ENTRY_TOKENS,
-    Entry,
-    InvalidEntryError,
-    num_tokens_of,
-    pack_entry,
-    stream_key,
-    unpack_entry,
-)
+from ssd.sharing.entry import MAX_ENTRY_TOKENS, Entry, InvalidEntryError, num_tokens_of, pack_entry, unpack_entry
+from ssd.sharing.keys import stream_key
 from ssd.sharing.push import push_segments
 from ssd.sharing.redis_log import RedisLog
 from tests.redis_server import RedisServer, redis_server

@@ -18,7 +18,7 @@ from benchmarks.faults.questions import Question
 from benchmarks.faults.store import notes_in, notes_on_disk
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.sharing.entry import stream_key
+from ssd.sharing.keys import stream_key
 from ssd.sharing.redis_log import RedisLog
 from ssd.text.codec import TextCodec
 

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.peers.answers import Draft, Insertion, PeerError, PeerUnavailable, Proposals
 from benchmarks.peers.frames import FrameError, TokenIds, read_frame, write_frame
 from benchmarks.peers.names import PEER_NAMES
-from benchmarks.walk import Steps
+from cache_builder.replay.walk import Steps
 
 _ROOT = Path(__file__).parents[2]
 _CHUNK_TOKENS = 1 << 20

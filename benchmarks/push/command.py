@@ -28,7 +28,8 @@ from benchmarks.index.data import completions
 from ssd.retrieval.static import StaticWriter
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import connect
-from ssd.sharing.entry import stream_key, unpack_entry
+from ssd.sharing.entry import unpack_entry
+from ssd.sharing.keys import stream_key
 from ssd.sharing.push import push_segments
 
 Tokens = npt.NDArray[np.int32]

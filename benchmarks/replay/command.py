@@ -22,11 +22,11 @@ from benchmarks.environment import head
 from benchmarks.peers import PeerError
 from benchmarks.replay import table
 from benchmarks.replay.comparison import compare_results
-from benchmarks.replay.cost import CostCurve, flat, measured
 from benchmarks.replay.job import Plan, run_all
 from benchmarks.replay.plots import plot_curves, plot_reliability
-from benchmarks.replay.settings import CONTENDER_NAMES, OURS
+from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, OURS
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
+from cache_builder.replay.cost import CostCurve, flat, read_curve
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
@@ -74,7 +74,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         value = getattr(options, name)
         if value is not None and not least <= value <= most:
             raise ConfigError(f"--{name.replace('_', '-')} must be within {least:,}..{most:,}, got {value}")
-    curves: dict[str, CostCurve] = {"flat": flat(_FLAT_WIDTH), "measured": measured()}
+    curves: dict[str, CostCurve] = {"flat": flat(_FLAT_WIDTH), "measured": read_curve(MEASURED_PATH)}
     return Plan(
         drafters=list(dict.fromkeys(options.drafter or [OURS])),
         draft=DraftConfig(num_speculative_tokens=options.max_draft),

@@ -11,10 +11,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from benchmarks.peers import Peer
-from benchmarks.replay.pricing import CurvePrice, FixedPrice, Pricing
 from benchmarks.replay.settings import PEERS, Setting
 from benchmarks.traces import Row, TokenIds
-from benchmarks.walk import Proposal, Steps, walk
+from cache_builder.replay.pricing import CurvePrice, FixedPrice, Pricing
+from cache_builder.replay.walk import Proposal, Steps, walk
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Draft, Drafter, DraftRequest, make_drafter
 from ssd.retrieval.cache import CacheSet

@@ -14,12 +14,12 @@ import numpy as np
 
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.contenders import Contender, OurDrafters, PeerDrafter
-from benchmarks.replay.cost import CostCurve, speed_up
-from benchmarks.replay.counts import Counts
 from benchmarks.replay.replaying import replay_stream
 from benchmarks.replay.settings import PEERS, Setting, settings_of
 from benchmarks.replay.stream import Turn, adversarial, limited, shuffled, stream
 from benchmarks.traces import Row, TraceTokenizer, read_records, read_sessions, trace_name
+from cache_builder.replay.cost import CostCurve, speed_up
+from cache_builder.replay.counts import Counts
 from ssd.config import DraftConfig, IndexConfig
 
 Result = dict[str, Any]

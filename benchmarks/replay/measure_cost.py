@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from benchmarks.environment import head, model_facts, model_name
 from benchmarks.exactness import TIE_MARGIN
-from benchmarks.replay.cost import MEASURED_PATH
+from benchmarks.replay.settings import MEASURED_PATH
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.model.loading.load_target import load_model, open_target

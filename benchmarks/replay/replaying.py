@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.replay.contenders import Contender, OurDrafters
-from benchmarks.replay.counts import UNSCORED_SHARE, Counts
 from benchmarks.replay.settings import Setting
 from benchmarks.replay.stream import Turn, limited, stream
 from benchmarks.traces import Row
+from cache_builder.replay.counts import UNSCORED_SHARE, Counts
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import Drafter
 

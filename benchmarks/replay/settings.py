@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from benchmarks.replay.cost import CostCurve
+from cache_builder.replay.cost import CostCurve
 from ssd.drafting import DRAFTER_NAMES
 
 OURS = "ssd"
+MEASURED_PATH = Path(__file__).parents[1] / "results" / "verify-cost.json"
+"""The cost curve that `benchmarks.replay.measure_cost` measured."""
 PEERS = {"arctic": "arctic", "vllm-ngram": "vllm-ngram", "prompt-lookup-hf": "prompt-lookup"}
 """What other people's drafters are called here, and in `benchmarks.peers`."""
 

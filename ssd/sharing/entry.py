@@ -50,11 +50,6 @@ class Entry:
     tokens: Tokens
 
 
-def stream_key(fingerprint: str, namespace: str) -> str:
-    """Name of the stream: replicas share exactly when tokenizer and namespace are the same."""
-    return f"ssd:{FORMAT_VERSION}:{fingerprint}:{namespace}"
-
-
 def pack_entry(entry: Entry) -> bytes:
     """The bytes of an entry. O(n)."""
     tokens = np.ascontiguousarray(entry.tokens, "<u4")

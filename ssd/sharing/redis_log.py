@@ -11,7 +11,8 @@ from ssd.retrieval.cache import SuffixCache
 from ssd.retrieval.names import check_fingerprint
 from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import address_of
-from ssd.sharing.entry import MAX_ENTRY_TOKENS, stream_key
+from ssd.sharing.entry import MAX_ENTRY_TOKENS
+from ssd.sharing.keys import stream_key
 from ssd.sharing.reader import LogReader
 from ssd.sharing.writer import LogWriter
 
@@ -50,7 +51,7 @@ class RedisLog:
     ``attach`` is made to be the ``on_open`` of a ``CacheSet``. One thread and connection write, one of each reads;
     neither is ever waited for. Whatever happens to Redis shows in ``stats`` and in at most one complaint a minute::
 
-        append -> listener -> queue (bounded) -> writer -> XADD      stream ssd:1:<fingerprint>:<namespace>
+        append -> listener -> queue (bounded) -> writer -> XADD      stream ssd:1:{<fingerprint>:<namespace>}
         append_shared <- checks <- reader <- XREAD                    (XREVRANGE to find where to begin)
     """
 

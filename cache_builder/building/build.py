@@ -9,6 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from cache_builder.building.partial_directory import partial_directory
+from cache_builder.building.stored import Stored
+from cache_builder.inputs.examples import examples_of
+from cache_builder.inputs.fields import AS_WE_CALL_THEM, FieldNames
+from cache_builder.inputs.records import Format, InputError, read_records
 from ssd.config import IndexConfig
 from ssd.errors import ConfigError
 from ssd.retrieval.directory_lock import LOCK_NAME
@@ -16,12 +21,6 @@ from ssd.retrieval.manifest import MANIFEST_NAME
 from ssd.retrieval.prefixes import PrefixFilter
 from ssd.retrieval.static import StaticWriter
 from ssd.text.codec import TextCodec
-
-from .examples import examples_of
-from .fields import AS_WE_CALL_THEM, FieldNames
-from .inputs import Format, InputError, read_records
-from .partial_directory import partial_directory
-from .stored import Stored
 
 
 @dataclass(slots=True)

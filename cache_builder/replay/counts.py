@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.walk import Steps
+from cache_builder.replay.walk import Steps
 
 UNSCORED_SHARE = 0.05
 """Estimates made during this first part of the output tokens are not judged: they are fitted while serving."""

@@ -13,9 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Literal
 
+from cache_builder.inputs.json_values import array_elements
 from ssd.errors import SSDError
-
-from .json_values import array_elements
 
 Format = Literal["auto", "text", "jsonl"]
 

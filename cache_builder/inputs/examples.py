@@ -6,11 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from cache_builder.inputs.fields import AS_WE_CALL_THEM, FieldNames, messages_of
+from cache_builder.inputs.records import InputError, Record
 from ssd.errors import RequestError
 from ssd.text.codec import Example, TextCodec
-
-from .fields import AS_WE_CALL_THEM, FieldNames, messages_of
-from .inputs import InputError, Record
 
 UNDERSTOOD = (
     'understood are "text", "prompt" with "completion", "messages", "conversations", and "response" with or without '

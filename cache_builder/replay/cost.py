@@ -13,8 +13,6 @@ from ssd.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 
-MEASURED_PATH = Path(__file__).parents[1] / "results" / "verify-cost.json"
-
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
@@ -42,8 +40,8 @@ def flat(width: int) -> CostCurve:
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
 
 
-def measured(path: Path = MEASURED_PATH) -> CostCurve:
-    """The curve that ``python -m benchmarks.replay.measure_cost`` wrote. Raises ConfigError where it is not usable."""
+def read_curve(path: Path) -> CostCurve:
+    """The curve that a measurement wrote. Raises ConfigError where it is not usable."""
     try:
         result = json.loads(path.read_text())
         widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.replay.cost import CostCurve, Floats
+from cache_builder.replay.cost import CostCurve, Floats
 from ssd.drafting.protocol import Draft, Prices
 from ssd.pricing.rate import Rate
 

@@ -1,0 +1,1 @@
+"""The commands of ``ssd-cache``, a module each: its arguments, and what it prints."""

@@ -1,0 +1,44 @@
+"""What the parsers of several commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from ssd.errors import SSDError
+from ssd.sharing.connection import URL_VARIABLE
+
+if TYPE_CHECKING:
+    Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+else:
+    Commands = object
+
+
+def add_command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], *, help: str, description: str = ""
+) -> argparse.ArgumentParser:
+    """A command ``name`` that calls ``run`` with its options; ``help`` : its line in the list of commands."""
+    command = commands.add_parser(
+        name,
+        help=help,
+        description=description or None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def add_redis_argument(command: argparse.ArgumentParser) -> None:
+    """``--redis URL``, as the servers have it."""
+    command.add_argument("--redis", metavar="URL", help=f"the servers' --redis (default: ${URL_VARIABLE})")
+
+
+def redis_url_of(options: argparse.Namespace) -> str:
+    """What ``add_redis_argument`` was given, or the environment; raises SSDError where there is neither."""
+    url = options.redis or os.environ.get(URL_VARIABLE)
+    if not url:
+        raise SSDError(f"no Redis is named: give --redis URL, or set {URL_VARIABLE}")
+    return str(url)

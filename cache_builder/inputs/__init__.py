@@ -1,0 +1,1 @@
+"""What people have, as token ids: files and their formats, records, examples."""
