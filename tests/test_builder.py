@@ -268,13 +268,15 @@ def test_inputs_that_cannot_be_read(model: Path, tmp_path: Path, capsys: pytest.
     (tmp_path / "no.txt.gz").write_bytes(b"not gzip")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bare").mkdir()
     for name, message in {
         "missing.txt": "no such file",
         "cut.jsonl.gz": "damaged gzip",
         "no.txt.gz": "damaged gzip",
         "latin.txt": "not UTF-8",
         "empty.txt": "nothing was built",
-        ".": "is a directory",
+        "bare": "is a directory without",
+        "*.parquet": "no file matches",
     }.items():
         assert build(model, tmp_path / "out", str(tmp_path / name)) == 2
         assert message in error_of(capsys)
