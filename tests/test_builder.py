@@ -434,7 +434,7 @@ def test_a_build_that_is_ended_leaves_nothing(number: signal.Signals, model: Pat
         [*command, "--out", str(tmp_path / "out")],
         stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
-    eventually(lambda: [*tmp_path.glob(".out.*.partial")] or process.poll() is not None)
+    eventually(lambda: [*tmp_path.glob(".out.unfinished")] or process.poll() is not None)
     process.send_signal(number)
     assert process.stdin is not None and process.stderr is not None
     assert process.wait(20) == (128 + number if number is signal.SIGTERM else -number)

@@ -19,7 +19,7 @@ _PIECE = 1 << 18
 def array_header(shown: str, file: IO[bytes]) -> tuple[int, np.dtype[Any]]:
     """How many numbers the file holds, and their type; raises InputError."""
     try:
-        version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+        version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
     except (ValueError, EOFError, TypeError, SyntaxError, RecursionError, MemoryError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,8 @@ _SWELLS = 4
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file. ``size`` : bytes, None where it is not known. ``stamp`` : changes when the file does."""
+    """One file. ``size`` : bytes, None where it is not known. ``stamp`` : changes when the file does, and every time
+    where nobody can tell."""
 
     name: str
     format: Format
@@ -67,7 +69,7 @@ def find_sources(names: Sequence[str], format: Format = "auto", split: str | Non
 def _local(name: str, format: Format, split: str | None) -> Iterator[Source]:
     path = Path(name)
     if name == STANDARD_INPUT:
-        yield Source(name, format, None, "")
+        yield Source(name, format, None, secrets.token_hex(8))
     elif path.is_dir():
         yield from _of_directory(path, format, split)
     elif path.exists():
@@ -105,8 +107,9 @@ def _file(path: Path, format: Format) -> Source:
         status = path.stat()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    size = status.st_size if is_regular(str(path)) else None
-    return Source(str(path), _format_of(str(path), format), size, f"{status.st_mtime_ns}")
+    if not is_regular(str(path)):  # a pipe never holds the same again
+        return Source(str(path), _format_of(str(path), format), None, secrets.token_hex(8))
+    return Source(str(path), _format_of(str(path), format), status.st_size, f"{status.st_mtime_ns}")
 
 
 def _remote(name: str, format: Format) -> Iterator[Source]:
