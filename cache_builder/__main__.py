@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, check, diff, export, inspect, merge, pull, push
+from cache_builder.command import build, check, diff, export, inspect, merge, pull, purge, push
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -26,6 +26,7 @@ examples:
   ssd-cache export warm/ --out warm.jsonl.gz
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
   ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
+  ssd-cache purge --namespace old-tenant --redis redis://localhost:6379/0 --directory cache/
 """
 
 
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (build, inspect, check, merge, diff, export, push, pull):
+    for command in (build, inspect, check, merge, diff, export, push, pull, purge):
         command.add(commands)
     return parser
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_builder.__main__ import main
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.checkpoints import Checkpoint
@@ -281,3 +282,28 @@ def test_what_was_stored_without_threads_is_stored_once(redis_server: RedisServe
             eventually(lambda: len(second.stored()) >= 41)
             time.sleep(1.0)
             assert sorted(stored(second.caches)) == sorted(first.stored())
+
+
+# -- purging -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_purge_is_obeyed_by_servers_that_have_it_open_and_leaves_nothing(
+    redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = all_keys(FINGERPRINT, "tenant")
+    client = connect(redis_server.url)
+    arguments = ["purge", "--namespace", "tenant", "--redis", redis_server.url, "--directory", str(tmp_path)]
+    with member(redis_server.url, tmp_path) as one, member(redis_server.url) as other:
+        for each in (one, other):
+            each.log.obey(each.caches.discard)
+            each.caches.get("tenant").append(list(range(each is one, 50)))
+            each.caches.flush()
+        eventually(lambda: client.exists(*keys) >= 4)
+        assert main(arguments) == 0
+        printed = capsys.readouterr().out
+        assert "2 servers were told, 0 left" in printed and "nothing is left" in printed
+        assert client.exists(*keys) == 0 and not (tmp_path / "tenant").exists()
+        assert all(stored(each.caches, "tenant") == [] for each in (one, other))
+        assert main(["purge", "--namespace", "default", "--directory", str(tmp_path)]) == 1
+        assert "stop that one" in capsys.readouterr().out.lower()
+    client.close()

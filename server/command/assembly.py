@@ -209,6 +209,8 @@ class EngineLoader:
             on_close=self._share_no_more,
         )
         resources.callback(caches.close)
+        if self._log is not None:
+            self._log.obey(caches.discard)
         for directory in options.warm_directories:
             caches.add_static_directory(directory)
         return caches

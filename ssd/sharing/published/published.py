@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from ssd.retrieval.suffix_cache import SuffixCache
@@ -10,6 +11,7 @@ from ssd.sharing.connection import connect
 from ssd.sharing.link import Link
 from ssd.sharing.published.joiner import Joiner
 from ssd.sharing.published.member import Member
+from ssd.sharing.published.presence import Presence
 from ssd.sharing.published.publisher import LEAST_TOKENS, Publisher
 from ssd.sharing.published.redis_store import redis_store
 from ssd.sharing.published.store import Store
@@ -41,7 +43,9 @@ class Published:
         self._fingerprint = fingerprint
         self._client = connect(url)
         self._place = None if publish_to is None else open_place(publish_to)
-        self._joiner = Joiner(url, self.store_of, reader, vocab_size=vocab_size)
+        self._joiner = Joiner(
+            url, self.store_of, reader, vocab_size=vocab_size, presence=Presence(self._client, fingerprint)
+        )
         self._publisher = Publisher(url, self.store_of, least_tokens=least_tokens) if publishes else None
         for link in self._links():
             link.start()
@@ -59,6 +63,10 @@ class Published:
         self._joiner.add(member)
         if self._publisher is not None:
             self._publisher.add(member)
+
+    def obey(self, discard: Callable[[str], None]) -> None:
+        """Forget a namespace with ``discard`` where whoever has the right to demands it (``ssd-cache purge``)."""
+        self._joiner.discard = discard
 
     def leave(self, namespace: str) -> None:
         """Do neither from now on. O(1)."""
