@@ -51,7 +51,7 @@ def _built(ray: Any, blocks: Sequence[Block], options: BlockOptions, progress: P
         fn_kwargs={"options": pickle.dumps(options), "folder": str(Path.cwd())},
         num_cpus=1,
         memory=_BYTES_A_WORKER + _BYTES_A_TOKEN * most_tokens,
-        max_retries=_RETRIES,
+        ray_remote_args_fn=lambda: {"max_retries": _RETRIES},
     )
     try:
         for row in dataset.iter_rows():
