@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, inspect, push
+from cache_builder.command import build, evaluate, inspect, push
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -20,6 +20,7 @@ examples:
   zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out warm/ --add
   ssd-cache build alpaca.json --field prompt=instruction --field completion=output --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
+  ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
 """
 
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (build, inspect, push):
+    for command in (build, evaluate, inspect, push):
         command.add(commands)
     return parser
 
