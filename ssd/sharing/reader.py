@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from ssd.sharing.stream import PAGE, Stream
 _COMPARE_S = 2.0
 _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each
 _SLOW_S = 0.25
+_SUSPEND_S = 5.0
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
 
 
@@ -50,17 +52,42 @@ class LogReader:
         self._client = connect(url)
         self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
+        self._round = threading.Condition(self._lock)
+        self._num_rounds = 0
         self._streams: dict[str, Stream] = {}
         self._is_changed = threading.Event()
         self.link = Link("ssd-share-reader", url, self._exchange)
 
-    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark) -> None:
+    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark, *, wait_s: float = 0.0) -> Stream:
         """Store what arrives in stream ``key`` in ``cache``, for as long as that lives. Owns ``bookmark`` from now on.
 
-        Writes the bookmark into the cache as it advances.
+        Writes the bookmark into the cache as it advances. ``wait_s`` : begin after so many seconds, unless ``resume``
+        is called before.
         """
+        stream = Stream(key, cache, bookmark)
+        stream.held_until = time.monotonic() + wait_s
         with self._lock:
-            self._streams[key] = Stream(key, cache, bookmark)
+            self._streams[key] = stream
+        self._is_changed.set()
+        return stream
+
+    def suspend(self, stream: Stream) -> bool:
+        """Have the caller own ``stream`` and its bookmark until ``resume``; False where that cannot be had.
+
+        Waits for the round that is under way, some seconds at most. Not for the request path.
+        """
+        with self._round:
+            stream.held_until = math.inf
+            self._is_changed.set()
+            begun = self._num_rounds
+            if self._round.wait_for(lambda: self._num_rounds > begun or self.link.is_stopping, _SUSPEND_S):
+                return not self.link.is_stopping
+        self.resume(stream)
+        return False
+
+    def resume(self, stream: Stream) -> None:
+        """Read it now. Safe from any thread."""
+        stream.held_until = 0.0
         self._is_changed.set()
 
     def leave(self, key: str) -> None:
@@ -85,6 +112,9 @@ class LogReader:
 
     def _exchange(self) -> None:
         """A page of each stream that has more, or a wait until one has."""
+        with self._round:
+            self._num_rounds += 1
+            self._round.notify_all()
         streams = self._living_streams()
         if not streams:
             self._is_changed.wait(BLOCK_MS / 1000)
