@@ -20,11 +20,11 @@ examples:
   zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out warm/ --add
   ssd-cache build alpaca.json --field prompt=instruction --field completion=output --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
+  ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache check warm/ --tokenizer ./my-model
   ssd-cache merge warm/ cache/support --out merged/ --namespace support
   ssd-cache diff merged/ warm/
   ssd-cache export warm/ --out warm.jsonl.gz
-  ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
 """
 
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
+    for command in (build, inspect, check, merge, diff, export, evaluate, push):
         command.add(commands)
     return parser
 
