@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, check, diff, export, inspect, merge, push
+from cache_builder.command import build, check, diff, explain, export, inspect, merge, push
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -24,6 +24,7 @@ examples:
   ssd-cache merge warm/ cache/support --out merged/ --namespace support
   ssd-cache diff merged/ warm/
   ssd-cache export warm/ --out warm.jsonl.gz
+  ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
 """
 
@@ -70,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (build, inspect, check, merge, diff, export, push):
+    for command in (build, inspect, check, merge, diff, export, explain, push):
         command.add(commands)
     return parser
 

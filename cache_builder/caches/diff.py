@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_builder.caches.held import Held, digest_of, open_held
+from cache_builder.caches.wording import Decode, shown
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.sequences import sequences_of
@@ -102,7 +103,7 @@ def _missing(cache: Held, other: Held, progress: Callable[[int], None]) -> Missi
     return result
 
 
-def as_text(sides: Sequence[Missing], decode: Callable[[Sequence[int]], str] | None) -> str:
+def as_text(sides: Sequence[Missing], decode: Decode) -> str:
     """For people. ``decode`` : from ids to text, None shows ids."""
     lines = []
     for side, other in (sides, sides[::-1]):
@@ -118,6 +119,5 @@ def as_text(sides: Sequence[Missing], decode: Callable[[Sequence[int]], str] | N
                     f"{side.windows[length]:,} looked up"
                 )
         if len(side.newest):
-            shown = side.newest.tolist()
-            lines.append(f"  the newest that is missing ends: {shown if decode is None else repr(decode(shown))}")
+            lines.append(f"  the newest that is missing ends: {shown(side.newest.tolist(), decode)}")
     return "\n".join(lines)
