@@ -20,8 +20,8 @@ from ssd.retrieval.snapshot import make_snapshot, segment_table
 WINDOWS: Final = (8, 16)
 """Tokens of a window, shortest first. Drafts go on from matches about so long."""
 
-MOST_WINDOWS: Final = 100_000
-"""Windows looked up of each length, evenly spread: a share that is off by 0.2 points, 5 s of lookups."""
+MOST_WINDOWS: Final = 50_000
+"""Windows looked up of each length, evenly spread: a share that is off by 0.2 points, some 5 s of lookups."""
 
 _SHOWN_TOKENS: Final = 64
 
