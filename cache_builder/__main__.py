@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from cache_builder.command import build, check, diff, explain, export, inspect, merge, push
+from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, push
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -25,8 +26,21 @@ examples:
   ssd-cache diff merged/ warm/
   ssd-cache export warm/ --out warm.jsonl.gz
   ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
+  ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
 """
+
+
+COMMANDS = (
+    build,
+    evaluate,
+    inspect,
+    check,
+    merge,
+    diff,
+    export,
+    push,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (build, inspect, check, merge, diff, export, explain, push):
+    for command in COMMANDS:
         command.add(commands)
     return parser
 
