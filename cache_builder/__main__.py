@@ -7,8 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, check, diff, explain, export, inspect, merge, push
-from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, push
+from cache_builder.command import build, check, diff, evaluate, explain, export, inspect, merge, push
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -39,6 +38,7 @@ COMMANDS = (
     merge,
     diff,
     export,
+    explain,
     push,
 )
 
@@ -85,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (build, inspect, check, merge, diff, export, explain, push):
     for command in COMMANDS:
         command.add(commands)
     return parser
