@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from benchmarks.faults.history import History, family
 from benchmarks.faults.load import Load
@@ -236,6 +236,7 @@ def _drafts(server: Server, body: dict[str, object], key: str) -> bool:
         connection.request("POST", "/v1/completions", json.dumps(asked), headers_of(key))
         for line in connection.getresponse():
             if line.startswith(b"data: {"):
-                draft = next(iter(json.loads(line[6:])["choices"]), {}).get("draft") or {}
+                choices: list[dict[str, Any]] = json.loads(line[6:])["choices"]
+                draft = choices[0].get("draft") or {} if choices else {}
                 num_accepted += draft.get("num_accepted", 0)
     return num_accepted >= _DRAFTED

@@ -42,7 +42,7 @@ class BoundedBuffer(SocketBuffer):
             self._num_bytes, self._waited_s = 0, 0.0
         self._num_reads = 0
 
-    def readline(self, **settings: Any) -> bytes:
+    def readline(self, **settings: Any) -> bytes:  # type: ignore[override]
         """Up to the next end of a line, which is left out."""
         line: bytes = self._buffer.readline(_LONGEST_LINE)
         while not line.endswith(b"\r\n"):
