@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
+from ssd.sharing.nodes import is_cluster
 from ssd.sharing.pages import (
     BEGINNING,
     OversizedReplyError,
@@ -28,6 +30,7 @@ from ssd.sharing.stream import PAGE, Stream
 _COMPARE_S = 2.0
 _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each
 _SLOW_S = 0.25
+_SUSPEND_S = 5.0
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
 
 
@@ -55,18 +58,44 @@ class LogReader:
         self._max_tokens = max_tokens
         self._max_entries = max_entries
         self._client = connect(url)
+        self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
+        self._round = threading.Condition(self._lock)
+        self._num_rounds = 0
         self._streams: dict[str, Stream] = {}
         self._is_changed = threading.Event()
         self.link = Link("ssd-share-reader", url, self._exchange)
 
-    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark) -> None:
+    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark, *, wait_s: float = 0.0) -> Stream:
         """Store what arrives in stream ``key`` in ``cache``, for as long as that lives. Owns ``bookmark`` from now on.
 
-        Writes the bookmark into the cache as it advances.
+        Writes the bookmark into the cache as it advances. ``wait_s`` : begin after so many seconds, unless ``resume``
+        is called before.
         """
+        stream = Stream(key, cache, bookmark)
+        stream.held_until = time.monotonic() + wait_s
         with self._lock:
-            self._streams[key] = Stream(key, cache, bookmark)
+            self._streams[key] = stream
+        self._is_changed.set()
+        return stream
+
+    def suspend(self, stream: Stream) -> bool:
+        """Have the caller own ``stream`` and its bookmark until ``resume``; False where that cannot be had.
+
+        Waits for the round that is under way, some seconds at most. Not for the request path.
+        """
+        with self._round:
+            stream.held_until = math.inf
+            self._is_changed.set()
+            begun = self._num_rounds
+            if self._round.wait_for(lambda: self._num_rounds > begun or self.link.is_stopping, _SUSPEND_S):
+                return not self.link.is_stopping
+        self.resume(stream)
+        return False
+
+    def resume(self, stream: Stream) -> None:
+        """Read it now. Safe from any thread."""
+        stream.held_until = 0.0
         self._is_changed.set()
 
     def leave(self, key: str) -> None:
@@ -91,6 +120,9 @@ class LogReader:
 
     def _exchange(self) -> None:
         """A page of each stream that has more, or a wait until one has."""
+        with self._round:
+            self._num_rounds += 1
+            self._round.notify_all()
         streams = self._living_streams()
         if not streams:
             self._is_changed.wait(BLOCK_MS / 1000)
@@ -127,12 +159,16 @@ class LogReader:
             return
         try:
             step(stream)
-        except (ConnectionError, TimeoutError, OSError):
-            raise
         except Exception as error:  # no rights, a key of another kind, a cache that is closed
-            stream.is_refused = True
-            stream.rest()
+            is_cut = isinstance(error, ConnectionError | TimeoutError | OSError)
+            if is_cut and not self._is_cluster:  # of a cluster it is one node
+                raise
+            stream.refuse(is_cut=is_cut)
             self.link.report(error)
+            return
+        if stream.is_cut:
+            stream.is_cut = False
+            self.link.num_reconnects += 1
 
     def _compare(self, stream: Stream) -> None:
         """Every few seconds, and after an interruption: is the log the one that was read?"""
@@ -165,14 +201,16 @@ class LogReader:
 
     def _read_together(self, streams: Sequence[Stream], *, block: int | None) -> None:
         """A page of each stream, or what comes to one of them within ``block`` milliseconds."""
-        from redis.exceptions import ResponseError
+        from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
         by_key = {stream.key: stream for stream in streams}
         places: Any = {stream.key: stream.last_id or BEGINNING for stream in streams}
         try:
             answer: Any = self._client.xread(places, count=max(1, min(PAGE, _MAX_BATCH // len(places))), block=block)
-        except (ResponseError, OversizedReplyError):  # one by one it will show whose it is
-            for stream in streams:
+        except (ResponseError, OversizedReplyError, ConnectionError, TimeoutError, OSError) as error:
+            if not self._is_cluster and not isinstance(error, ResponseError | OversizedReplyError):
+                raise
+            for stream in streams:  # one by one it will show whose it is
                 self._attempt(stream, self._read_alone)
             return
         for key, entries in answer or ():
