@@ -92,7 +92,7 @@ class SuffixCache:
             self.kept = Checkpoint.from_json(directory.manifest.shared)
         index = SuffixIndex(config, [segment for segment in segments if segment.start is not None], next_position)
         index.add_static([segment for segment in segments if segment.start is None])
-        self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens)
+        self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
         self._state = state = CacheState(name, index, self.kept)
         self._index, self._lock = index, state.lock
         for failure in failures:
@@ -156,6 +156,8 @@ class SuffixCache:
     def append_shared(self, token_ids: TokenIds, *, source: SourcePosition | None = None) -> None:
         """Store a piece another replica stored, as it is; listeners do not hear of it. Never raises. O(n).
 
+        A prompt that begins with it is not stored, nor heard of, again: what one replica told, no other repeats.
+
         ``source`` : as for ``set_source``, with this piece as the last one given.
 
         Waits, at most a second, while the ring is half full of unsealed tokens: a replica that reads a long log must
@@ -168,6 +170,7 @@ class SuffixCache:
                     self._state.room.wait_for(lambda: self._state.is_closing or self._index.has_room(), _ROOM_WAIT_S)
                 if self._state.is_discarded:
                     return
+                self._filter.note(tokens, self._index.next_position)
                 self._store([tokens])
                 self._state.num_appended += len(tokens)
                 if source is not None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-import re
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 from ssd.errors import ConfigError
+from ssd.sharing.addresses import Address, address_of, hide_password, passwords_in, read_url
+from ssd.sharing.tls import check_tls
 
 if TYPE_CHECKING:
     import redis
+
+__all__ = ["BLOCK_MS", "URL_VARIABLE", "Backoff", "address_of", "connect", "hide_password", "passwords_in"]
 
 URL_VARIABLE = "SSD_REDIS_URL"
 """Where programs look for the address when their command line has none: others can read a command line."""
@@ -25,28 +27,23 @@ _LONGEST_DELAY_S = 3.0
 
 
 def connect(url: str) -> redis.Redis:
-    """A client with a connection pool of its own. Nothing is sent yet.
+    """A client with connections of its own. Nothing is sent yet.
 
-    ``url`` : redis://, rediss:// or unix://, with user, password, database and options as redis-py reads them, but for
-    the time-outs and the protocol. Raises ConfigError, without the URL's password. What is asked of the client may
-    raise OversizedReplyError.
+    ``url`` : of one server, of sentinels or of a cluster (``addresses``), with user, password, database and options as
+    redis-py reads them, but for the time-outs and the protocol. The client of a cluster takes commands and pipelines
+    whose keys have one hash tag; ``nodes`` says how to ask each node. Raises ConfigError, without the URL's password,
+    also for certificates that cannot be used. What is asked of the client may raise OversizedReplyError.
     """
     try:
         import redis
         from redis.backoff import NoBackoff
-        from redis.connection import parse_url
         from redis.retry import Retry
 
         from ssd.sharing.bounded_parser import BoundedParser
     except ModuleNotFoundError:
         raise ConfigError("sharing through Redis needs the redis package: pip install 'ssd-serving[redis]'") from None
-    try:
-        options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
-    except Exception:  # its message may quote the URL
-        raise ConfigError(
-            f"{hide_password(url)} is not a Redis URL: write redis://[user:password@]host:port/0, or rediss:// for "
-            "TLS, and percent-encode special characters of the password"
-        ) from None
+    address = read_url(url)
+    check_tls(address.options)
     settings: dict[str, Any] = {
         "socket_connect_timeout": _CONNECT_TIMEOUT_S,
         "socket_timeout": _SOCKET_TIMEOUT_S,
@@ -57,31 +54,29 @@ def connect(url: str) -> redis.Redis:
     }
     if url.startswith("unix://"):
         del settings["socket_connect_timeout"]
-    return redis.Redis.from_pool(redis.ConnectionPool(**options | settings))  # the URL's options do not win
-
-
-def passwords_in(url: str) -> list[str]:
-    """The secrets a URL carries, as written and decoded, longest first."""
-    found = set(re.findall(r"[?&](?:password|ssl_password)=([^&#]*)", url))
-    if match := re.match(r"[^/]*//[^:@/]*:(.*)@", url):
-        found.add(match.group(1))
-    return sorted({form for secret in found if secret for form in (secret, unquote(secret))}, key=len, reverse=True)
-
-
-def hide_password(text: str, url: str | None = None) -> str:
-    """``text`` with the password of ``url`` (or of itself, when it is one) replaced."""
-    for secret in passwords_in(text if url is None else url):
-        text = text.replace(secret, "***")
-    return text
-
-
-def address_of(url: str) -> str:
-    """Where a URL leads, for logs: no user, no password, no options."""
     try:
-        parts = urlsplit(url)
-        return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}"
-    except ValueError:
-        return "an unreadable URL"
+        client = _client(redis, address, settings)
+        client.connection_pool.make_connection()  # not connected: whether it takes all options
+    except (TypeError, ValueError) as error:
+        reason = hide_password(str(error), url).rpartition("__init__() ")[2]
+        raise ConfigError(
+            f"{address_of(url)} has an option behind ? that is of no use ({reason}): correct it"
+        ) from None
+    return client
+
+
+def _client(redis: Any, address: Address, settings: dict[str, Any]) -> redis.Redis:
+    options = address.options | settings  # the URL's options do not win
+    if address.kind == "sentinel":
+        from ssd.sharing.sentinels import sentinel_pool
+
+        pool = sentinel_pool(address.hosts, address.service, address.sentinel_options | settings, options)
+        return redis.Redis.from_pool(pool)  # type: ignore[no-any-return]
+    if address.kind == "cluster":
+        from ssd.sharing.cluster import ClusterClient
+
+        return ClusterClient(address.hosts, options)
+    return redis.Redis.from_pool(redis.ConnectionPool(**options))  # type: ignore[no-any-return]
 
 
 class Backoff:

@@ -14,6 +14,7 @@ from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
+from ssd.sharing.nodes import is_cluster
 from ssd.sharing.pages import BEGINNING, OversizedReplyError, RawEntry, entries_after, entries_before, entry_at
 from ssd.sharing.stream import PAGE, Stream
 
@@ -47,6 +48,7 @@ class LogReader:
         self._max_tokens = max_tokens
         self._max_entries = max_entries
         self._client = connect(url)
+        self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}
         self._is_changed = threading.Event()
@@ -119,12 +121,16 @@ class LogReader:
             return
         try:
             step(stream)
-        except (ConnectionError, TimeoutError, OSError):
-            raise
         except Exception as error:  # no rights, a key of another kind, a cache that is closed
-            stream.is_refused = True
-            stream.rest()
+            is_cut = isinstance(error, ConnectionError | TimeoutError | OSError)
+            if is_cut and not self._is_cluster:  # of a cluster it is one node
+                raise
+            stream.refuse(is_cut=is_cut)
             self.link.report(error)
+            return
+        if stream.is_cut:
+            stream.is_cut = False
+            self.link.num_reconnects += 1
 
     def _compare(self, stream: Stream) -> None:
         """Every few seconds, and after an interruption: is the log the one that was read?"""
@@ -157,14 +163,16 @@ class LogReader:
 
     def _read_together(self, streams: Sequence[Stream], *, block: int | None) -> None:
         """A page of each stream, or what comes to one of them within ``block`` milliseconds."""
-        from redis.exceptions import ResponseError
+        from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
         by_key = {stream.key: stream for stream in streams}
         places: Any = {stream.key: stream.last_id or BEGINNING for stream in streams}
         try:
             answer: Any = self._client.xread(places, count=max(1, min(PAGE, _MAX_BATCH // len(places))), block=block)
-        except (ResponseError, OversizedReplyError):  # one by one it will show whose it is
-            for stream in streams:
+        except (ResponseError, OversizedReplyError, ConnectionError, TimeoutError, OSError) as error:
+            if not self._is_cluster and not isinstance(error, ResponseError | OversizedReplyError):
+                raise
+            for stream in streams:  # one by one it will show whose it is
                 self._attempt(stream, self._read_alone)
             return
         for key, entries in answer or ():

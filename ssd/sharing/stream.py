@@ -33,6 +33,8 @@ class Stream:
         """Entries to ask for at once: 1 after one was too large, as the server makes all of the reply at once."""
         self.is_refused = False
         """Whether the server refused the last command for this stream."""
+        self.is_cut = False
+        """Whether it did not answer, while others may: a node of a cluster."""
         self.compare_at = 0.0
         self.entries: deque[tuple[bytes, int]] = deque()
         self.num_tokens = 0
@@ -83,6 +85,13 @@ class Stream:
     def turn_page(self, *, was_cut: bool) -> None:
         """A page was read. ``was_cut`` : an entry of it was too large."""
         self.page = 1 if was_cut else min(2 * self.page, PAGE)
+
+    def refuse(self, *, is_cut: bool) -> None:
+        """The server refused a command, or ``is_cut`` : did not answer. The log may be another one afterwards."""
+        self.is_refused, self.is_cut = True, is_cut
+        if is_cut:
+            self.compare_at = 0.0
+        self.rest()
 
     def rest(self) -> None:
         """Leave it alone for a while, so that the others are served."""

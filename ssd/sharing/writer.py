@@ -12,6 +12,7 @@ from ssd.sharing.bookmark import sequence_id_of
 from ssd.sharing.connection import connect
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
 from ssd.sharing.link import Link
+from ssd.sharing.nodes import is_cluster
 from ssd.sharing.outbox import Outbox
 
 _BATCH = 64
@@ -34,6 +35,7 @@ class LogWriter:
         self._max_entries = max_entries
         self._max_queued_tokens = max_queued_tokens
         self._client = connect(url)
+        self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
         self._is_filled = threading.Event()
         self._outboxes: dict[str, Outbox] = {}  # the one written last stands last
@@ -114,12 +116,16 @@ class LogWriter:
 
     def _write(self, key: str, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
         """Returns what was refused, and why. Raises what ends the connection."""
-        from redis.exceptions import ResponseError
+        from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
         try:
             answers = append(self._client, key, list(map(pack_entry, entries)), max_entries=self._max_entries)
         except ResponseError as error:
             return entries, error
+        except (ConnectionError, TimeoutError, OSError) as error:
+            if not self._is_cluster:
+                raise
+            return entries, error  # of a cluster it is one node, the others take what is theirs
         refused = [entry for entry, answer in zip(entries, answers, strict=True) if answer is not None]
         self.num_published += len(entries) - len(refused)
         self.num_published_tokens += sum(

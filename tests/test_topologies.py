@@ -1,0 +1,367 @@
+"""Sharing through servers that fail over and move: real sentinels, a real cluster, TLS; and servers that lie."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.exceptions import ClusterError
+
+from ssd.errors import ConfigError
+from ssd.sharing.addresses import read_url
+from ssd.sharing.append import FIELD, append
+from ssd.sharing.connection import address_of, connect, hide_password
+from ssd.sharing.counters import RedisCounters
+from ssd.sharing.keys import stream_key
+from ssd.sharing.nodes import masters_of
+from ssd.sharing.slots import NUM_SLOTS, read_slots, slot_of, slot_of_key
+from tests.redis_topologies import Cluster, Watched, started
+from tests.sharing_replica import FINGERPRINT, eventually, replica, stored
+
+NAMES = [f"n{number}" for number in range(12)]
+
+# URLs
+
+
+def test_a_url_names_sentinels_a_service_and_a_database() -> None:
+    address = read_url("redis-sentinel://user:p%40w@h1:1,h2,[::1]:3/my%20service/4?socket_keepalive=yes")
+    assert address.hosts == (("h1", 1), ("h2", 26379), ("::1", 3))
+    assert (address.kind, address.service) == ("sentinel", "my service")
+    assert address.options == {"username": "user", "password": "p@w", "db": 4, "socket_keepalive": True}
+    assert address.sentinel_options == {"socket_keepalive": True}  # sentinels are not told the servers' password
+    address = read_url("rediss-sentinel://h/s?sentinel_username=u&sentinel_password=p&ssl_check_hostname=false")
+    assert (address.sentinel_options["username"], address.sentinel_options["password"]) == ("u", "p")
+    assert address.options["ssl_check_hostname"] is address.sentinel_options["ssl_check_hostname"] is False
+    assert address.options["connection_class"].__name__ == "SSLConnection"
+
+
+def test_a_url_names_some_nodes_of_a_cluster() -> None:
+    address = read_url("redis-cluster://:pw@h1:7000,h2")
+    assert (address.kind, address.hosts) == ("cluster", (("h1", 7000), ("h2", 6379)))
+    assert address.options["password"] == "pw"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis-sentinel://:s3cret@h1,h2",
+        "redis-sentinel://:s3cret@h1/service/x",
+        "redis-sentinel://:s3cret@/service",
+        "redis-sentinel://:s3cret@h1:99999/service",
+        "redis-cluster://:s3cret@h1,h2/3",
+        "redis-cluster://:s3cret@h1,,h2",
+        "redis-cluster://:s3cret@" + "h," * 64 + "h",
+        "redis-clusters://:s3cret@h1",
+    ],
+)
+def test_what_is_no_url_is_told_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis-sentinel://") as caught:
+        connect(url)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_no_form_of_url_shows_its_password() -> None:
+    for url, address in (
+        ("redis-sentinel://u:s3cr%40t@h1:1,h2/service/0", "redis-sentinel://h1:1,h2/service/0"),
+        ("rediss-cluster://:s3cr%40t@h1:1,h2?ssl_password=s3cr%40t", "rediss-cluster://h1:1,h2"),
+        ("redis-sentinel://h1/s?sentinel_password=s3cr%40t", "redis-sentinel://h1/s"),
+    ):
+        assert "s3cr" not in hide_password(f"{url} s3cr@t", url)
+        assert address_of(url) == address
+
+
+@pytest.mark.parametrize("scheme", ["redis://h", "redis-cluster://h", "redis-sentinel://h/s"])
+def test_an_unknown_option_is_told_at_once(scheme: str) -> None:
+    with pytest.raises(ConfigError, match=r"ssl_ca_cert.*correct it"):
+        connect(f"{scheme}?ssl_ca_cert=x")
+
+
+def test_a_certificate_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").write_text("")
+    for option, claim in (
+        (f"ssl_ca_certs={tmp_path}/none.pem", "No such file"),
+        (f"ssl_ca_certs={tmp_path}/empty.pem", "PEM"),
+        (f"ssl_certfile={tmp_path}/empty.pem", "PEM"),
+        (f"ssl_keyfile={tmp_path}/empty.pem", "without ssl_certfile"),
+    ):
+        for scheme in ("rediss://h", "rediss-cluster://h1,h2", "rediss-sentinel://h/s"):
+            with pytest.raises(ConfigError, match=claim):
+                connect(f"{scheme}?{option}")
+
+
+# What servers may say
+
+
+@given(st.data())
+def test_any_map_of_a_cluster_is_read_or_refused(data: st.DataObject) -> None:
+    numbers = st.integers(-3, NUM_SLOTS + 3) | st.integers() | st.booleans()
+    values = st.none() | numbers | st.binary(max_size=9) | st.lists(st.none() | numbers | st.binary(max_size=9))
+    nodes = st.tuples(st.sampled_from([b"a", b"", b"?", None, b"b c", b"\xff"]), st.integers(-1, 70_000)).map(list)
+    parts = st.tuples(numbers, numbers, nodes | values).map(list) | values
+    answer = data.draw(st.lists(parts, max_size=4) | values)
+    try:
+        owners = read_slots(answer, ("asked", 1))
+    except (ValueError, ConnectionError, Exception) as error:
+        assert type(error).__name__ in ("ValueError", "ConnectionError")
+        return
+    assert len(owners) == NUM_SLOTS
+    assert all(owner is None or (owner[0] in ("a", "asked") and 0 < owner[1] < 1 << 16) for owner in set(owners))
+
+
+def test_the_slot_of_a_command_is_its_keys() -> None:
+    slot = slot_of_key("{a}b")
+    assert slot == slot_of_key(b"a")
+    for command in (
+        ("XADD", "{a}b", "*", "e", b""),
+        ("XREAD", b"COUNT", 3, b"STREAMS", "{a}b", b"0-0"),
+        ("XREAD", "STREAMS", b"a", "0-0"),
+        ("EVAL", "return 1", 1, "a"),
+        ("XINFO STREAM", "a"),
+        ("XINFO", "STREAM", "a"),
+        ("MEMORY USAGE", "a"),
+    ):
+        assert slot_of(command) == slot
+    assert slot_of(("PING",)) is slot_of(("CONFIG GET", "maxmemory")) is None
+
+
+@contextmanager
+def liar(says: Callable[[bytes, int], bytes]) -> Iterator[int]:
+    """A server that answers each command with what ``says`` makes of it and of its port, which is returned."""
+
+    def serve(connection: socket.socket) -> None:
+        with connection:
+            try:
+                while command := connection.recv(1 << 16):
+                    connection.sendall(says(command, server.getsockname()[1]))
+            except OSError:
+                return
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+NONSENSE = (
+    b"+OK\r\n",
+    b"$-1\r\n",
+    b"*0\r\n",
+    b":7\r\n",
+    b"-ERR no\r\n",
+    b"-NOPERM no\r\n",
+    b"-MOVED nonsense\r\n",
+    b"-MOVED 5 :0\r\n",
+    b"-ASK 5 127.0.0.1:1\r\n",
+    b"-CLUSTERDOWN no\r\n",
+    b"*2\r\n$1\r\nx\r\n$9\r\n127.0.0.1\r\n",
+    b"*1\r\n*3\r\n:0\r\n:99999999999999\r\n*2\r\n$1\r\nh\r\n:1\r\n",
+    b"$999999999999\r\n",
+    b"*999999999999\r\n",
+    b"\x00\xff\r\n",
+)
+
+
+def nonsense() -> Callable[[bytes, int], bytes]:
+    """Answers in random order, from a seed."""
+    rng = random.Random(1)
+    return lambda _command, _port: rng.choice(NONSENSE)
+
+
+@pytest.mark.parametrize("form", ["redis-cluster://127.0.0.1:{}", "redis-sentinel://127.0.0.1:{}/s"])
+def test_a_server_that_answers_nonsense_costs_sharing_alone(form: str) -> None:
+    with liar(nonsense()) as port, replica(form.format(port)) as one:
+        one.append([1, 2])
+        eventually(lambda: one.log.stats().num_failures > 12)
+        assert one.stored() == [[1, 2]]
+        started_at = time.monotonic()
+    assert time.monotonic() - started_at < 10
+
+
+def test_a_cluster_that_sends_in_circles_is_left() -> None:
+    def says(command: bytes, port: int) -> bytes:
+        here = b"$9\r\n127.0.0.1\r\n:%d\r\n" % port
+        return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + here if b"SLOTS" in command else b"-MOVED 5 :%d\r\n" % port
+
+    with (
+        liar(says) as port,
+        closing(connect(f"redis-cluster://127.0.0.1:{port}")) as client,
+        pytest.raises(ClusterError, match="from node to node"),
+    ):
+        client.get("a")
+
+
+def test_sentinels_that_lie_or_are_away_are_passed(tmp_path: Path) -> None:
+    with liar(nonsense()) as first, started(Watched(tmp_path)) as watched:
+        place = watched.url.split("//")[1]
+        with closing(connect(f"redis-sentinel://127.0.0.1:{first},127.0.0.1:1,{place}")) as client:
+            for _ in range(8):
+                assert client.ping()
+                client.connection_pool.disconnect()
+
+
+# Sentinels
+
+
+def test_sharing_goes_on_when_the_master_of_sentinels_is_killed(tmp_path: Path) -> None:
+    with started(Watched(tmp_path)) as watched, replica(watched.url) as one, replica(watched.url) as two:
+        one.append([1])
+        eventually(lambda: two.stored() == [[1]])
+        watched.master.kill()
+        one.append([2])
+        eventually(lambda: [2] in two.stored())
+        two.append([3])
+        eventually(lambda: [3] in one.stored())
+        assert sorted(one.stored()) == sorted(two.stored()) == [[1], [2], [3]]
+        assert one.log.stats().num_dropped == 0
+        assert one.log.stats().num_reconnects and two.log.stats().num_reconnects
+
+
+@pytest.mark.slow
+def test_sharing_goes_on_from_failover_to_failover(tmp_path: Path) -> None:
+    with (
+        started(Watched(tmp_path)) as watched,
+        replica(watched.url) as one,
+        replica(watched.url) as two,
+        closing(RedisCounters(watched.url)) as counters,
+    ):
+        written: list[list[int]] = []
+        for number in range(3):
+            for text in ([number, 1], [number, 2]):
+                one.append(text)
+                two.append([*text, 3])
+                written += [text, [*text, 3]]
+            watched.fail_over()
+        eventually(lambda: sorted(one.stored()) == sorted(two.stored()) == sorted(written))
+        eventually(lambda: one.log.stats().is_connected and two.log.stats().is_connected)
+        assert counters.add("a", 1) >= 1
+
+
+@pytest.mark.slow
+def test_a_replica_that_was_promoted_without_the_newest_entries_begins_no_text_anew(tmp_path: Path) -> None:
+    with started(Watched(tmp_path)) as watched, replica(watched.url) as one, replica(watched.url) as two:
+        for number in range(20):
+            one.append([number])
+        eventually(lambda: len(two.stored()) == 20)
+        master = watched.master
+        master.ask("ACL", "SETUSER", "default", "-psync")
+        master.ask("CLIENT", "KILL", "TYPE", "replica")
+        for number in range(20, 30):
+            one.append([number])
+        eventually(lambda: len(two.stored()) == 30)
+        master.kill()
+        two.append([100])
+        one.append([101])
+        eventually(lambda: [101] in two.stored() and [100] in one.stored())
+        with replica(watched.url) as three:
+            eventually(lambda: [100] in three.stored() and [101] in three.stored())
+            assert [0] in three.stored() and [29] not in three.stored()  # what nobody could tell it
+        for each in (one, two):
+            assert sorted(each.stored()) == sorted([[number] for number in (*range(30), 100, 101)])
+
+
+# A cluster
+
+
+@contextmanager
+def pair(url: str) -> Iterator[list[Any]]:
+    """Two replicas that have opened all namespaces."""
+    with ExitStack() as stack:
+        replicas = [stack.enter_context(replica(url)) for _ in range(2)]
+        for each in replicas:
+            for name in NAMES:
+                each.caches.get(name)
+        yield replicas
+
+
+def have_all(replicas: list[Any], texts: dict[str, list[list[int]]]) -> bool:
+    """Whether both have stored all texts of all namespaces, once."""
+    return all(sorted(stored(each.caches, name)) == sorted(texts[name]) for each in replicas for name in texts)
+
+
+def test_namespaces_of_all_nodes_of_a_cluster_are_shared_and_slots_may_move(tmp_path: Path) -> None:
+    keys = {name: stream_key(FINGERPRINT, name) for name in NAMES}
+    with started(Cluster(tmp_path, has_replicas=False)) as cluster, pair(cluster.url) as replicas:
+        assert len({cluster.node_of(slot_of_key(key)).port for key in keys.values()}) == 3
+        texts: dict[str, list[list[int]]] = {name: [] for name in NAMES}
+
+        def say(number: int) -> None:
+            for at, name in enumerate(NAMES):
+                replicas[at % 2].caches.get(name).append([number, at])
+                texts[name].append([number, at])
+
+        say(1)
+        eventually(lambda: have_all(replicas, texts))
+        for name in NAMES[:3]:
+            slot = slot_of_key(keys[name])
+            source = cluster.node_of(slot)
+            target = next(node for node in cluster.masters if node is not source)
+            cluster.move(slot, source, target, meanwhile=lambda: (say(2), time.sleep(0.3)))
+        say(3)
+        eventually(lambda: have_all(replicas, texts))
+        eventually(lambda: all(each.log.stats().is_connected for each in replicas))
+        assert all(each.log.stats().num_dropped == 0 for each in replicas)
+
+
+def test_pipelines_and_transactions_are_of_one_hash_tag_and_scans_of_all_nodes(tmp_path: Path) -> None:
+    with (
+        started(Cluster(tmp_path, has_replicas=False)) as cluster,
+        closing(connect(cluster.url)) as client,
+        closing(RedisCounters(cluster.url)) as counters,
+    ):
+        assert client.ping() and len(masters_of(client)) == 3
+        for number, name in enumerate(NAMES):
+            key = stream_key(FINGERPRINT, name)
+            assert append(client, key, [b"a", b"b"], max_entries=10) == [None, None]
+            client.xadd(key, {FIELD: b"c"}, id=b"18446744073709551615-18446744073709551615")
+            assert append(client, key, [b"d"], max_entries=10) == [None]  # deleted in a transaction and begun anew
+            assert client.xlen(key) == 1
+            with client.pipeline() as transaction:
+                transaction.set(f"{{{name}}}:a", number)
+                transaction.get(f"{{{name}}}:a")
+                assert transaction.execute() == [True, b"%d" % number]
+        assert len(list(client.scan_iter(match="ssd:1:*"))) == len(NAMES)
+        assert counters.add("x", 2) == 2 and counters.read(["x", "y"]) == [2, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_node_holds_up_no_other_and_its_replica_takes_over(tmp_path: Path, number: int) -> None:
+    with started(Cluster(tmp_path)) as cluster, pair(cluster.url) as replicas:
+        one, two = replicas
+        texts: dict[str, list[list[int]]] = {name: [] for name in NAMES}
+
+        def say(kind: int, names: list[str]) -> None:
+            for at, name in enumerate(names):
+                replicas[at % 2].caches.get(name).append([kind, at])
+                texts[name].append([kind, at])
+
+        say(1, NAMES)
+        eventually(lambda: have_all(replicas, texts))
+        lost = cluster.node_of(slot_of_key(stream_key(FINGERPRINT, NAMES[0])))
+        others = [n for n in NAMES if cluster.node_of(slot_of_key(stream_key(FINGERPRINT, n))) is not lost]
+        assert 0 < len(others) < len(NAMES)
+        lost.signal(number)
+        say(2, others)
+        eventually(lambda: have_all(replicas, {name: texts[name] for name in others}), within_s=10)
+        say(3, NAMES)
+        eventually(lambda: have_all(replicas, texts), within_s=30)
+        eventually(lambda: one.log.stats().is_connected and two.log.stats().is_connected)
+        assert one.log.stats().num_reconnects + two.log.stats().num_reconnects
