@@ -29,6 +29,18 @@ examples:
 """
 
 
+COMMANDS = (
+    build,
+    evaluate,
+    inspect,
+    check,
+    merge,
+    diff,
+    export,
+    push,
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0 done, 1 damage found, 2 an error that was explained.
 
@@ -71,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
     for command in (build, inspect, check, merge, diff, export, evaluate, push):
         command.add(commands)
     return parser
