@@ -84,7 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-    for command in (build, inspect, check, merge, diff, export, evaluate, push):
         command.add(commands)
     return parser
 
