@@ -16,7 +16,15 @@ from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
 from ssd.sharing.nodes import is_cluster
-from ssd.sharing.pages import BEGINNING, OversizedReplyError, RawEntry, entries_after, entries_before, entry_at
+from ssd.sharing.pages import (
+    BEGINNING,
+    OversizedReplyError,
+    RawEntry,
+    check_entries,
+    entries_after,
+    entries_before,
+    entry_at,
+)
 from ssd.sharing.stream import PAGE, Stream
 
 _COMPARE_S = 2.0
@@ -188,7 +196,7 @@ class LogReader:
 
     def _sequence_id_at(self, stream: Stream, entry_id: bytes) -> bytes | None:
         raw = entry_at(self._client, stream.key, entry_id)
-        entry = None if raw is None else self._unpack(raw)
+        entry = None if raw is None else self._unpack(stream, raw)
         return None if entry is None else entry.sequence_id
 
     def _read_together(self, streams: Sequence[Stream], *, block: int | None) -> None:
@@ -218,6 +226,7 @@ class LogReader:
 
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
         """Entries of the log, in order; what is left when the cache is slow is read again later."""
+        check_entries(entries, after=stream.last_id or BEGINNING)
         for raw in entries:
             if self.link.is_stopping:
                 return
@@ -232,7 +241,7 @@ class LogReader:
     def _receive(self, stream: Stream, raw: RawEntry) -> None:
         """The next entry of the log."""
         stream.saw(raw[0], _num_tokens(raw), was_fetched=raw[1] is not None)
-        cache, entry = stream.cache(), self._unpack(raw)
+        cache, entry = stream.cache(), self._unpack(stream, raw)
         if entry is None or cache is None:
             self.num_invalid += entry is None
             return
@@ -249,9 +258,9 @@ class LogReader:
         self.num_received += 1
         self.num_received_tokens += len(entry.tokens)
 
-    def _unpack(self, raw: RawEntry) -> Entry | None:
+    def _unpack(self, stream: Stream, raw: RawEntry) -> Entry | None:
         try:
-            return unpack_entry(_data(raw), vocab_size=self._vocab_size)
+            return unpack_entry(_data(raw), stream.key, vocab_size=self._vocab_size)
         except InvalidEntryError:
             return None
 
@@ -274,7 +283,8 @@ class LogReader:
 
 def _data(raw: RawEntry) -> bytes:
     """A stream entry's value; empty when it has not our field."""
-    return (raw[1] or {}).get(FIELD, b"")
+    data = (raw[1] or {}).get(FIELD)
+    return data if isinstance(data, bytes) else b""
 
 
 def _num_tokens(raw: RawEntry) -> int:
