@@ -85,9 +85,8 @@ class Joiner:
         with self._lock:
             members = list(self._members.values())
         for member, store in members:
-            is_due = not member.is_settled or time.monotonic() >= member.looked_at + (
-                _GAP_LOOK_S if member.has_gap else _LOOK_S
-            )
+            interval_s = _GAP_LOOK_S if member.stream is not None and member.has_gap else _LOOK_S
+            is_due = not member.is_settled or time.monotonic() >= member.looked_at + interval_s
             if is_due and not self.link.is_stopping:
                 self._attempt(member, store)
 
