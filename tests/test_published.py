@@ -41,6 +41,7 @@ from ssd.sharing.published.store_share import StoreShare
 from ssd.sharing.published.transfer import open_store, pull, push
 from ssd.sharing.published.url_store import open_place
 from tests.redis_server import RedisServer, redis_server
+from tests.redis_topologies import Cluster, Watched, started
 from tests.reference.chunking import slow_cut
 from tests.sharing_replica import FINGERPRINT, VOCAB_SIZE, Replica, eventually, stored
 
@@ -375,7 +376,7 @@ def test_heads_in_redis_name_chunks_on_a_store(redis_server: RedisServer, tmp_pa
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is done every few seconds is done at once."""
-    monkeypatch.setitem(Publisher.__init__.__kwdefaults__, "look_s", 0.05)
+    monkeypatch.setitem(Publisher.__init__.__kwdefaults__ or {}, "look_s", 0.05)
     monkeypatch.setattr(publisher, "PUBLISH_S", 0.1)
     for name in ("_IDLE_S", "_GAP_LOOK_S", "_LOOK_S"):
         monkeypatch.setattr(joiner, name, 0.1)
@@ -441,3 +442,15 @@ def test_after_any_order_of_events_no_sequence_is_there_twice(
             check(one)
             assert one.log.stats().num_invalid == 0
     client.close()
+
+
+@pytest.mark.parametrize("form", ["cluster", "sentinels"])
+def test_a_replica_joins_through_a_cluster_and_through_sentinels(tmp_path: Path, form: str) -> None:
+    servers = Cluster(tmp_path, has_replicas=False) if form == "cluster" else Watched(tmp_path)
+    said = [text.tolist() for text in texts(9, 60)]
+    with started(servers), member(servers.url) as first:
+        first.append(*said)
+        first.caches.flush()
+        eventually(lambda: published(servers.url), 30)
+        with member(servers.url) as second:
+            eventually(lambda: second.log.stats().num_taken_tokens and sorted(second.stored()) == sorted(said))

@@ -62,6 +62,8 @@ def _run(options: argparse.Namespace) -> int:
                 found.append((f"store, tokenizer {fingerprint}", purge_store(place, fingerprint, namespace)))
     if options.directory:
         found.append(("directories", purge_directories(options.directory, namespace)))
+    if not fingerprints and (redis_url is not None or options.store is not None):
+        print("nothing is there of it in Redis or in the store")
     for where, purged in found:
         servers = f", {purged.num_servers} servers were told" if where.startswith("Redis") else ""
         print(f"{where}: {purged.num_removed} removed{servers}, {len(purged.left)} left")

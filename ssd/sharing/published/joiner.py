@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 _IDLE_S: Final = 0.5
 _GAP_LOOK_S: Final = 2.0
 _LOOK_S: Final = 10.0
+_FEW: Final = 16  # of more namespaces each is looked at less often: two exchanges with Redis a look
+_LONGEST_LOOK_S: Final = 30.0
 _REFUSED_S: Final = 30.0
 _NO_ANSWER: Final = Answer(b"", is_gone=False)
 
@@ -53,6 +56,7 @@ class Joiner:
         self._reader = reader
         self._presence = presence
         self._answers: dict[str, Answer] = {}
+        self._left: set[str] = set()  # and those that ask are not told yet
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._members: dict[str, tuple[Member, Store]] = {}
@@ -69,6 +73,7 @@ class Joiner:
         """Look for it no more. O(1)."""
         with self._lock:
             self._members.pop(namespace, None)
+            self._left.add(namespace)
 
     def stop(self) -> None:
         """End the thread with what it is at."""
@@ -76,16 +81,28 @@ class Joiner:
         self._is_changed.set()
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the end."""
+        """Wait for the end, and say that nothing is open here any more."""
         self.link.join(timeout_s)
+        if self._presence is not None and self.link.is_connected:
+            with self._lock:
+                left = {*self._left, *self._members}
+            with contextlib.suppress(Exception):  # what is said expires
+                for namespace in left:
+                    self._presence.leave(namespace)
 
     def _exchange(self) -> None:
         self._is_changed.wait(_IDLE_S)
         self._is_changed.clear()
         with self._lock:
-            members = list(self._members.values())
+            members, left = list(self._members.values()), self._left - self._members.keys()
+            self._left = set()
+        if self._presence is not None:
+            for namespace in left:
+                self._presence.leave(namespace)
+        times = max(1.0, len(members) / _FEW)
         for member, store in members:
             interval_s = _GAP_LOOK_S if member.stream is not None and member.has_gap else _LOOK_S
+            interval_s = min(times * interval_s, _LONGEST_LOOK_S)
             is_due = not member.is_settled or time.monotonic() >= member.looked_at + interval_s
             if is_due and not self.link.is_stopping:
                 self._attempt(member, store)
@@ -109,12 +126,15 @@ class Joiner:
 
     def _obeys(self, presence: Presence, namespace: str) -> bool:
         """Say that a namespace is open here, and forget it if that is demanded; whether it is open still."""
-        token, answer = presence.demand(namespace), self._answers.get(namespace, _NO_ANSWER)
-        is_new = bool(token) and token != answer.token
-        if is_new:
-            answer = self._answers[namespace] = Answer(token, self._forget(namespace))
+        answer = self._answers.get(namespace, _NO_ANSWER)
+        token = presence.tell(namespace, answer)
+        if not token or token == answer.token:
+            return True
+        answer = self._answers[namespace] = Answer(token, self._forget(namespace))
+        with self._lock:
+            self._left.discard(namespace)  # the answer stays for whoever waits for it
         presence.tell(namespace, answer)
-        return not (is_new and answer.is_gone)
+        return not answer.is_gone
 
     def _forget(self, namespace: str) -> bool:
         if self.discard is None:

@@ -15,8 +15,8 @@ from ssd.sharing.keys import member_key, purge_key
 if TYPE_CHECKING:
     import redis
 
-MEMBER_MS: Final = 30_000
-"""Three looks of a joiner."""
+MEMBER_MS: Final = 100_000
+"""Three looks of a joiner that has many namespaces open."""
 
 DEMAND_S: Final = 600
 """A server that was just being started again hears of a demand as well."""
@@ -41,15 +41,21 @@ class Presence:
         self._fingerprint = fingerprint
         self._id = secrets.token_hex(8)
 
-    def demand(self, namespace: str) -> bytes:
-        """The token of a demand to forget it; empty where there is none."""
-        found: Any = self._client.getrange(purge_key(self._fingerprint, namespace), 0, TOKEN_CHARACTERS)
-        return found if _TOKEN.fullmatch(found) else b""
+    def tell(self, namespace: str, answer: Answer) -> bytes:
+        """Say that it is open here, or was until just now; the token of a demand to forget it, empty if there is none.
 
-    def tell(self, namespace: str, answer: Answer) -> None:
-        """It is open here, or was until just now."""
+        One exchange with the server.
+        """
         value = b"%s %s" % (answer.token, b"gone" if answer.is_gone else b"kept")
-        self._client.set(member_key(self._fingerprint, namespace, self._id), value, px=MEMBER_MS)
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.set(member_key(self._fingerprint, namespace, self._id), value, px=MEMBER_MS)
+        pipeline.getrange(purge_key(self._fingerprint, namespace), 0, TOKEN_CHARACTERS)
+        found: Any = pipeline.execute()[1]
+        return found if isinstance(found, bytes) and _TOKEN.fullmatch(found) else b""
+
+    def leave(self, namespace: str) -> None:
+        """It is open here no more."""
+        self._client.delete(member_key(self._fingerprint, namespace, self._id))
 
 
 def demand(client: redis.Redis, fingerprint: str, namespace: str) -> bytes:

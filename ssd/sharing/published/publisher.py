@@ -39,6 +39,7 @@ MOST_TOKENS: Final = 1 << 24
 
 _BYTES_PER_S: Final = 32 << 20
 _GRACE_S: Final = 60.0
+_FEW: Final = 32  # of more namespaces each is looked at half as often: four exchanges with Redis a look
 _REFUSED_S: Final = 30.0
 
 
@@ -98,11 +99,12 @@ class Publisher:
             members, leaving, self._leaving = list(self._members.values()), self._leaving, []
         for store in leaving:
             store.heads.release()
+        look_s = self._look_s * min(2.0, max(1.0, len(members) / _FEW))
         for each in members:
             if self.link.is_stopping:
                 return
             if time.monotonic() >= each.next_look:
-                each.next_look = time.monotonic() + self._look_s
+                each.next_look = time.monotonic() + look_s
                 self._attempt(each)
 
     def _attempt(self, each: _Published) -> None:
@@ -132,7 +134,8 @@ class Publisher:
             return  # it may say more than we know, and is taken first
         num_new = sealed.position - member.published_position
         is_old = time.monotonic() - member.published_at >= PUBLISH_S
-        if not head or (num_new and (is_old or num_new >= PUBLISH_TOKENS)):
+        is_lost = not head or (is_old and not num_new and not each.store.chunks.names())  # Redis may evict it
+        if is_lost or (num_new and (is_old or num_new >= PUBLISH_TOKENS)):
             self._publish(each, cache, sealed, fence)
 
     def _publish(self, each: _Published, cache: SuffixCache, sealed: SealedText, fence: int) -> None:

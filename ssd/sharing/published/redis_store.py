@@ -20,8 +20,8 @@ from ssd.sharing.published.store import MAX_BLOB_BYTES, Store, Tags
 if TYPE_CHECKING:
     import redis
 
-LEASE_MS: Final = 15_000
-"""Three looks long: one that fails costs nobody the lease, and what a killed publisher left undone waits no longer."""
+LEASE_MS: Final = 30_000
+"""Three looks at least: one that fails costs nobody the lease, and a killed publisher's work waits no longer."""
 
 _MOST_FENCE: Final = 1 << 62
 
@@ -80,8 +80,10 @@ class RedisHeads:
 
     def tags(self) -> Tags:
         """As ``Heads`` has it."""
-        found: list[Any] = [self._client.getrange(key, 0, TAG_BYTES - 1) for key in (self._head, self._layer)]
-        return Tags(*found)
+        pipeline = self._client.pipeline(transaction=False)
+        for key in (self._head, self._layer):
+            pipeline.getrange(key, 0, TAG_BYTES - 1)
+        return Tags(*pipeline.execute())
 
     def read(self, *, layer: bool = False) -> bytes | None:
         """As ``Heads`` has it."""

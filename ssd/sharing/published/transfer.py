@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import redis
 
 _ANY_ID: Final = 1 << 31
-_EVERYTHING: Final = 1 << 62
+_EVERYTHING: Final = 1 << 26  # more than servers publish or search
 
 Progress = Callable[[int], None]
 
