@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Self
 
 from ssd.errors import ConfigError
@@ -14,6 +15,8 @@ from ssd.sharing.connection import address_of
 from ssd.sharing.entry import MAX_ENTRY_TOKENS
 from ssd.sharing.keys import stream_key
 from ssd.sharing.reader import LogReader
+from ssd.sharing.reception import Delays, StreamStats
+from ssd.sharing.refusals import all_reasons
 from ssd.sharing.writer import LogWriter
 
 DEFAULT_MAX_TOKENS = 1 << 22
@@ -43,6 +46,12 @@ class SharingStats:
     """Entries that failed a check, or were too large to be fetched, and were skipped."""
     num_failures: int
     num_reconnects: int
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    """Failures by ``refusals.REASONS``, and entries that failed a check by ``refusals.INVALID``."""
+    delays: Delays = field(default_factory=Delays)
+    """From when an entry of another replica was appended to when it was stored here, seconds by Redis' clock."""
+    streams: Mapping[str, StreamStats] = field(default_factory=dict)
+    """Of each namespace that is open."""
 
 
 class RedisLog:
@@ -66,7 +75,7 @@ class RedisLog:
     ) -> None:
         """Starts both threads; Redis need not be there.
 
-        ``url`` : redis://, rediss:// (TLS) or unix://. ``fingerprint`` and ``vocab_size`` : the tokenizer's.
+        ``url`` : as ``connect`` takes it. ``fingerprint`` and ``vocab_size`` : the tokenizer's.
         ``max_tokens`` : bound of each stream. Raises ConfigError.
         """
         check_fingerprint(fingerprint)
@@ -77,6 +86,7 @@ class RedisLog:
         max_entries = max_entries_of(max_tokens)
         self._writer = LogWriter(url, max_entries=max_entries, max_queued_tokens=max_queued_tokens)
         self._reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens, max_entries=max_entries)
+        self._names: dict[str, str] = {}
         self._writer.link.start()
         self._reader.link.start()
 
@@ -91,11 +101,16 @@ class RedisLog:
         bookmark = Bookmark(replica_id, cache.kept)
         cache.set_source(bookmark.position())  # kept with the first segment that holds text of this life
         cache.add_listener(lambda pieces: writer.publish(key, replica_id, pieces))
+        self._names[key] = cache.name
+        writer.count(key)
         self._reader.follow(key, cache, bookmark)
 
     def detach(self, cache: SuffixCache) -> None:
         """Read its stream no more: the cache is being closed. What it has queued is written. O(1)."""
-        self._reader.leave(stream_key(self._fingerprint, cache.name))
+        key = stream_key(self._fingerprint, cache.name)
+        self._reader.leave(key)
+        self._writer.count_no_more(key)
+        self._names.pop(key, None)
 
     def forget(self, namespace: str) -> None:
         """Remove the stream of a namespace that is not attached any more, and what is queued for it.
@@ -121,7 +136,18 @@ class RedisLog:
             num_invalid=reader.num_invalid,
             num_failures=writer.link.num_failures + reader.link.num_failures,
             num_reconnects=writer.link.num_reconnects + reader.link.num_reconnects,
+            refusals=all_reasons(writer.link.refusals + reader.link.refusals, reader.invalid),
+            delays=reader.delays,
+            streams=self._streams(),
         )
+
+    def _streams(self) -> dict[str, StreamStats]:
+        names, sent = dict(self._names), self._writer.sent()
+        return {
+            names[key]: reception.stats(*sent.get(key, (0, 0)))
+            for key, reception in self._reader.receptions().items()
+            if key in names
+        }
 
     def close(self) -> None:
         """Write what is queued if Redis takes it at once, then stop. At most some seconds; may be called twice."""
