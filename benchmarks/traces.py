@@ -6,34 +6,18 @@ import gzip
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from cache_builder.replay.rows import Row
 from ssd.errors import ConfigError
-
-TokenIds = npt.NDArray[np.int32]
 
 _SUFFIX = ".jsonl.gz"
 _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One recorded output.
-
-    ``context`` : int32[n], everything the model had seen, with no end-of-text token inside but those of earlier
-    outputs.
-    ``output`` : int32[m], the recorded output and the end-of-text token.
-    """
-
-    context: TokenIds
-    output: TokenIds
 
 
 def find_trace(name: str) -> Path:

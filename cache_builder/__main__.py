@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, inspect, push
+from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, push
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -20,12 +20,29 @@ examples:
   zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out warm/ --add
   ssd-cache build alpaca.json --field prompt=instruction --field completion=output --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
+  ssd-cache check warm/ --tokenizer ./my-model
+  ssd-cache merge warm/ cache/support --out merged/ --namespace support
+  ssd-cache diff merged/ warm/
+  ssd-cache export warm/ --out warm.jsonl.gz
+  ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
 """
 
 
+COMMANDS = (
+    build,
+    evaluate,
+    inspect,
+    check,
+    merge,
+    diff,
+    export,
+    push,
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0 done, 1 damage found by inspect, 2 an error that was explained.
+    """Run the command and return its exit status: 0 done, 1 damage found, 2 an error that was explained.
 
     Without ``arguments`` it is the whole program: it reads those of the process and hides torch from it.
     """
@@ -66,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (build, inspect, push):
+    for command in COMMANDS:
         command.add(commands)
     return parser
 

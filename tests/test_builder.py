@@ -268,13 +268,15 @@ def test_inputs_that_cannot_be_read(model: Path, tmp_path: Path, capsys: pytest.
     (tmp_path / "no.txt.gz").write_bytes(b"not gzip")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bare").mkdir()
     for name, message in {
         "missing.txt": "no such file",
         "cut.jsonl.gz": "damaged gzip",
         "no.txt.gz": "damaged gzip",
         "latin.txt": "not UTF-8",
         "empty.txt": "nothing was built",
-        ".": "is a directory",
+        "bare": "is a directory without",
+        "*.parquet": "no file matches",
     }.items():
         assert build(model, tmp_path / "out", str(tmp_path / name)) == 2
         assert message in error_of(capsys)
@@ -432,7 +434,7 @@ def test_a_build_that_is_ended_leaves_nothing(number: signal.Signals, model: Pat
         [*command, "--out", str(tmp_path / "out")],
         stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
-    eventually(lambda: [*tmp_path.glob(".out.*.partial")] or process.poll() is not None)
+    eventually(lambda: [*tmp_path.glob(".out.unfinished")] or process.poll() is not None)
     process.send_signal(number)
     assert process.stdin is not None and process.stderr is not None
     assert process.wait(20) == (128 + number if number is signal.SIGTERM else -number)

@@ -95,3 +95,57 @@ def test_splitting_equals_cutting_step_by_step(length: int, max_tokens: int, lea
     pieces = [piece.tolist() for piece in split_sequence(tokens, max_tokens, lead_in_tokens)]
     assert pieces == naive_split(list(range(length)), max_tokens, lead_in_tokens)
     assert {token for piece in pieces for token in piece} == set(range(length))
+
+
+def _follower() -> PrefixFilter:
+    return PrefixFilter(4, 2, follows_others=True)
+
+
+def test_what_another_replica_stored_is_not_stored_again() -> None:
+    here, there = _follower(), _follower()
+    first = list(range(12))  # prompt of 5, completion of 7
+    (piece,) = there.pieces(_tokens(first), 5, 0)
+    here.note(piece, 0)
+    assert _pieces(here, [*first, 20, 21, 22], 13) == [[10, 11, 20, 21, 22]]
+
+
+def test_a_conversation_is_stored_once_though_each_turn_is_answered_elsewhere() -> None:
+    replicas, text, num_stored = [_follower() for _ in range(5)], list[int](), 0
+    for number, replica in enumerate(replicas):
+        prompt_length = len(text) + 3
+        text += range(100 * number, 100 * number + 11)
+        (piece,) = replica.pieces(_tokens(text), prompt_length, 0)
+        num_stored += len(piece)
+        for other in replicas:
+            if other is not replica:
+                other.note(piece, 0)
+    assert len(text) <= num_stored <= len(text) + 4 * (2 + 3)  # lead-ins, and blocks that were not full
+
+
+def test_what_was_noted_is_forgotten_with_its_text() -> None:
+    known = _follower()
+    for begin in (0, 8, 16):
+        known.note(_tokens(list(range(max(0, begin - 2), begin + 8))), begin)
+    assert len(known) == 6
+    known.forget_before(8)
+    assert len(known) == 4
+    known.forget_before(100)
+    assert len(known) == 0 and not known._ends
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), max_size=14), st.integers(0, 14)), max_size=12)
+)
+def test_whatever_is_left_out_is_stored_with_what_stands_before_it(
+    requests: list[tuple[int, list[int], int]],
+) -> None:
+    replicas = [_follower() for _ in range(3)]
+    stored: set[tuple[int, ...]] = set()
+    for number, ids, prompt_length in requests:
+        pieces = list(replicas[number].pieces(_tokens(ids), min(prompt_length, len(ids)), 0))
+        for piece in pieces:
+            stored |= {tuple(piece[i - 2 : i + 1].tolist()) for i in range(2, len(piece))}
+            for other in replicas:
+                if other is not replicas[number]:
+                    other.note(piece, 0)
+        assert all(tuple(ids[i - 2 : i + 1]) in stored for i in range(2, len(ids)))

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from benchmarks.replay import digest, main, replay
-from benchmarks.replay.contenders import OurDrafters, PeerDrafter
-from benchmarks.replay.replaying import replay_stream
-from benchmarks.replay.settings import settings_of
+from benchmarks.replay.contenders import PeerDrafter
+from benchmarks.replay.settings import PeerSetting, settings_of
 from benchmarks.replay.stream import stream
-from benchmarks.traces import Row, TraceTokenizer, all_traces, read_records, read_rows
+from benchmarks.traces import TraceTokenizer, all_traces, read_records, read_rows
 from cache_builder.replay.counts import Counts
+from cache_builder.replay.drafters import OurDrafters
+from cache_builder.replay.rows import Row
+from cache_builder.replay.stream import replay_stream
 from cache_builder.replay.walk import Steps
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
@@ -119,7 +121,8 @@ class StepByStep(PeerDrafter):
         text, position, steps = np.concatenate([row.context, row.output]), len(row.context), []
         self._peer.start(request_id, row.context)
         while position < len(text):
-            draft = self._peer.speculate(request_id, text[:position], setting.limit, **setting.knobs)
+            knobs = setting.knobs if isinstance(setting, PeerSetting) else {}
+            draft = self._peer.speculate(request_id, text[:position], setting.limit, **knobs)
             accepted = slow.longest_agreeing(
                 draft.token_ids.tolist(), draft.parents.tolist(), text[position:-1].tolist()
             )

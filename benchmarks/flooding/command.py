@@ -22,12 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import head
-from benchmarks.replay.contenders import OurDrafters
-from benchmarks.replay.replaying import replay_stream
-from benchmarks.replay.settings import Setting
-from benchmarks.replay.stream import Turn, limited, stream
+from benchmarks.replay.stream import limited, stream
 from benchmarks.traces import (
-    Row,
     TraceTokenizer,
     all_traces,
     find_tokenizer,
@@ -37,6 +33,9 @@ from benchmarks.traces import (
     trace_name,
 )
 from benchmarks.workloads import snippets
+from cache_builder.replay.drafters import OurDrafters, Setting
+from cache_builder.replay.rows import Row, Turn
+from cache_builder.replay.stream import replay_stream
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EvictionPolicy, IndexConfig
 from ssd.errors import ConfigError

@@ -21,13 +21,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from benchmarks.replay.contenders import OurDrafters
-from benchmarks.replay.replaying import replay_stream
-from benchmarks.replay.settings import Setting
 from benchmarks.replay.stream import limited, stream
 from benchmarks.traces import (
-    Row,
-    TokenIds,
     TraceTokenizer,
     all_traces,
     find_tokenizer,
@@ -36,6 +31,9 @@ from benchmarks.traces import (
     read_sessions,
     trace_name,
 )
+from cache_builder.replay.drafters import OurDrafters, Setting
+from cache_builder.replay.rows import Row, TokenIds
+from cache_builder.replay.stream import replay_stream
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Draft, Drafter, DraftRequest, make_drafter
 from ssd.drafting.suffix.drafter import SuffixDrafter

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replay.calibration import calibrate
-from benchmarks.replay.contenders import Contender, OurDrafters, PeerDrafter
-from benchmarks.replay.replaying import replay_stream
-from benchmarks.replay.settings import PEERS, Setting, settings_of
-from benchmarks.replay.stream import Turn, adversarial, limited, shuffled, stream
-from benchmarks.traces import Row, TraceTokenizer, read_records, read_sessions, trace_name
+from benchmarks.replay.contenders import Contender, PeerDrafter
+from benchmarks.replay.settings import PEERS, settings_of
+from benchmarks.replay.stream import adversarial, limited, shuffled, stream
+from benchmarks.traces import TraceTokenizer, read_records, read_sessions, trace_name
 from cache_builder.replay.cost import CostCurve, speed_up
 from cache_builder.replay.counts import Counts
+from cache_builder.replay.drafters import OurDrafters, Setting
+from cache_builder.replay.rows import Row, Turn
+from cache_builder.replay.stream import replay_stream
 from ssd.config import DraftConfig, IndexConfig
 
 Result = dict[str, Any]

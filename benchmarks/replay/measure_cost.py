@@ -13,21 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.environment import head, model_facts, model_name
 from benchmarks.exactness import TIE_MARGIN
 from benchmarks.replay.settings import MEASURED_PATH
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
+from ssd.engine.measured_passes import decode, time_rounds
 from ssd.model.loading.load_target import load_model, open_target
-from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17, 25, 33, 49, 65, 97, 129)
@@ -45,13 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codec = TextCodec.load(str(options.model))
     text = [token_id for snippet in snippets(0) for token_id in codec.encode_prompt(snippet)]
     chosen = decode(target, text[: options.context], max(WIDTHS) + 1)
-    seconds, num_ties = time_rounds(target, chosen, options.rounds)
+    seconds, others = time_rounds(target, chosen, WIDTHS, options.rounds)
+    for width, lead in others:
+        if lead >= TIE_MARGIN:
+            raise SystemExit(f"a pass of {width} tokens chose another token, which led by {lead:.2g}")
     ratios = seconds / seconds[:, :1]
     result: dict[str, Any] = {
         **head("verify-cost"),
         **model_facts(model_name(options.model), target),
         "parameters": {"context": options.context, "rounds": options.rounds},
-        "near_ties": num_ties,
+        "near_ties": len(others),
         "widths": list(WIDTHS),
         "ms_p50": np.round(np.median(seconds, axis=0) * 1e3, 3).tolist(),
         "costs": np.round(np.median(ratios, axis=0), 4).tolist(),
@@ -64,39 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.write_text(line + "\n")
     print(line)
     return 0
-
-
-def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArray[np.int64]:
-    """int64[num_tokens], the last token of the prompt and what follows it greedily, end of text or not."""
-    target.prefill([0], np.array([prompt[:-1]], np.int64), [len(prompt) - 1])
-    tokens = [prompt[-1]]
-    while len(tokens) < num_tokens:
-        logits = target.forward([0], np.array([tokens[-1:]], np.int64), [1]).logits
-        tokens.append(int(logits[0, 0].argmax()))
-    target.rollback(0, len(prompt) - 1)
-    return np.array(tokens, np.int64)
-
-
-def time_rounds(target: Target, text: npt.NDArray[np.int64], rounds: int) -> tuple[npt.NDArray[np.float64], int]:
-    """float64[rounds, widths], seconds; and how many choices differed by a near-tie. Any other raises SystemExit."""
-    begin = target.length(0)
-    random = np.random.default_rng(0)
-    seconds = np.zeros((rounds + 1, len(WIDTHS)))
-    num_ties = 0
-    for number in range(rounds + 1):
-        for column in random.permutation(len(WIDTHS)):
-            width = WIDTHS[column]
-            began = time.perf_counter()
-            logits = target.forward([0], text[None, :width], [width]).logits
-            chosen = logits[0].argmax(-1).cpu().numpy()
-            seconds[number, column] = time.perf_counter() - began
-            target.rollback(0, begin)
-            for position in np.flatnonzero(chosen != text[1 : width + 1]):
-                scores = logits[0, position].float()
-                if float(scores.max() - scores[int(text[position + 1])]) >= TIE_MARGIN:
-                    raise SystemExit(f"a pass of {width} tokens chose another token at position {position}")
-                num_ties += 1
-    return seconds[1:], num_ties  # the first round allocates
 
 
 def table(result: dict[str, Any]) -> str:

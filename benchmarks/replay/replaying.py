@@ -1,31 +1,16 @@
-"""Streams of requests through contenders."""
+"""Rows through one of our drafters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from benchmarks.replay.contenders import Contender, OurDrafters
-from benchmarks.replay.settings import Setting
-from benchmarks.replay.stream import Turn, limited, stream
-from benchmarks.traces import Row
-from cache_builder.replay.counts import UNSCORED_SHARE, Counts
+from benchmarks.replay.stream import limited, stream
+from cache_builder.replay.counts import Counts
+from cache_builder.replay.drafters import OurDrafters, Setting
+from cache_builder.replay.rows import Row
+from cache_builder.replay.stream import replay_stream
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import Drafter
-
-
-def replay_stream(turns: Sequence[Turn], contender: Contender) -> list[Counts]:
-    """What each setting of a contender comes to on one stream: nothing is seen ahead of its turn."""
-    num_output_tokens = sum(len(turn.row.output) for turn in turns if turn.is_scored)
-    counts = [Counts(int(UNSCORED_SHARE * num_output_tokens)) for _ in contender.settings]
-    for number, turn in enumerate(turns):
-        if turn.is_scored:
-            for one, steps in zip(counts, contender.replay(str(number), turn.row), strict=True):
-                one.add(steps, len(turn.row.output))
-        else:
-            contender.learn(str(number), turn.row)
-    for one in counts:
-        one.num_cached_tokens = contender.num_cached_tokens()
-    return counts
 
 
 def replay(

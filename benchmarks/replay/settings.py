@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_builder.replay.cost import CostCurve
+from cache_builder.replay.drafters import Setting
 from ssd.drafting import DRAFTER_NAMES
 
 OURS = "ssd"
@@ -27,19 +28,11 @@ _LEAST_PROBABILITIES = (0.1, 0.01)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """One way to run a drafter."""
+class PeerSetting(Setting):
+    """One way to run somebody else's drafter."""
 
-    drafter: str
-    name: str
-    limit: int
-    """Most tokens of a draft."""
-    price: float | None = None
-    """Of a drafted token, in accepted ones; ours only."""
-    curve: CostCurve | None = None
-    """The cost curve that sets the prices; ours only."""
     knobs: dict[str, float] = field(default_factory=dict)
-    """A peer's own, as `benchmarks.peers` takes them."""
+    """Its own, as `benchmarks.peers` takes them."""
 
 
 def settings_of(
@@ -56,7 +49,7 @@ def settings_of(
     if drafter == "arctic":
         pairs = [(factor, least) for least in _LEAST_PROBABILITIES for factor in _FACTORS] if curve else [(1.0, 0.1)]
         return [
-            Setting(
+            PeerSetting(
                 drafter,
                 f"factor {factor:g}, p {least:g}",
                 max_draft,

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from benchmarks.traces import Row
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One request of a stream.
-
-    ``is_scored`` : False: it is learned as a completed request, and no draft is asked for.
-    """
-
-    row: Row
-    is_scored: bool = True
+from cache_builder.replay.rows import Row, Turn
 
 
 def shuffled(sessions: Iterable[list[Row]], seed: int) -> list[list[Row]]:

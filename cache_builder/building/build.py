@@ -1,98 +1,126 @@
-"""``ssd-cache build``: records to a directory of static segments, which appears whole or not at all."""
+"""``ssd-cache build``: inputs to a directory of static segments, which appears whole or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-import numpy as np
+import xxhash
 
-from cache_builder.building.partial_directory import partial_directory
+from cache_builder.building.block import BlockOptions, BlockResult, Progress, build_block, codec_of
+from cache_builder.building.counts import BuildResult
+from cache_builder.building.neighbours import Neighbours, merge, neighbours_of
+from cache_builder.building.plan import Block, plan_of
 from cache_builder.building.stored import Stored
-from cache_builder.inputs.examples import examples_of
+from cache_builder.building.unfinished import replace_directory, working_directory
+from cache_builder.building.workers import run
 from cache_builder.inputs.fields import AS_WE_CALL_THEM, FieldNames
-from cache_builder.inputs.records import Format, InputError, read_records
-from ssd.config import IndexConfig
+from cache_builder.inputs.record import STANDARD_INPUT, Format, InputError
+from cache_builder.inputs.sources import Source, find_sources
+from cache_builder.inputs.streams import is_regular
+from ssd import __version__
 from ssd.errors import ConfigError
+from ssd.retrieval.atomic_file import sync_directory
+from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.directory_lock import LOCK_NAME
-from ssd.retrieval.manifest import MANIFEST_NAME
-from ssd.retrieval.prefixes import PrefixFilter
-from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
+from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 from ssd.text.codec import TextCodec
 
+_ALONE_WEIGHT = 8 << 20
+"""Bytes of text that one process has done before others have started."""
 
-@dataclass(slots=True)
-class BuildResult:
-    """What went into the directory. Tokens are without separators."""
+Executor: TypeAlias = Callable[[Sequence[Block], BlockOptions, Progress], Iterator[BlockResult]]
+"""Maps ``build_block`` over the blocks, in any order, in processes that reach ``options.directory``."""
 
-    num_records: int = 0
-    num_sequences: int = 0
-    num_tokens: int = 0
-    num_skipped_prompt_tokens: int = 0
-    """Prompt tokens not stored, because an earlier sequence begins with the same blocks."""
-    num_stored_sequences: int = 0
-    """Sequences that ``add`` found in the cache already, and did not store again."""
-    num_invalid: int = 0
-    """Lines left out by ``skip_invalid``."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """How a build is done.
+
+    ``add`` : to a cache that is there already, what it does not hold; ``force`` : in place of it; ``fresh`` : without
+    what an earlier build that did not end had finished. ``fields`` : how records call theirs. ``jobs`` : processes,
+    None for one a core. ``block_bytes`` : of text in a block, None as ``plan_of`` chooses.
+    """
+
+    namespace: str
+    tokenizer: str
+    chat_template: str | None = None
+    format: Format = "auto"
+    split: str | None = None
+    add: bool = False
+    force: bool = False
+    fresh: bool = False
+    skip_invalid: bool = False
+    fields: FieldNames = AS_WE_CALL_THEM
+    jobs: int | None = None
+    segment_tokens: int = DEFAULT_SEGMENT_TOKENS
+    block_bytes: int | None = None
 
 
 def build(
-    inputs: list[str],
+    inputs: Sequence[str],
     out: Path,
+    options: BuildOptions,
     *,
-    codec: TextCodec,
-    namespace: str,
-    format: Format = "auto",
-    add: bool = False,
-    force: bool = False,
-    skip_invalid: bool = False,
-    fields: FieldNames = AS_WE_CALL_THEM,
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    begin: Callable[[int], None] = lambda num_bytes: None,
+    progress: Progress = lambda num_bytes, num_tokens: None,
+    executor: Executor | None = None,
 ) -> BuildResult:
     """Encode all inputs and write them to ``out``.
 
-    ``add`` : to a cache that is there already, what it does not hold; ``force`` : in place of it. ``fields`` : how
-    records call theirs. Raises InputError (unless ``skip_invalid``
-    and it is only a line), ConfigError, CacheError, OSError; then ``out`` is as it was before.
+    ``begin`` : told the bytes of all inputs before the first is read, as far as they are known. ``executor`` : what
+    maps the blocks, None for processes here. Raises InputError (unless ``skip_invalid`` and it is only a line),
+    ConfigError, CacheError, OSError; then ``out`` is as it was before, and what was finished is kept beside it for the
+    next build.
     """
-    result = BuildResult()
-    index = IndexConfig()
-    known = PrefixFilter(index.dedup_block_tokens, index.lead_in_tokens)
-    is_addition = add and (out / MANIFEST_NAME).exists()
-    stored = Stored.of(out, fingerprint=codec.fingerprint) if is_addition else Stored()
-    with _writer(out, codec, namespace, add=add, force=force) as writer:
-        for name in inputs:
-            for record in read_records(name, format, progress):
-                try:
-                    examples = examples_of(record, codec, fields)
-                except InputError:
-                    if not (skip_invalid and record.is_json):
-                        raise
-                    result.num_invalid += 1
-                    continue
-                result.num_records += 1
-                for example in examples:
-                    tokens = np.array(example.token_ids, np.int32)
-                    pieces = known.pieces(tokens, example.prompt_length, writer.num_tokens)
-                    if pieces and stored.take(pieces[0]):
-                        result.num_stored_sequences += 1
-                        continue
-                    for piece in pieces:
-                        writer.append(piece)
-                    result.num_sequences += len(pieces)
-                    num_stored = sum(map(len, pieces))
-                    result.num_tokens += num_stored
-                    result.num_skipped_prompt_tokens += len(tokens) - num_stored
+    is_addition = _check_out(out, add=options.add, force=options.force)
+    sources = find_sources(inputs, options.format, options.split)
+    codec = codec_of(options.tokenizer, options.chat_template)
+    with working_directory(out, fresh=options.fresh) as working:
+        block_options = BlockOptions(
+            directory=working.absolute(),
+            tokenizer=options.tokenizer,
+            chat_template=options.chat_template,
+            fingerprint=codec.fingerprint,
+            namespace=options.namespace,
+            fields=options.fields,
+            skip_invalid=options.skip_invalid,
+            segment_tokens=options.segment_tokens,
+            stored=_what_is_stored(out, working, codec) if is_addition else None,
+        )
+        blocks = plan_of(sources, _how(options, codec, out if is_addition else None), options.block_bytes)
+        jobs = _jobs(options.jobs, sources, blocks)
+        begin(sum(source.size or 0 for source in sources))
+        if executor is not None and jobs == 0:
+            raise ConfigError("other machines cannot read standard input, pipes or memory://: give files or URLs")
+        if executor is None:
+            results = run(build_block, blocks, block_options, progress, jobs=jobs)
+        else:
+            results = executor(blocks, block_options, progress)
+        result, segments = _collected(results)
         if result.num_tokens == 0 and not result.num_stored_sequences:
             skipped = f", and {result.num_invalid} lines were left out as invalid" if result.num_invalid else ""
             raise InputError(f"the inputs hold no text{skipped}: nothing was built")
+        final = list(neighbours_of(segments, options.segment_tokens))
+        together = [neighbours for neighbours in final if len(neighbours.segments) > 1]
+        for _ in run(merge, together, block_options, lambda num_bytes, num_tokens: None, jobs=jobs):
+            pass
+        result.num_segments = len(final)
+        if is_addition:
+            _add(out, working / "new", final, block_options)
+        else:
+            _publish(out, working, final, block_options)
     return result
 
 
-@contextmanager
-def _writer(out: Path, codec: TextCodec, namespace: str, *, add: bool, force: bool) -> Iterator[StaticWriter]:
+def _check_out(out: Path, *, add: bool, force: bool) -> bool:
+    """Whether ``out`` is a cache that is added to; raises ConfigError."""
     if add and force:
         raise ConfigError("--add and --force exclude each other: add to the cache, or replace it")
     is_cache = (out / MANIFEST_NAME).exists()
@@ -103,13 +131,92 @@ def _writer(out: Path, codec: TextCodec, namespace: str, *, add: bool, force: bo
         raise ConfigError(f"{out} is not empty and holds no cache: give another directory with --out")
     if is_cache and not add and not force:
         raise ConfigError(f"{out} holds a cache already: --add adds to it, --force replaces it")
-    if add and is_cache:
-        with StaticWriter(out, fingerprint=codec.fingerprint, namespace=namespace) as writer:
-            yield writer
-        return
-    with partial_directory(out) as temporary:
-        with StaticWriter(temporary / "new", fingerprint=codec.fingerprint, namespace=namespace) as writer:
-            yield writer
-        if out.exists():
-            out.rename(temporary / "old")
-        (temporary / "new").rename(out)
+    return add and is_cache
+
+
+def _what_is_stored(out: Path, working: Path, codec: TextCodec) -> Path:
+    path = working.absolute() / "stored.npy"
+    Stored.of(out, fingerprint=codec.fingerprint).save(path)
+    return path
+
+
+def _how(options: BuildOptions, codec: TextCodec, added_to: Path | None) -> str:
+    """All that decides what becomes of a text: what was made another way is not used."""
+    try:
+        tokenizer = xxhash.xxh3_128_hexdigest(codec.to_json().encode())
+    except ValueError:
+        tokenizer = options.tokenizer
+    manifest = None if added_to is None else read_manifest(added_to)
+    return json.dumps(
+        [
+            __version__, codec.fingerprint, tokenizer, codec.eos_token_ids, codec.chat_template(options.chat_template),
+            options.namespace, sorted(options.fields.names.items()), options.skip_invalid, options.segment_tokens,
+            None if manifest is None else manifest.segment_ids,
+        ]
+    )  # fmt: skip
+
+
+def _jobs(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]) -> int:
+    """0 where no other process can read the inputs, 1 where it is not worth another."""
+    if any(source.name == STANDARD_INPUT or not is_regular(source.name) for source in sources):
+        return 0
+    if wanted is None and sum(block.weight for block in blocks) < _ALONE_WEIGHT:
+        return 1
+    return min(len(blocks), wanted or len(os.sched_getaffinity(0)))
+
+
+def _collected(results: Iterable[BlockResult]) -> tuple[BuildResult, list[tuple[str, int]]]:
+    """Counts of all, and the segments in the order of the blocks."""
+    total = BuildResult()
+    segments: dict[int, tuple[tuple[str, int], ...]] = {}
+    for result in results:
+        total.add(result.counts)
+        segments[result.number] = result.segments
+    return total, [segment for number in sorted(segments) for segment in segments[number]]
+
+
+def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: BlockOptions) -> None:
+    """``new`` becomes a cache of these segments alone, and takes the place of ``out``."""
+    names = {f"{segment.segment_id}.seg" for segment in final}
+    for file in options.segments.iterdir():
+        if file.name not in names:
+            file.unlink()
+    sync_directory(options.segments)
+    manifest = Manifest(
+        fingerprint=options.fingerprint,
+        namespace=options.namespace,
+        generation=1,
+        segment_ids=tuple(segment.segment_id for segment in final),
+        segments=tuple({"id": s.segment_id, "num_tokens": s.num_tokens, "start": None} for s in final),
+    )
+    write_manifest(options.segments, manifest)
+    replace_directory(out, working)
+    sync_directory(out.parent)
+
+
+def _add(out: Path, new: Path, final: Sequence[Neighbours], options: BlockOptions) -> None:
+    """The segments count in ``out`` together with those that are there. Raises CacheError, OSError."""
+    directory = SegmentDirectory(out, fingerprint=options.fingerprint, namespace=options.namespace)
+    try:
+        existing, failures = directory.load()
+        if failures:
+            raise failures[0]
+        segments = list(existing)
+        there = {segment.segment_id for segment in existing}
+        for segment in final:
+            if segment.segment_id in there:
+                continue
+            _link(new / f"{segment.segment_id}.seg", out)
+            segments.append(directory.adopt(segment.segment_id))
+        directory.commit(segments, next_position=0)
+    finally:
+        directory.close()
+
+
+def _link(file: Path, out: Path) -> None:
+    try:
+        os.link(file, out / file.name)
+    except FileExistsError:
+        pass
+    except OSError:  # another file system
+        shutil.copy2(file, out / file.name)

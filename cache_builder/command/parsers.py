@@ -11,6 +11,8 @@ from ssd.errors import SSDError
 from ssd.sharing.connection import URL_VARIABLE
 
 if TYPE_CHECKING:
+    from ssd.text.codec import TextCodec
+
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
     Commands = object
@@ -42,3 +44,12 @@ def redis_url_of(options: argparse.Namespace) -> str:
     if not url:
         raise SSDError(f"no Redis is named: give --redis URL, or set {URL_VARIABLE}")
     return str(url)
+
+
+def codec_of(options: argparse.Namespace) -> TextCodec | None:
+    """The tokenizer that ``--tokenizer`` names, None where it was not given. Raises ModelError."""
+    if options.tokenizer is None:
+        return None
+    from ssd.text.codec import TextCodec
+
+    return TextCodec.load(options.tokenizer)

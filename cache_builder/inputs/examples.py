@@ -6,14 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from cache_builder.inputs.fields import AS_WE_CALL_THEM, FieldNames, messages_of
-from cache_builder.inputs.records import InputError, Record
-from ssd.errors import RequestError
+from cache_builder.inputs.record import InputError, Record
+from ssd.errors import RequestError, shown
 from ssd.text.codec import Example, TextCodec
 
 UNDERSTOOD = (
-    'understood are "text", "prompt" with "completion", "messages", "conversations", and "response" with or without '
-    '"request"; other names with --field'
+    'understood are "text", "prompt" with "completion", "messages", "conversations", "token_ids", and "response" '
+    'with or without "request"; other names with --field'
 )
 
 
@@ -21,6 +23,17 @@ def examples_of(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CAL
     """The sequences of one record, which calls them by ``fields``; raises InputError, which names its place."""
     if not record.is_json:
         return [codec.encode_text_example(record.text)]
+    line = line_of(record)
+    try:
+        return _examples_of_line(fields.of(line), record.where, codec)
+    except RequestError as error:
+        raise InputError(f"{record.where}: {error}") from error
+
+
+def line_of(record: Record) -> Mapping[str, Any]:
+    """The fields of a record that is JSON, or a row; raises InputError."""
+    if record.line is not None:
+        return record.line
     try:
         line = json.loads(record.text)
     except (ValueError, RecursionError) as error:
@@ -29,10 +42,7 @@ def examples_of(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CAL
         ) from None
     if not isinstance(line, dict):
         raise InputError(f"{record.where}: a JSON object was expected, got {type(line).__name__}; {UNDERSTOOD}")
-    try:
-        return _examples_of_line(fields.of(line), record.where, codec)
-    except RequestError as error:
-        raise InputError(f"{record.where}: {error}") from error
+    return line
 
 
 def _examples_of_line(line: Mapping[str, Any], where: str, codec: TextCodec) -> list[Example]:
@@ -40,6 +50,10 @@ def _examples_of_line(line: Mapping[str, Any], where: str, codec: TextCodec) -> 
         return _examples_of_exchange(_body(line["request"]), _body(line["response"]), where, codec)
     if isinstance(line.get("response"), dict) and "request" not in line:
         return _examples_of_response(_body(line["response"]), where, codec)
+    if line.get("log") == "vllm" and isinstance(line.get("completion"), str):
+        return [_logged(line, where, codec)]
+    if "token_ids" in line:
+        return [_as_they_are(line, where, codec)]
     if "conversations" in line and "messages" not in line:
         return _chat(messages_of(line["conversations"]), line, where, codec)
     if "messages" in line:
@@ -81,6 +95,43 @@ def _examples_of_response(response: Mapping[str, Any], where: str, codec: TextCo
     if not texts:
         raise InputError(f'{where}: its "response" has no choices with text; {UNDERSTOOD}')
     return [codec.encode_text_example(text) for text in texts]
+
+
+def _as_they_are(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
+    """Token ids that some other program made with this tokenizer."""
+    token_ids = _ids(line["token_ids"], where, codec)
+    length = line.get("prompt_length", 0)
+    if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(token_ids):
+        raise InputError(f'{where}: "prompt_length" must be within 0..{len(token_ids)}, got {shown(length)}')
+    return Example(token_ids, length)
+
+
+def _logged(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
+    """An exchange of vLLM's log: its prompt is rendered already, or given as ids."""
+    if "prompt_token_ids" in line:
+        return codec.encode_answer_example(_ids(line["prompt_token_ids"], where, codec), line["completion"])
+    if not line.get("prompt"):
+        return codec.encode_text_example(line["completion"])
+    if line.get("is_rendered"):
+        return codec.encode_answer_example(codec.encode_completion(line["prompt"]), line["completion"])
+    return codec.encode_completion_example(line["prompt"], line["completion"])
+
+
+def _ids(value: Any, where: str, codec: TextCodec) -> list[int]:
+    try:
+        ids = np.asarray(value)
+    except (ValueError, OverflowError):
+        ids = np.empty(0)
+    if ids.size == 0 and isinstance(value, list | np.ndarray) and len(value) == 0:
+        return []
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InputError(f"{where}: token ids must be one list of integers, got {shown(value)}")
+    if ids.min() < 0 or ids.max() >= codec.vocab_size:
+        raise InputError(
+            f"{where}: token ids of this tokenizer are within 0..{codec.vocab_size - 1}, got {ids.min()}..{ids.max()}"
+        )
+    found: list[int] = ids.tolist()
+    return found
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

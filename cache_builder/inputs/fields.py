@@ -8,7 +8,11 @@ from typing import Any
 
 from ssd.errors import ConfigError
 
-NAMES = ("text", "prompt", "completion", "messages")
+NAMES = ("text", "prompt", "completion", "messages", "token_ids", "prompt_length")
+COLUMNS = (*NAMES, "conversations", "request", "response", "tools", "chat_template_kwargs")
+"""What of a table is read."""
+_SETS = ({"text"}, {"prompt", "completion"}, {"messages"}, {"token_ids"}, {"token_ids", "prompt_length"})
+
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 _ROLES |= {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
 
@@ -30,8 +34,8 @@ class FieldNames:
             if ours not in NAMES or not theirs or ours in names:
                 raise ConfigError(f"--field {option}: give OURS=THEIRS, once for each OURS of {', '.join(NAMES)}")
             names[ours] = theirs
-        if names and names.keys() not in ({"text"}, {"prompt", "completion"}, {"messages"}):
-            raise ConfigError('--field: give "text", "prompt" and "completion", or "messages"')
+        if names and names.keys() not in _SETS:
+            raise ConfigError('--field: give "text", "prompt" and "completion", "messages", or "token_ids"')
         return cls(names)
 
     def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -39,6 +43,10 @@ class FieldNames:
         if not all(theirs in line for theirs in self.names.values()):
             return line
         return {**line, **{ours: line[theirs] for ours, theirs in self.names.items()}}
+
+    def columns(self) -> frozenset[str]:
+        """Of a table's columns those that may be of use."""
+        return frozenset((*self.names.values(), *COLUMNS) if self.names else COLUMNS)
 
 
 AS_WE_CALL_THEM = FieldNames()

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import IO
 
+from cache_builder.inputs.record import LONGEST_RECORD
+
 _CHUNK_CHARS = 1 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -84,6 +86,8 @@ class _Rest:
             if end < len(self._text):
                 text, self._at = self._text[self._at : end], end
                 return text
+            if len(self._text) - self._at > LONGEST_RECORD:
+                raise ValueError(f"an element has no end within {LONGEST_RECORD >> 20} MiB")
             if not self._more(chunk):
                 raise complaint
             chunk *= 2

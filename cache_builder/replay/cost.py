@@ -13,6 +13,9 @@ from ssd.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 
+_MOST_POINTS = 10_000
+_HOW = "run `python -m benchmarks.replay.measure_cost`, or `ssd-cache evaluate --measure MODEL --save-cost FILE`"
+
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
@@ -40,20 +43,35 @@ def flat(width: int) -> CostCurve:
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
 
 
+def at_batch(curve: CostCurve, batch: int, most: int = 129) -> CostCurve:
+    """What a pass of ``batch`` rows costs by the tokens of each, all rows alike: in passes of one token a row."""
+    if batch == 1:
+        return curve
+    widths = np.arange(1.0, most + 1.0)
+    costs = curve.upto(most * batch)[batch::batch]
+    return CostCurve(f"{curve.name}, {batch} rows", widths, costs / costs[0])
+
+
 def read_curve(path: Path) -> CostCurve:
     """The curve that a measurement wrote. Raises ConfigError where it is not usable."""
     try:
         result = json.loads(path.read_text())
-        widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"no cost curve in {path.name} ({error}); run `python -m benchmarks.replay.measure_cost`"
-        ) from error
-    rising = len(widths) >= 2 and widths.shape == costs.shape and widths[0] == 1 and (np.diff(widths) > 0).all()
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"no cost curve in {path.name} ({error}); {_HOW}") from error
+    return curve_of(result, path.name)
+
+
+def curve_of(result: object, name: str) -> CostCurve:
+    """The curve in a measurement's JSON, which may be anything. ``name`` : of its file. Raises ConfigError."""
+    try:
+        widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+        raise ConfigError(f"no cost curve in {name} ({error}); {_HOW}") from error
+    is_curve = widths.ndim == 1 and 2 <= len(widths) <= _MOST_POINTS and widths.shape == costs.shape
+    rising = is_curve and bool(widths[0] == 1 and (np.diff(widths) > 0).all() and np.isfinite(widths).all())
     if not rising or costs[0] != 1 or not np.isfinite(costs).all() or (costs <= 0).any():
         raise ConfigError(
-            f"{path.name} must hold two lists of one length, widths rising from 1 and positive costs starting with 1; "
-            "run `python -m benchmarks.replay.measure_cost`"
+            f"{name} must hold two lists of one length, widths rising from 1 and positive costs starting with 1; {_HOW}"
         )
     return CostCurve("measured", widths, costs)
 

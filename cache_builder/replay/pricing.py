@@ -48,7 +48,7 @@ class CurvePrice:
 
     def __init__(self, curve: CostCurve, max_draft: int) -> None:
         self._costs = curve.upto(max_draft + 1)[1:]
-        self._more = _rising(self._costs)
+        self._more = rising(self._costs)
         self._rate = Rate()
 
     def prices(self) -> Prices | None:
@@ -64,7 +64,7 @@ class CurvePrice:
         self._rate.observe(num_output, float(self._costs[num_drafted]))
 
 
-def _rising(costs: Floats) -> Floats:
+def rising(costs: Floats) -> Floats:
     """What each token more costs on the greatest convex curve below ``costs``: prices never fall along a draft.
 
     float64[max(1, n - 1)] of float64[n]. A measured curve has steps and noise; a draft may pay beyond a steep part.

@@ -18,15 +18,21 @@ class PrefixFilter:
 
     The hash of a block covers the blocks before it, so a known hash means that the whole beginning up to there is known
     (64 bits of xxh3: a collision only loses a few tokens of drafting material). A block is forgotten once the ring
-    position it was stored at is evicted, so memory is bounded by capacity / block entries of about 100 bytes.
+    position it was stored at is evicted, so memory is bounded by capacity / block entries of about 100 bytes, twice
+    that with ``follows_others``.
     """
 
-    def __init__(self, block_tokens: int, lead_in_tokens: int) -> None:
-        """Blocks of ``block_tokens`` tokens (0: no filter); ``lead_in_tokens`` are repeated before new text."""
+    def __init__(self, block_tokens: int, lead_in_tokens: int, *, follows_others: bool = False) -> None:
+        """Blocks of ``block_tokens`` tokens (0: no filter); ``lead_in_tokens`` are repeated before new text.
+
+        ``follows_others`` : pieces that another filter of the same lengths cut will be noted too.
+        """
         self._block_tokens = block_tokens
         self._lead_in_tokens = lead_in_tokens
+        self._follows_others = follows_others and block_tokens > 0 and lead_in_tokens > 0
         self._positions: dict[int, int] = {}  # hash of a block -> position of the sequence that stored it
-        self._by_age: deque[tuple[int, list[int]]] = deque()  # the same as (position, its hashes), oldest first
+        self._ends: dict[int, int] = {}  # hash of the tokens that a piece after a block would begin with -> its hash
+        self._by_age: deque[tuple[int, list[tuple[int, int]]]] = deque()  # as (position, (block, its end) of all)
 
     def __len__(self) -> int:
         """Blocks known."""
@@ -46,36 +52,65 @@ class PrefixFilter:
             return []
         return [tokens[max(0, skipped - self._lead_in_tokens) :]]
 
+    def note(self, piece: Tokens, position: int) -> None:
+        """Remember the blocks of a piece that another replica cut and that is stored at ``position``. O(n).
+
+        Where it begins as a piece after a known block would, it is taken to go on from there, else to be the beginning
+        of a text. Taken wrongly, the filter may know a beginning whose parts are all stored, each with the lead-in
+        before it, though not in one piece: any context of that length is found all the same.
+        """
+        if not self._follows_others:
+            return
+        before = self._ends.get(_hash(piece[: self._lead_in_tokens])) if len(piece) > self._lead_in_tokens else None
+        start, seed = (0, 0) if before is None else (self._lead_in_tokens, before)
+        self._keep(piece, list(self._chain(piece, start, seed)), position)
+
     def forget_before(self, position: int) -> None:
         """Forget the blocks stored before ``position``: they are evicted. O(1) for each."""
         while self._by_age and self._by_age[0][0] < position:
-            stored_at, hashes = self._by_age.popleft()
-            for block_hash in hashes:
+            stored_at, blocks = self._by_age.popleft()
+            for block_hash, end in blocks:
                 if self._positions.get(block_hash) == stored_at:  # else it was stored again since
                     del self._positions[block_hash]
+                    if self._ends.get(end) == block_hash:
+                        del self._ends[end]
 
     def _remember(self, tokens: Tokens, prompt_length: int, position: int) -> int:
         """Returns how many leading tokens are stored already, a multiple of the block length within the prompt."""
         skipped = 0
         is_known_so_far = True
-        hashes: list[int] = []
+        blocks: list[tuple[int, int]] = []
         for stop, block_hash in self._chain(tokens):
             is_known_so_far = is_known_so_far and stop <= prompt_length and block_hash in self._positions
             if is_known_so_far:
                 skipped = stop
             else:
-                self._positions[block_hash] = position
-                hashes.append(block_hash)
-        if hashes:
-            self._by_age.append((position, hashes))
+                blocks.append((stop, block_hash))
+        self._keep(tokens, blocks, position)
         return skipped
 
-    def _chain(self, tokens: Tokens) -> Iterator[tuple[int, int]]:
-        """(end offset, hash of everything up to there) of each whole block."""
-        block_hash = 0
-        for stop in range(self._block_tokens, len(tokens) + 1, self._block_tokens):
-            block_hash = xxhash.xxh3_64_intdigest(tokens[stop - self._block_tokens : stop].data, seed=block_hash)
+    def _keep(self, tokens: Tokens, blocks: list[tuple[int, int]], position: int) -> None:
+        """``blocks`` : (end offset in ``tokens``, hash) of each."""
+        kept = []
+        for stop, block_hash in blocks:
+            self._positions[block_hash] = position
+            end = 0
+            if self._follows_others:
+                end = _hash(tokens[max(0, stop - self._lead_in_tokens) : stop])
+                self._ends[end] = block_hash
+            kept.append((block_hash, end))
+        if kept:
+            self._by_age.append((position, kept))
+
+    def _chain(self, tokens: Tokens, start: int = 0, block_hash: int = 0) -> Iterator[tuple[int, int]]:
+        """(end offset, hash of everything up to there) of each whole block from ``start`` on."""
+        for stop in range(start + self._block_tokens, len(tokens) + 1, self._block_tokens):
+            block_hash = _hash(tokens[stop - self._block_tokens : stop], block_hash)
             yield stop, block_hash
+
+
+def _hash(tokens: Tokens, seed: int = 0) -> int:
+    return xxhash.xxh3_64_intdigest(tokens.data, seed=seed)
 
 
 def as_sequence(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:

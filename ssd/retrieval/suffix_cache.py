@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,19 @@ class Pieces(list[Tokens]):
 
 
 Listener = Callable[[Pieces], None]
+
+
+class SealedText(NamedTuple):
+    """``segments`` : in order of position, all that is stored before ring position ``position``.
+
+    ``checkpoint`` : how far the caller of ``set_source`` was when all before ``position`` had been stored; None where
+    it never said.
+    """
+
+    segments: tuple[Segment, ...]
+    position: int
+    checkpoint: Checkpoint | None
+
 
 _RING_BYTES_PER_TOKEN: Final = 7  # of a segment that holds text of the ring
 _ROOM_WAIT_S: Final = 1.0
@@ -92,7 +105,7 @@ class SuffixCache:
             self.kept = Checkpoint.from_json(directory.manifest.shared)
         index = SuffixIndex(config, [segment for segment in segments if segment.start is not None], next_position)
         index.add_static([segment for segment in segments if segment.start is None])
-        self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens)
+        self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
         self._state = state = CacheState(name, index, self.kept)
         self._index, self._lock = index, state.lock
         for failure in failures:
@@ -121,6 +134,24 @@ class SuffixCache:
     def snapshot(self) -> Snapshot:
         """What can be searched now, the last append included. O(1)."""
         return self._index.snapshot()
+
+    def sealed(self) -> SealedText:
+        """What was sealed of its own text until now, for whoever copies it. O(number of segments)."""
+        with self._lock:
+            position = self._state.tail_start
+            segments = () if self._state.is_discarded else self._index.ring_born
+            return SealedText(segments, position, self._state.checkpoints.newest_at(position))
+
+    def own_text(self) -> tuple[tuple[Segment, ...], Tokens]:
+        """Segments of its own text, and a copy of the tail with its separators: int32[n]. O(tail)."""
+        with self._lock:
+            tail = self._index.tail()
+            return self._index.ring_born, tail
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens of its own text."""
+        return self._index.config.capacity_tokens
 
     # Learning
 
@@ -156,6 +187,8 @@ class SuffixCache:
     def append_shared(self, token_ids: TokenIds, *, source: SourcePosition | None = None) -> None:
         """Store a piece another replica stored, as it is; listeners do not hear of it. Never raises. O(n).
 
+        A prompt that begins with it is not stored, nor heard of, again: what one replica told, no other repeats.
+
         ``source`` : as for ``set_source``, with this piece as the last one given.
 
         Waits, at most a second, while the ring is half full of unsealed tokens: a replica that reads a long log must
@@ -168,6 +201,7 @@ class SuffixCache:
                     self._state.room.wait_for(lambda: self._state.is_closing or self._index.has_room(), _ROOM_WAIT_S)
                 if self._state.is_discarded:
                     return
+                self._filter.note(tokens, self._index.next_position)
                 self._store([tokens])
                 self._state.num_appended += len(tokens)
                 if source is not None:
@@ -189,8 +223,7 @@ class SuffixCache:
             self._set_source(source)
 
     def _set_source(self, source: SourcePosition) -> None:
-        if self._files.directory is not None:
-            self._state.checkpoints.set(source, self._index.next_position, self._state.tail_start)
+        self._state.checkpoints.set(source, self._index.next_position, self._state.tail_start)
 
     def add_listener(self, listener: Listener) -> None:
         """Call ``listener`` with the pieces of every ``append`` that stored any, on its thread."""
@@ -209,6 +242,13 @@ class SuffixCache:
         with self._lock:
             self._index.add_static(segments)
         return frozenset(segment.segment_id for segment in segments)
+
+    def exchange_static(self, former: Sequence[Segment], segments: Sequence[Segment]) -> None:
+        """Search ``segments``, in memory of this process, in place of ``former``, which a call like this brought."""
+        with self._lock:
+            if not self._state.is_discarded:
+                self._index.leave_out(former)
+                self._index.add_static(segments)
 
     @property
     def borrowed(self) -> tuple[Segment, ...]:

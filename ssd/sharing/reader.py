@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -16,13 +17,22 @@ from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
 from ssd.sharing.nodes import is_cluster, server_of
-from ssd.sharing.pages import BEGINNING, OversizedReplyError, RawEntry, entries_after, entries_before, entry_at
+from ssd.sharing.pages import (
+    BEGINNING,
+    OversizedReplyError,
+    RawEntry,
+    check_entries,
+    entries_after,
+    entries_before,
+    entry_at,
+)
 from ssd.sharing.reception import Delays, Reception
 from ssd.sharing.stream import PAGE, Stream
 
 _COMPARE_S = 2.0
 _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each
 _SLOW_S = 0.25
+_SUSPEND_S = 5.0
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
 
 
@@ -56,17 +66,42 @@ class LogReader:
         self._client = connect(url)
         self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
+        self._round = threading.Condition(self._lock)
+        self._num_rounds = 0
         self._streams: dict[str, Stream] = {}
         self._is_changed = threading.Event()
         self.link = Link("ssd-share-reader", url, self._exchange)
 
-    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark) -> None:
+    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark, *, wait_s: float = 0.0) -> Stream:
         """Store what arrives in stream ``key`` in ``cache``, for as long as that lives. Owns ``bookmark`` from now on.
 
-        Writes the bookmark into the cache as it advances.
+        Writes the bookmark into the cache as it advances. ``wait_s`` : begin after so many seconds, unless ``resume``
+        is called before.
         """
+        stream = Stream(key, cache, bookmark)
+        stream.held_until = time.monotonic() + wait_s
         with self._lock:
-            self._streams[key] = Stream(key, cache, bookmark)
+            self._streams[key] = stream
+        self._is_changed.set()
+        return stream
+
+    def suspend(self, stream: Stream) -> bool:
+        """Have the caller own ``stream`` and its bookmark until ``resume``; False where that cannot be had.
+
+        Waits for the round that is under way, some seconds at most. Not for the request path.
+        """
+        with self._round:
+            stream.held_until = math.inf
+            self._is_changed.set()
+            begun = self._num_rounds
+            if self._round.wait_for(lambda: self._num_rounds > begun or self.link.is_stopping, _SUSPEND_S):
+                return not self.link.is_stopping
+        self.resume(stream)
+        return False
+
+    def resume(self, stream: Stream) -> None:
+        """Read it now. Safe from any thread."""
+        stream.held_until = 0.0
         self._is_changed.set()
 
     def leave(self, key: str) -> None:
@@ -95,6 +130,9 @@ class LogReader:
 
     def _exchange(self) -> None:
         """A page of each stream that has more, or a wait until one has."""
+        with self._round:
+            self._num_rounds += 1
+            self._round.notify_all()
         streams = self._living_streams()
         if not streams:
             self._is_changed.wait(BLOCK_MS / 1000)
@@ -170,7 +208,7 @@ class LogReader:
 
     def _sequence_id_at(self, stream: Stream, entry_id: bytes) -> bytes | None:
         raw = entry_at(self._client, stream.key, entry_id)
-        entry = None if raw is None else self._unpack(raw)
+        entry = None if raw is None else self._unpack(stream, raw)
         return entry.sequence_id if isinstance(entry, Entry) else None
 
     def _read_together(self, streams: Sequence[Stream], *, block: int | None) -> None:
@@ -211,6 +249,7 @@ class LogReader:
 
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
         """Entries of the log, in order; what is left when the cache is slow is read again later."""
+        check_entries(entries, after=stream.last_id or BEGINNING)
         for raw in entries:
             if self.link.is_stopping:
                 return
@@ -226,7 +265,7 @@ class LogReader:
         """The next entry of the log."""
         stream.saw(raw[0], _num_tokens(raw), was_fetched=raw[1] is not None)
         stream.reception.num_bytes += len(_data(raw))
-        cache, entry = stream.cache(), self._unpack(raw)
+        cache, entry = stream.cache(), self._unpack(stream, raw)
         if isinstance(entry, InvalidEntryError):
             self.num_invalid += 1
             self.invalid[entry.kind] += 1
@@ -249,9 +288,9 @@ class LogReader:
         if (delay_s := stream.reception.delay_of(raw[0])) is not None:
             self.delays.observe(delay_s)
 
-    def _unpack(self, raw: RawEntry) -> Entry | InvalidEntryError:
+    def _unpack(self, stream: Stream, raw: RawEntry) -> Entry | InvalidEntryError:
         try:
-            return unpack_entry(_data(raw), vocab_size=self._vocab_size)
+            return unpack_entry(_data(raw), stream.key, vocab_size=self._vocab_size)
         except InvalidEntryError as error:
             return error
 
@@ -274,7 +313,8 @@ class LogReader:
 
 def _data(raw: RawEntry) -> bytes:
     """A stream entry's value; empty when it has not our field."""
-    return (raw[1] or {}).get(FIELD, b"")
+    data = (raw[1] or {}).get(FIELD)
+    return data if isinstance(data, bytes) else b""
 
 
 def _num_tokens(raw: RawEntry) -> int:

@@ -134,7 +134,7 @@ class LogWriter:
         """Returns what was refused, and why. Raises what ends the connection."""
         from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
-        values = list(map(pack_entry, entries))
+        values = [pack_entry(entry, key) for entry in entries]
         try:
             answers = append(self._client, key, values, max_entries=self._max_entries)
         except ResponseError as error:

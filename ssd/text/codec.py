@@ -231,6 +231,10 @@ class TextCodec:
         """A prompt as ``/v1/completions`` would encode it, and what the model answered."""
         return self._example(self.encode_prompt(prompt), completion)
 
+    def encode_answer_example(self, prompt_ids: list[int], completion: str) -> Example:
+        """What the model answered to a prompt that is ids already."""
+        return self._example(prompt_ids, completion)
+
     def encode_chat_examples(
         self, messages: Sequence[Mapping[str, Any]], *, template_kwargs: Mapping[str, Any] | None = None
     ) -> list[Example]:

@@ -1,0 +1,1 @@
+"""What ``ssd-cache evaluate`` says of a log, beside what the engine does with the same requests."""

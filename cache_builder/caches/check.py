@@ -1,0 +1,184 @@
+"""``ssd-cache check``: everything about a cache directory that can be wrong, each fault with what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from cache_builder.caches.inspect import DirectoryReport, inspect_directory
+from cache_builder.caches.sorted_order import RIGHT, first_wrong
+from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.errors import CacheError
+from ssd.retrieval.atomic_file import NotAFileError, is_temporary, open_file
+from ssd.retrieval.directory import LEARNED_NAME
+from ssd.retrieval.directory_lock import LOCK_NAME
+from ssd.retrieval.manifest import MANIFEST_NAME
+from ssd.retrieval.names import is_segment_id
+from ssd.retrieval.recovery import LEFT_OUT
+from ssd.retrieval.segment import Segment
+from ssd.retrieval.segment_file import open_segment
+from ssd.retrieval.sequences import blocks_of
+from ssd.retrieval.suffix_array import build_fence
+from ssd.text.codec import TextCodec
+
+_MOST_LEARNED_BYTES: Final = 1 << 26
+_REBUILD = "build the directory again, or restore it from a copy"
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """``faults`` : what is wrong, and what to do; ``notes`` : what may stay as it is. ``report`` : what ``inspect``
+    says; ``num_sequences``, ``largest_id`` : of all segments that could be read; ``learned`` : candidates that
+    learned.bin rests on, None where there is none.
+    """
+
+    report: DirectoryReport
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_sequences: int = 0
+    largest_id: int = -1
+    learned: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            **self.report.as_json(),
+            "is_sound": not self.faults,
+            "faults": self.faults,
+            "notes": self.notes,
+            "num_sequences": self.num_sequences,
+            "largest_id": self.largest_id,
+            "candidates_learned_from": self.learned,
+        }
+
+    def as_text(self) -> str:
+        """For people."""
+        totals = self.report.as_json()
+        lines = [
+            f"{self.report.path}",
+            f"  {totals['num_tokens']:,} tokens in {self.num_sequences:,} sequences and {len(self.report.segments)} "
+            f"segments, namespace {totals['namespace']}, tokenizer {totals['fingerprint']}",
+        ]
+        if self.learned is not None:
+            lines.append(f"  {LEARNED_NAME}: learned from {self.learned:,} candidates")
+        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  FAULT: {fault}" for fault in self.faults]
+        lines.append(f"  {len(self.faults)} faults" if self.faults else "  sound")
+        return "\n".join(lines)
+
+
+def check(
+    path: Path,
+    *,
+    codec: TextCodec | None = None,
+    progress: Callable[[int], None] = lambda num_tokens: None,
+) -> CheckReport:
+    """Check all of ``path``; changes nothing. ``codec`` : what it should have been made with, None does not look.
+
+    ``progress`` is told of tokens. Beyond what ``inspect`` reads: that every order is sorted, fences and manifest
+    agree with it, ids are the tokenizer's, learned.bin can be used, and what else lies there.
+    O(tokens), 4 bytes a token of the largest segment. Raises CacheError where there is no cache that could be checked.
+    """
+    inspected = inspect_directory(path)
+    result = CheckReport(inspected)
+    manifest = inspected.manifest
+    if not inspected.has_manifest:
+        result.faults.append(
+            f"{MANIFEST_NAME} is missing: a server that opens the directory makes it anew, see `ssd-cache inspect`"
+        )
+    if codec is not None and codec.fingerprint != manifest.fingerprint:
+        result.faults.append(
+            f"it was made with tokenizer {manifest.fingerprint}, this one is {codec.fingerprint}: use the tokenizer it "
+            "was made with, or build it again"
+        )
+        codec = None
+    ring_stop = 0
+    for entry, segment_report in zip(manifest.segments, inspected.segments, strict=True):
+        if segment_report.error is not None:
+            result.faults.append(segment_report.error)
+            continue
+        file = path / f"{segment_report.segment_id}.seg"
+        try:
+            segment = open_segment(file, fingerprint=manifest.fingerprint)
+        except (CacheError, OSError) as error:
+            result.faults.append(str(error))
+            continue
+        _check_entry(entry, segment, file, result)
+        if segment.start is not None:
+            if segment.start < ring_stop or segment.start + len(segment) > manifest.next_position:
+                result.faults.append(f"{file} is not where {MANIFEST_NAME} has room for it: restore one of the two")
+            ring_stop = max(ring_stop, segment.start + len(segment))
+        _check_segment(segment, file, codec, result)
+        progress(len(segment))
+    _check_learned(path, result)
+    _name_others(path, {report.segment_id for report in inspected.segments}, set(inspected.left_out), result)
+    return result
+
+
+def _check_entry(entry: dict[str, Any], segment: Segment, file: Path, result: CheckReport) -> None:
+    said = entry.get("num_tokens"), entry.get("start")
+    if segment.segment_id != entry["id"]:
+        result.faults.append(f"{file} holds segment {segment.segment_id}: restore it from a copy")
+    elif said != (len(segment), segment.start):
+        result.faults.append(
+            f"{MANIFEST_NAME} says of {file.name} that it has {said[0]!r:.20} tokens from position {said[1]!r:.20} on, "
+            f"the file has {len(segment)} from {segment.start}: restore one of the two"
+        )
+
+
+def _check_segment(segment: Segment, file: Path, codec: TextCodec | None, result: CheckReport) -> None:
+    largest = -1
+    for block in blocks_of(segment):
+        largest = max(largest, int(block.max()))
+        result.num_sequences += int(np.count_nonzero(block < 0))
+    result.largest_id = max(result.largest_id, largest)
+    if codec is not None and largest >= codec.vocab_size:
+        result.faults.append(
+            f"{file} holds token id {largest}, the tokenizer's are below {codec.vocab_size}: {_REBUILD}"
+        )
+    wrong = first_wrong(segment)
+    if wrong != RIGHT:
+        result.faults.append(
+            f"the order of {file} is not that of its text, first at rank {wrong}: lookups miss what it holds, outputs "
+            f"stay right; {_REBUILD}"
+        )
+    elif not np.array_equal(build_fence(segment.text, segment.order, segment.width), segment.fence):
+        result.faults.append(f"the fence of {file} is not that of its order: lookups miss what it holds; {_REBUILD}")
+
+
+def _check_learned(path: Path, result: CheckReport) -> None:
+    file = path / LEARNED_NAME
+    try:
+        with open_file(file) as opened:
+            stored = opened.read(_MOST_LEARNED_BYTES + 1)
+        result.learned = AcceptanceModel.from_bytes(stored).num_learned
+    except FileNotFoundError:
+        return
+    except (NotAFileError, OSError, ValueError) as error:
+        result.faults.append(f"{file} is not used ({error}): remove it, what it held is learned anew")
+
+
+def _name_others(path: Path, segment_ids: set[str], left_out: set[str], result: CheckReport) -> None:
+    for file in sorted(path.iterdir()):
+        name = file.name
+        if name in (MANIFEST_NAME, LEARNED_NAME, LOCK_NAME) or name.removesuffix(".seg") in segment_ids:
+            continue
+        if is_temporary(file):
+            result.notes.append(f"{name} was being written: the next server that writes the directory removes it")
+        elif name in left_out:
+            result.notes.append(f"{name} is covered by others, or damaged: a server would leave it out")
+        elif name.endswith(f".seg{LEFT_OUT}"):
+            result.notes.append(
+                f"{name} was left out when {MANIFEST_NAME} was made anew: remove it if nobody misses it"
+            )
+        elif name.endswith(".seg") and is_segment_id(name.removesuffix(".seg")):
+            result.notes.append(
+                f"{name} is a segment that {MANIFEST_NAME} does not name: the next server that writes the directory "
+                "removes it if it is of this tokenizer and namespace"
+            )
+        else:
+            result.notes.append(f"{name} is not ours: it is left alone")

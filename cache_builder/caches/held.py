@@ -1,0 +1,56 @@
+"""The caches that a command was given, opened: all with one tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from cache_builder.caches.inspect import fingerprint_of
+from ssd.errors import TokenizerMismatch
+from ssd.retrieval.manifest import read_manifest
+from ssd.retrieval.packed import Tokens
+from ssd.retrieval.segment import Segment
+from ssd.retrieval.static import load_static_directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A directory and its segments, mapped: static ones first, then a server's from the oldest to the newest."""
+
+    path: Path
+    fingerprint: str
+    namespace: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Separators included."""
+        return sum(map(len, self.segments))
+
+
+def open_held(paths: Sequence[Path]) -> list[Held]:
+    """Each of ``paths``, all of it checked. Nothing is changed; a server may go on writing it.
+
+    Raises TokenizerMismatch where they have several tokenizers, and CacheError. O(their tokens).
+    """
+    found: list[Held] = []
+    for path in paths:
+        fingerprint = fingerprint_of(path)
+        if found and fingerprint != found[0].fingerprint:
+            raise TokenizerMismatch(
+                f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
+                "token ids mean other text. Give caches of one tokenizer, or build one of them again"
+            )
+        segments = tuple(load_static_directory(path, fingerprint=fingerprint))
+        manifest = read_manifest(path, fingerprint=fingerprint)
+        namespace = "" if manifest is None else manifest.namespace
+        found.append(Held(path=path, fingerprint=fingerprint, namespace=namespace, segments=segments))
+    return found
+
+
+def digest_of(sequence: Tokens) -> int:
+    """A number of a sequence that another one has not: 128 bits, of which no two are expected to be alike."""
+    return xxhash.xxh3_128_intdigest(sequence.tobytes())

@@ -1,0 +1,278 @@
+"""From what is named on a command line to the files that are read, in order, and to the parts of large ones."""
+
+from __future__ import annotations
+
+import glob
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cache_builder.inputs.arrays import array_header
+from cache_builder.inputs.batches import side_of
+from cache_builder.inputs.record import STANDARD_INPUT, Format, InputError
+from cache_builder.inputs.streams import COMPRESSED, file_system, is_regular, is_url, open_raw, open_stream, readable
+from cache_builder.inputs.tables import arrow_batches, dataset_files, row_group_bytes
+from cache_builder.inputs.vllm_logs import MARKS
+from ssd.errors import first_line
+
+_FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet",
+    ".arrow": "arrow", ".npy": "npy",
+}  # fmt: skip
+_TEXTS = (".txt", ".text", ".md", ".rst", ".log")
+_PEEKED = 1 << 16
+_MOST_PEEKED_FILES = 256
+_SWELLS = 4
+"""What compressed text is taken for, in its own bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file. ``size`` : bytes, None where it is not known. ``stamp`` : changes when the file does, and every time
+    where nobody can tell."""
+
+    name: str
+    format: Format
+    size: int | None
+    stamp: str
+    requests: tuple[str, ...] = ()
+    """Of a batch's responses the file of its requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file or a range of it: bytes of text and lines, row groups, record batches, numbers; ``stop`` None: its end."""
+
+    name: str
+    format: Format
+    start: int = 0
+    stop: int | None = None
+    requests: tuple[str, ...] = ()
+
+
+def find_sources(names: Sequence[str], format: Format = "auto", split: str | None = None) -> list[Source]:
+    """The files of ``names`` in their order: files, patterns, directories (sorted), URLs, and - for standard input.
+
+    Each once. Of directories the files of known kinds; one that is a saved dataset is its ``split``. A batch's requests
+    are no file of their own where its responses are there. Raises InputError.
+    """
+    found: dict[str, Source] = {}
+    for name in names:
+        for source in _remote(name, format) if is_url(name) else _local(name, format, split):
+            found.setdefault(source.name, source)
+    return _with_requests(list(found.values()))
+
+
+def _local(name: str, format: Format, split: str | None) -> Iterator[Source]:
+    path = Path(name)
+    if name == STANDARD_INPUT:
+        yield Source(name, format, None, secrets.token_hex(8))
+    elif path.is_dir():
+        yield from _of_directory(path, format, split)
+    elif path.exists():
+        yield _file(path, format)
+    elif glob.has_magic(name):
+        matched = sorted(glob.glob(name, recursive=True))  # noqa: PTH207  # absolute ones too
+        if not matched:
+            raise InputError(f"{name}: no file matches. Check the pattern, and quote it")
+        for match in map(Path, matched):
+            if match.is_file():
+                yield _file(match, format)
+            elif dataset_files(match, split) is not None:
+                yield from _of_directory(match, format, split)
+    else:
+        raise InputError(f"{name}: no such file. Check the path, or give - for standard input")
+
+
+def _of_directory(path: Path, format: Format, split: str | None) -> Iterator[Source]:
+    if (files := dataset_files(path, split)) is not None:
+        for file in files:
+            yield _file(file, "arrow")
+        return
+    sources: list[Source] = []
+    for file in sorted(path.rglob("*")):
+        is_hidden = any(part.startswith((".", "_")) for part in file.relative_to(path).parts)
+        if not is_hidden and file.is_file() and _is_known(file.name):
+            sources.append(_file(file, format))
+    if not sources:
+        raise InputError(f"{path}: is a directory without files of a known kind. Name its files")
+    yield from sources
+
+
+def _file(path: Path, format: Format) -> Source:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if not is_regular(str(path)):  # a pipe never holds the same again
+        return Source(str(path), _format_of(str(path), format), None, secrets.token_hex(8))
+    return Source(str(path), _format_of(str(path), format), status.st_size, f"{status.st_mtime_ns}")
+
+
+def _remote(name: str, format: Format) -> Iterator[Source]:
+    system, path = file_system(name)
+    scheme = name.partition("://")[0]
+    is_web = scheme in ("http", "https")
+    try:
+        if not is_web and glob.has_magic(path):
+            entries = system.glob(path, detail=True)
+        elif not is_web and system.isdir(path):
+            entries = {key: entry for key, entry in system.find(path, detail=True).items() if _is_known(key)}
+        else:
+            entries = {name: system.info(path)}
+        for key in sorted(entries):
+            if entries[key].get("type") == "directory":
+                continue
+            yield _remote_file(name if key == name else str(system.unstrip_protocol(key)), entries[key], format)
+    except InputError:
+        raise
+    except FileNotFoundError:
+        raise InputError(f"{name}: no such file. Check the URL") from None
+    except Exception as error:  # drivers raise what they like
+        raise InputError(f"{name}: cannot be read: {first_line(error)}") from None
+    if not entries:
+        raise InputError(f"{name}: nothing of a known kind is there. Check the URL")
+
+
+def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
+    size = entry.get("size")
+    stamp = next(
+        (str(entry[key]) for key in ("ETag", "etag", "mtime", "LastModified", "updated") if entry.get(key)), ""
+    )
+    return Source(name, _format_of(name, format), size if isinstance(size, int) else None, stamp)
+
+
+def _bare(name: str) -> str:
+    """Without what says how it is compressed, and without a URL's query."""
+    if is_url(name):
+        name = name.partition("?")[0]
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return name
+
+
+def _is_known(name: str) -> bool:
+    return Path(_bare(name)).suffix in {*_FORMATS, *_TEXTS}
+
+
+def _format_of(name: str, format: Format) -> Format:
+    if format != "auto":
+        return format
+    suffix = Path(_bare(name)).suffix
+    if suffix == ".log" and is_regular(name):
+        return "vllm" if any(mark in _beginning(name) for mark in MARKS) else "text"
+    return _FORMATS.get(suffix, "text")
+
+
+def _beginning(name: str) -> bytes:
+    with readable(name), open_stream(name) as file:
+        return file.read(_PEEKED)
+
+
+def _with_requests(sources: list[Source]) -> list[Source]:
+    """Batches joined: the i-th file of responses with the i-th of requests that holds its first ``custom_id``."""
+    lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
+    if len(lines) > _MOST_PEEKED_FILES or len(lines) < 2:
+        return sources
+    sides = {source.name: side for source in lines if (side := _side(source.name))}
+    asked = [name for name, (side, _) in sides.items() if side == "requests"]
+    if not asked or len(asked) == len(sides):
+        return sources
+    ids = {name: _custom_ids(name) for name in asked}
+    joined, free = [], list(asked)
+    for source in sources:
+        side = sides.get(source.name)
+        if side is None:
+            joined.append(source)
+        elif side[0] == "responses":
+            of_it = [name for name in (*free, *asked) if side[1] in ids[name]][:1]
+            free = [name for name in free if name not in of_it]
+            joined.append(replace(source, requests=tuple(of_it)))
+    return joined
+
+
+def _side(name: str) -> tuple[str, str] | None:
+    with readable(name), open_stream(name) as file:
+        line = file.readline(_PEEKED << 4)
+    try:
+        return side_of(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _custom_ids(name: str) -> frozenset[str]:
+    found = set()
+    with readable(name), open_stream(name) as file:
+        while line := file.readline(_PEEKED << 10):
+            try:
+                side = side_of(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+            if side is not None:
+                found.add(side[1])
+    return frozenset(found)
+
+
+def weight_of(source: Source) -> int:
+    """Bytes of text that a file is likely to hold, at least 1."""
+    size = source.size or 0
+    return max(1, size * _SWELLS if source.name.endswith(COMPRESSED) or source.format == "parquet" else size)
+
+
+def parts_of(source: Source, part_weight: int) -> list[tuple[Part, int]]:
+    """The file as parts of some ``part_weight`` bytes of text, with their weights; as one where it cannot be cut.
+
+    Compressed files, JSON arrays, logs, batches, standard input and what is on a web server cannot. Raises InputError.
+    """
+    whole = Part(source.name, source.format, requests=source.requests)
+    weight = weight_of(source)
+    can_be_cut = (
+        source.size is not None
+        and weight > part_weight
+        and is_regular(source.name)
+        and not source.requests
+        and not source.name.endswith(COMPRESSED)
+        and not source.name.startswith(("http://", "https://"))
+    )
+    if not can_be_cut or source.size is None:
+        return [(whole, weight)]
+    if source.format == "parquet":
+        return list(_grouped(source, row_group_bytes(source.name), part_weight))
+    if source.format == "arrow" and not is_url(source.name):
+        number = arrow_batches(source.name)
+        return list(_grouped(source, [max(1, weight // max(1, number))] * number, part_weight))
+    if source.format == "npy":
+        with readable(source.name), open_raw(source.name) as file:
+            size, dtype = array_header(source.name, file)
+        return list(_ranges(source, size, max(1, part_weight // dtype.itemsize), 4))
+    if source.format in ("jsonl", "text") and _is_plain(source):
+        return list(_ranges(source, source.size, part_weight, 1))
+    return [(whole, weight)]
+
+
+def _is_plain(source: Source) -> bool:
+    with readable(source.name), open_raw(source.name) as raw, open_stream(source.name) as file:
+        first = file.read(_PEEKED)
+        is_as_it_is = raw.read(_PEEKED) == first
+    mark = first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    return is_as_it_is and bool(mark) and (source.format == "text" or mark != b"[")
+
+
+def _ranges(source: Source, size: int, step: int, weight: int) -> Iterator[tuple[Part, int]]:
+    count = max(1, round(size / step))
+    bounds = [size * number // count for number in range(count)]
+    for start, stop in zip(bounds, [*bounds[1:], None], strict=True):
+        yield Part(source.name, source.format, start, stop), max(1, ((size if stop is None else stop) - start) * weight)
+
+
+def _grouped(source: Source, sizes: Iterable[int], most: int) -> Iterator[tuple[Part, int]]:
+    start, held = 0, 0
+    for number, size in enumerate(sizes):
+        if held and held + size > most:
+            yield Part(source.name, source.format, start, number), held
+            start, held = number, 0
+        held += size
+    yield Part(source.name, source.format, start, None), max(1, held)

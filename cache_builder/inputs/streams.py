@@ -1,0 +1,208 @@
+"""Bytes of an input, wherever it lies, decompressed on the way."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final
+
+from cache_builder.inputs.record import STANDARD_INPUT, InputError, Progress, shown_name
+from ssd.errors import first_line
+
+COMPRESSED: Final = (".gz", ".zst")
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_BUFFER = 1 << 18
+_ZSTD_PIECE = 1 << 12  # 4 KiB become 128 MiB at most
+_ZSTD_WINDOW = 1 << 27  # what `zstd --long` writes and any reader takes
+_EXTRAS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
+           "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub"}  # fmt: skip
+
+
+def is_url(name: str) -> bool:
+    """Whether ``name`` is for fsspec: ``scheme://...``."""
+    scheme, mark, _ = name.partition("://")
+    return bool(mark) and scheme.replace("+", "").replace("-", "").isalnum()
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """The fsspec file system of ``url`` and the path there; raises InputError, which names a package that lacks."""
+    try:
+        import fsspec
+    except ModuleNotFoundError:
+        raise InputError(f"{url}: URLs need fsspec: pip install 'ssd-serving[builder]'") from None
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        return system, str(path)
+    except ImportError as error:
+        package = _EXTRAS.get(url.partition("://")[0], "")
+        needed = f"needs the package {package}: pip install {package}" if package else first_line(error)
+        raise InputError(f"{url}: {needed}") from None
+    except Exception as error:  # drivers raise what they like
+        raise InputError(f"{url}: cannot be reached: {first_line(error)}") from None
+
+
+def is_regular(name: str) -> bool:
+    """Whether it can be read again and from any place by other processes: no pipe, no standard input."""
+    if name == STANDARD_INPUT:
+        return False
+    return not name.startswith("memory://") if is_url(name) else stat.S_ISREG(Path(name).stat().st_mode)
+
+
+@contextmanager
+def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[io.BufferedReader]:
+    """The bytes as they lie there; raises InputError where they cannot be opened, OSError while they are read."""
+    if name == STANDARD_INPUT:
+        yield _buffered(sys.stdin.buffer, progress)
+        return
+    try:
+        if is_url(name):
+            system, path = file_system(name)
+            file = system.open(path, "rb")
+        else:
+            file = Path(name).open("rb")  # noqa: SIM115  # closed below
+    except InputError:
+        raise
+    except Exception as error:  # drivers raise what they like
+        raise InputError(f"{name}: cannot be read: {_why(error)}") from None
+    with file:
+        yield _buffered(file, progress)
+
+
+@contextmanager
+def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[IO[bytes]]:
+    """The bytes decompressed: gzip and zstd, by name or by their first bytes. Raises as ``open_raw``.
+
+    Memory is bounded, however far a stream swells. What is damaged or ends too early raises as ``readable`` explains.
+    """
+    with open_raw(name, progress) as raw:
+        magic = raw.peek(4)[:4]
+        if magic[:2] == _GZIP_MAGIC or name.endswith(".gz"):
+            yield io.BufferedReader(_Forward(gzip.GzipFile(fileobj=raw)), _BUFFER)
+        elif magic == _ZSTD_MAGIC or name.endswith(".zst"):
+            yield io.BufferedReader(_Zstandard(raw, name), _BUFFER)
+        else:
+            yield raw
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Turn what reading ``name`` raises into one InputError."""
+    shown = shown_name(name)
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{shown}: not UTF-8 text ({error.reason}). Convert it first, for instance with iconv"
+        ) from None
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise InputError(f"{shown}: damaged gzip data ({error}). Compress it again, or copy it again") from None
+    except OSError as error:
+        raise InputError(f"{shown}: cannot be read: {_why(error)}") from None
+
+
+def _why(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+
+
+def _buffered(file: IO[bytes], progress: Progress) -> io.BufferedReader:
+    return io.BufferedReader(_Counted(file, progress), _BUFFER)
+
+
+class _Forward(io.RawIOBase):
+    """What is read forwards only."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        data = self._raw.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Counted(_Forward):
+    """Tells ``progress`` what is read through it; errors of drivers become OSError."""
+
+    def __init__(self, raw: IO[bytes], progress: Progress) -> None:
+        super().__init__(raw)
+        self._progress = progress
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        try:
+            size = super().readinto(buffer)
+        except OSError:
+            raise
+        except Exception as error:  # drivers raise what they like
+            raise OSError(first_line(error)) from error
+        self._progress(size)
+        return size
+
+    def seekable(self) -> bool:
+        return bool(self._raw.seekable())
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return int(self._raw.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._raw.tell())
+
+
+class _Zstandard(io.RawIOBase):
+    """Frames one after the other; unlike the library's own reader it notices an end within one."""
+
+    def __init__(self, raw: io.BufferedReader, name: str) -> None:
+        try:
+            import zstandard
+        except ModuleNotFoundError:
+            raise InputError(f"{name}: .zst needs zstandard: pip install 'ssd-serving[builder]'") from None
+        self._raw = raw
+        self._shown = shown_name(name)
+        self._error: type[Exception] = zstandard.ZstdError
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        self._frame = self._decompressor.decompressobj()
+        self._is_within = False
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        while not self._left:
+            if not self._fill():
+                return 0
+        size = min(len(buffer), len(self._left))
+        buffer[:size] = self._left[:size]
+        self._left = self._left[size:]
+        return size
+
+    def _fill(self) -> bool:
+        data = (self._frame.unused_data or b"") if self._frame.eof else b""
+        if self._frame.eof:
+            self._frame = self._decompressor.decompressobj()
+            self._is_within = False
+        data = data or self._raw.read(_ZSTD_PIECE)
+        if not data:
+            if self._is_within:
+                raise self._damaged("it ends too early")
+            return False
+        try:
+            self._left = memoryview(self._frame.decompress(data))
+        except self._error as error:
+            raise self._damaged(first_line(error)) from None
+        self._is_within = True
+        return True
+
+    def _damaged(self, why: str) -> InputError:
+        return InputError(f"{self._shown}: damaged zstd data ({why}). Compress it again, or copy it again")

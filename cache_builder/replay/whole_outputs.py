@@ -1,0 +1,146 @@
+"""The kernel that decodes a whole recorded output with drafts in one call: draft, price, cut, compare, learn.
+
+What `walk` does with `OurDrafters` step by step from Python, priced by a cost curve as `CurvePrice` prices, takes three
+times as long as the drafter alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import Float64s, Int64s, TokenIds, float64_array, inlined, int32_array, kernel
+from ssd.compiled.records import Address, Float64, Int64, Record, view_of
+from ssd.drafting.suffix.acceptance import model_at
+from ssd.drafting.suffix.ask import SOURCES, Ask, asks_at
+from ssd.drafting.suffix.draft_record import MAX_DRAFT, DraftRecord, drafts_at, parent_of
+from ssd.drafting.suffix.learn import learn_from_path
+from ssd.drafting.suffix.propose import propose_suffix
+from ssd.drafting.suffix.workspace import begin_state, frame_at, states_at
+from ssd.pricing.rate import RateRecord, add_pass, joint_rate, price_at, recent_pass
+
+NUM_SOURCES: Final = len(SOURCES)
+
+
+class Decoder(Record):
+    """How outputs are decoded, what passes gave of late, and what all steps come to.
+
+    ``costs`` : float64[limit + 1], of a pass of 1, 2, ... tokens; ``more`` : float64[num_more], what each drafted token
+    adds at least, not falling. ``sure`` : chance of its first token that the draft of an output's first pass must have.
+
+    ``drafted``, ``accepted`` : by the number of tokens of the draft before them. ``by_source`` : of each of `SOURCES`
+    drafts that were verified, their tokens, accepted ones. All else is scratch.
+    """
+
+    workspace: Address
+    model: Address
+    limit: Int64
+    is_tree: Int64
+    longest_match: Int64
+    shortest_match: Int64
+    sure: Float64
+    costs: Address
+    more: Address
+    num_more: Int64
+    rate: RateRecord
+    drafted: Annotated[Int64s, np.int64, MAX_DRAFT]
+    accepted: Annotated[Int64s, np.int64, MAX_DRAFT]
+    by_source: Annotated[Int64s, np.int64, (NUM_SOURCES, 3)]
+    prices: Annotated[Float64s, np.float64, MAX_DRAFT]
+    chances: Annotated[Float64s, np.float64, MAX_DRAFT]
+    agreed: Annotated[Int64s, np.int64, MAX_DRAFT]
+    depths: Annotated[Int64s, np.int64, MAX_DRAFT]
+    path: Annotated[TokenIds, np.int32, MAX_DRAFT]
+
+
+_decoder_at = view_of(Decoder)
+
+
+@inlined
+def _begin(decoder: Decoder, ask: Ask, text: int, prompt_length: int, state: int) -> None:
+    """Ask as `Workspace.ask` does for a request without sampling, predictions and offers."""
+    ask.context, ask.prompt_length, ask.state, ask.limit = text, prompt_length, state, decoder.limit
+    ask.is_tree, ask.num_prices = decoder.is_tree, decoder.num_more
+    ask.prediction_length, ask.num_offered, ask.warmth, ask.own_live = 0, 0, 0, -1
+    ask.temperature, ask.noise, ask.choices, ask.may_teach = 0.0, 0, 0, 0
+    ask.successors, ask.no_lookup = 0, 0
+
+
+@kernel
+def _num_paying(decoder: Decoder, out: DraftRecord) -> int:
+    """How many of the draft's tokens are verified: as many as give most, see `Rate.best`."""
+    costs, recent = float64_array(decoder.costs, decoder.limit + 1), recent_pass(decoder.rate)
+    gain, best, most = 0.0, 0, joint_rate(recent, 1.0, costs[0])
+    for node in range(out.size):
+        parent = parent_of(out, node)
+        decoder.chances[node] = out.probabilities[node] * (decoder.chances[parent] if parent >= 0 else 1.0)
+        gain += decoder.chances[node]
+        together = joint_rate(recent, 1.0 + gain, costs[node + 1])
+        if together > most:
+            best, most = node + 1, together
+    return best
+
+
+@kernel
+def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds, position: int) -> int:
+    """Compare the first ``size`` tokens with the text from ``position`` on; the agreeing ones are left in ``path``."""
+    num_left, longest, last = len(text) - position, 0, -1
+    for node in range(size):
+        parent = parent_of(out, node)
+        depth = 0 if parent < 0 else decoder.depths[parent] + 1
+        decoder.depths[node] = depth
+        decoder.drafted[depth] += 1
+        before = 0 if parent < 0 else decoder.agreed[parent]
+        if before < 0 or depth >= num_left or out.tokens[node] != text[position + depth]:
+            decoder.agreed[node] = -1
+            continue
+        decoder.agreed[node] = depth + 1
+        if depth + 1 > longest:
+            longest, last = depth + 1, node
+    for depth in range(longest - 1, -1, -1):
+        decoder.path[depth] = last
+        decoder.accepted[depth] += 1
+        last = parent_of(out, last)
+    return longest
+
+
+@kernel
+def decode_output(
+    at: int, snapshot: int, text_at: int, length: int, prompt_length: int, state: int, steps: TokenIds
+) -> int:
+    """Decode the text at an address from ``prompt_length`` on; the number of steps.
+
+    ``snapshot`` : address of the index. ``state`` : of the workspace, begun here. ``steps`` : int32[3 * output], of
+    each step the tokens drafted, those accepted and the draft's source. A step emits the accepted tokens and one more:
+    the text's last is never counted as accepted.
+    """
+    decoder = _decoder_at(at)
+    frame, model = frame_at(decoder.workspace), model_at(decoder.model)
+    request = states_at(frame.states, frame.num_states)[state]
+    begin_state(request, prompt_length)
+    ask, out = asks_at(frame.asks, frame.num_rows)[0], drafts_at(frame.drafts, frame.num_rows)[0]
+    _begin(decoder, ask, text_at, prompt_length, state)
+    text, costs = int32_array(text_at, length), float64_array(decoder.costs, decoder.limit + 1)
+    more, prices = float64_array(decoder.more, decoder.num_more), decoder.prices
+    ask.prices = prices.ctypes.data
+    position, number, kept, agreeing = prompt_length, 0, 0, 0
+    while position < length:
+        for i in range(decoder.num_more):
+            prices[i] = price_at(decoder.rate, 1.0, costs[0], more[i])
+        ask.price, ask.context_length = prices[0], position
+        propose_suffix(decoder.workspace, snapshot, decoder.model, 1, decoder.longest_match, decoder.shortest_match)
+        is_kept = out.size > 0 and (number > 0 or out.probabilities[0] >= decoder.sure)
+        kept = _num_paying(decoder, out) if is_kept else 0
+        agreeing = _num_agreeing(decoder, out, kept, text, position)
+        accepted = min(agreeing, length - 1 - position)
+        if kept > 0:
+            decoder.by_source[out.source, 0] += 1
+            decoder.by_source[out.source, 1] += kept
+            decoder.by_source[out.source, 2] += accepted
+        steps[3 * number], steps[3 * number + 1], steps[3 * number + 2] = kept, accepted, out.source
+        add_pass(decoder.rate, min(agreeing + 1, length - position), costs[kept])
+        position += accepted + 1
+        number += 1
+    learn_from_path(request.judged, kept, decoder.path[:agreeing], model)
+    return number

@@ -1,0 +1,188 @@
+"""What steps of this engine cost on this machine, for who replays logs without it.
+
+``python -m ssd.engine.measured_costs MODEL [--prompts FILE] [--rounds N] [--tokens N] ...``
+
+A program of its own, because who replays loads no torch. Batch 1, greedy. Measured are passes of several widths, plain
+steps, what a step that may draft takes beside its pass, and how much faster the target's own candidates make text that
+is looked up nowhere. ``--prompts`` : JSON, a list of lists of token ids, some of the requests to be replayed; ``-`` is
+standard input. Ends stdout with one JSON line; where it cannot, that line is ``{"error": ...}`` and the status is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import make_drafter
+from ssd.engine.engine import Engine
+from ssd.engine.measured_passes import decode, time_rounds
+from ssd.engine.request import Request
+from ssd.errors import ConfigError, SSDError
+from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.loading.threads import settle_threads
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17, 25, 33, 49, 65)
+_MOST_PROMPTS = 64
+
+
+@dataclass(slots=True)
+class Timed:
+    """One way to run the engine, over all prompts. ``steps`` : seconds and drafted tokens of each step but the first
+    of a request, which computes its prompt too."""
+
+    engine: Engine
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    num_tokens: int = 0
+    """That these steps put out."""
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Run one request, end of text or not."""
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self.engine.submit(Request(request_id="measured", prompt_token_ids=tuple(prompt), sampling=sampling))
+        is_first = True
+        while self.engine.has_work():
+            began = time.perf_counter()
+            outputs = self.engine.step()
+            seconds = time.perf_counter() - began
+            for output in outputs:
+                if not is_first and output.draft is not None:
+                    self.steps.append((seconds, output.draft.num_drafted))
+                    self.num_tokens += len(output.token_ids)
+                is_first = False
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of the steps together."""
+        return sum(seconds for seconds, _ in self.steps) / max(1, self.num_tokens)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    options = _parse(arguments)
+    try:
+        result = measure(options)
+    except (SSDError, OSError) as error:
+        print(json.dumps({"error": " ".join(str(error).split())}))
+        return 2
+    print(json.dumps(result))
+    return 0
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Costs in plain steps, times in milliseconds. Raises SSDError where the model or the prompts cannot be used."""
+    codec = TextCodec.load(options.model)
+    prompts = _prompts(options.prompts, codec, options.context)
+    _say(f"reading the weights of {options.model}")
+    model = load_model(options.model, dtype=options.dtype, device=options.device)
+    seconds, plain, alone, full = _time(model, codec, prompts, options)
+    if not plain.num_tokens:
+        raise ConfigError("nothing was generated: --tokens must be at least 2")
+    ratios = np.maximum.accumulate(np.median(seconds / seconds[:, :1], axis=0))
+    pass_s, step_s = float(np.median(seconds[:, 0])), median(took for took, _ in plain.steps)
+    expected = pass_s * np.interp([1 + drafted for _, drafted in full.steps], WIDTHS, ratios)
+    beside = float(np.median(np.array([took for took, _ in full.steps]) - expected))
+    costs = 1.0 + (ratios - 1.0) * min(1.0, pass_s / step_s)
+    return {
+        "measured": "step-costs",
+        "model": Path(options.model).name,
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "parameters": {key: getattr(options, key) for key in ("context", "rounds", "tokens")},
+        "requests": len(prompts),
+        "widths": list(WIDTHS),
+        "ms": [round(took * 1e3, 4) for took in np.median(seconds, axis=0)],
+        "costs": [round(cost, 4) for cost in costs],
+        "step_ms": round(step_s * 1e3, 4),
+        "overhead": round(max(0.0, (beside - (step_s - pass_s)) / step_s), 4),
+        "recycling": round(max(1.0, plain.seconds_per_token / alone.seconds_per_token), 4),
+    }
+
+
+def _time(
+    model: PreTrainedModel, codec: TextCodec, prompts: Sequence[list[int]], options: argparse.Namespace
+) -> tuple[npt.NDArray[np.float64], Timed, Timed, Timed]:
+    """Seconds of passes, float64[rounds, widths]; steps of plain decoding, of the target's own candidates alone, and of
+    all that is on by default. Everything in turn, so that a machine that slows down slows all."""
+    longest = max(prompts, key=len)
+    room = len(longest) + max(max(WIDTHS), options.tokens) + 1
+    bare = open_target(model, num_slots=1, max_length=room, max_draft_tokens=max(WIDTHS))
+    settle_threads(bare)
+    text = decode(bare, longest, max(WIDTHS) + 1)
+    rounds = -(-options.rounds // len(prompts))
+    seconds = []
+    with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
+        plain = _way(model, codec, "none", DraftConfig(), room, None)
+        alone = _way(model, codec, "ssd", DraftConfig(retrieval=False), room, None)
+        full = _way(model, codec, "ssd", DraftConfig(), room, caches)
+        for number, prompt in enumerate(prompts):
+            _say(f"timing steps, request {number + 1} of {len(prompts)}")
+            seconds.append(time_rounds(bare, text, WIDTHS, rounds)[0])
+            ways = [plain, alone, full]
+            for place in range(len(ways)):
+                ways[(number + place) % len(ways)].complete(prompt, options.tokens)
+    return np.concatenate(seconds), plain, alone, full
+
+
+def _way(
+    model: PreTrainedModel, codec: TextCodec, name: str, draft: DraftConfig, room: int, caches: CacheSet | None
+) -> Timed:
+    limit = draft.num_speculative_tokens
+    target = open_target(model, num_slots=1, max_length=room, max_draft_tokens=limit, keeps_top=name == "ssd")
+    drafter, config = make_drafter(name, draft), EngineConfig(max_num_seqs=1)
+    engine = Engine(target, drafter=drafter, codec=codec, caches=caches, config=config, draft=draft)
+    engine.warm_up()
+    return Timed(engine)
+
+
+def _prompts(path: str | None, codec: TextCodec, most_tokens: int) -> list[list[int]]:
+    """Those to decode from, their ends; of this program's own text where none are given."""
+    if path is None:
+        text = codec.encode_prompt(Path(__file__).read_text())
+        return [text[begin : begin + most_tokens] for begin in range(0, len(text) - 2, most_tokens)][:4]
+    try:
+        given = json.loads(sys.stdin.read() if path == "-" else Path(path).read_text())
+        prompts = [[int(token_id) for token_id in prompt][-most_tokens:] for prompt in given]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"--prompts must be a JSON list of lists of token ids ({error})") from error
+    prompts = [prompt for prompt in prompts if len(prompt) >= 2][:_MOST_PROMPTS]
+    if not prompts or any(not 0 <= token_id < codec.vocab_size for prompt in prompts for token_id in prompt):
+        raise ConfigError("--prompts needs prompts of two tokens or more, of the model's own tokenizer")
+    return prompts
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ssd.engine.measured_costs", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("model", help="Hugging Face directory or id")
+    parser.add_argument("--prompts", metavar="FILE", help="JSON, lists of token ids (default: text of its own)")
+    parser.add_argument("--context", type=int, default=256, help="most tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="times that every width is timed (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=48, help="generated for each prompt (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

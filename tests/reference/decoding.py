@@ -1,0 +1,51 @@
+"""Slow twin of decoding recorded outputs: the drafter asked from Python, a step at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from cache_builder.replay.cost import CostCurve
+from cache_builder.replay.pricing import CurvePrice
+from cache_builder.replay.rows import Row
+from ssd.drafting.protocol import EMPTY_DRAFT, DraftRequest
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.retrieval.snapshot import Snapshot
+from tests.reference.walk import branch_of
+
+Step = tuple[int, int, str]
+
+
+class SlowDecoder:
+    """`OutputDecoder`, in plain calls."""
+
+    def __init__(self, curve: CostCurve, limit: int, *, tree: bool, sure: float) -> None:
+        self._drafter = SuffixDrafter(recycling=False, keyed=False)
+        self._pricing, self._limit, self._tree, self._sure = CurvePrice(curve, limit), limit, tree, sure
+
+    def decode(self, row: Row, snapshot: Snapshot | None) -> list[Step]:
+        """(drafted, accepted, source) of every step."""
+        text, position, steps = row.text(), len(row.context), list[Step]()
+        while position < len(text):
+            prices = self._pricing.prices()
+            request = DraftRequest(
+                "", text[:position], len(row.context), snapshot, self._limit, prices=prices, tree=self._tree
+            )
+            draft = self._drafter.propose([request])[0]
+            if not steps and (draft.probabilities is None or draft.probabilities[0] < self._sure):
+                draft = EMPTY_DRAFT
+            draft = self._pricing.paying(draft)
+            truth, parents = text[position:].tolist(), draft.parents_of_all()
+            branches = [branch_of(node, parents) for node in range(len(draft.token_ids))]
+            agreeing = [b for b in branches if draft.token_ids[b].tolist() == truth[: len(b)]]
+            path = max(agreeing, key=len, default=[])
+            if draft.parents is not None and path:
+                draft = replace(draft, path=np.array(path, np.int32))
+            self._drafter.observe("", draft, len(path))
+            self._pricing.learn(len(draft.token_ids), min(len(path) + 1, len(truth)))
+            accepted = min(len(path), len(truth) - 1)
+            steps.append((len(draft.token_ids), accepted, draft.source))
+            position += accepted + 1
+        self._drafter.finish("")
+        return steps

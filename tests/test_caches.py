@@ -1,0 +1,313 @@
+"""What is done with cache directories: merged, checked, compared and exported, as a user would."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_builder.__main__ import main
+from cache_builder.caches.check import check
+from cache_builder.caches.diff import diff
+from cache_builder.caches.merge import merge
+from cache_builder.caches.sorted_order import RIGHT, first_wrong
+from ssd.config import CacheConfig
+from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.errors import CacheError, ConfigError, SSDError
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
+from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment_file import write_segment
+from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.static import StaticWriter, load_static_directory
+from ssd.retrieval.suffix_array import build_fence, build_segment
+from ssd.text.codec import TextCodec
+from tests.reference.retrieval import naive_count, naive_order
+from tests.tokenizers_for_tests import write_model_directory
+
+FINGERPRINT = "0123456789abcdef" * 2
+OTHER = "f" * 32
+TEXTS = [[5, 6, 7, 8] * 6, [9, 9, 9], list(range(40)), [5, 6, 7, 8] * 6]
+
+texts = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=6)
+
+
+def write_cache(
+    path: Path, sequences: Sequence[Sequence[int]], *, namespace: str = "default", fingerprint: str = FINGERPRINT
+) -> Path:
+    with StaticWriter(path, fingerprint=fingerprint, namespace=namespace, segment_tokens=64) as writer:
+        for sequence in sequences:
+            writer.append(sequence)
+    return path
+
+
+def read_cache(path: Path, fingerprint: str = FINGERPRINT) -> list[list[int]]:
+    return [found.tolist() for found in sequences_of(load_static_directory(path, fingerprint=fingerprint))]
+
+
+def text_of(path: Path) -> list[int]:
+    found: list[int] = []
+    for segment in load_static_directory(path, fingerprint=FINGERPRINT):
+        found += segment.tokens.tolist()
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def codec(model: Path) -> TextCodec:
+    return TextCodec.load(str(model))
+
+
+# merge
+
+
+@given(st.lists(texts, min_size=1, max_size=3), st.data())
+@settings(max_examples=25)
+def test_a_merged_cache_answers_as_the_caches_together(
+    tmp_path_factory: pytest.TempPathFactory, caches: list[list[list[int]]], data: st.DataObject
+) -> None:
+    base = tmp_path_factory.mktemp("merge")
+    paths = [write_cache(base / str(number), sequences) for number, sequences in enumerate(caches)]
+    result = merge(paths, base / "out", segment_tokens=data.draw(st.sampled_from([14, 32, 1 << 20])))
+    together = [sequence for sequences in caches for sequence in sequences]
+    assert read_cache(base / "out") == together
+    assert result.num_tokens == sum(map(len, together))
+    pattern = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    assert naive_count(text_of(base / "out"), pattern) == sum(naive_count(text_of(path), pattern) for path in paths)
+    segments = load_static_directory(base / "out", fingerprint=FINGERPRINT)
+    assert all(segment.order.tolist() == naive_order(segment.tokens.tolist()) for segment in segments)
+
+
+def test_a_servers_own_cache_and_a_built_one_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    built = write_cache(tmp_path / "built", TEXTS)
+    with CacheSet(CacheConfig(directory=tmp_path / "served"), FINGERPRINT, inline=True) as caches:
+        caches.get("support").append([1, 2, 3] * 5)
+    assert main(["merge", str(built), str(tmp_path / "served/support"), "--out", str(tmp_path / "out")]) == 2
+    assert "say with --namespace" in capsys.readouterr().err
+    arguments = ["merge", str(built), str(tmp_path / "served/support"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, "--namespace", "all"]) == 0
+    assert "namespace all" in capsys.readouterr().out
+    assert read_cache(tmp_path / "out") == [*TEXTS, [1, 2, 3] * 5]
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert manifest.namespace == "all"
+    assert all(segment.start is None for segment in load_static_directory(tmp_path / "out", fingerprint=FINGERPRINT))
+    assert check(tmp_path / "out").faults == []
+
+
+def test_equal_sequences_are_stored_once_where_that_is_asked_for(tmp_path: Path) -> None:
+    paths = [write_cache(tmp_path / name, TEXTS) for name in ("a", "b")]
+    assert merge(paths, tmp_path / "out", unique=True).num_repeated == 5
+    assert read_cache(tmp_path / "out") == TEXTS[:3]
+
+
+def test_a_merge_that_cannot_be_done_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    good, foreign = write_cache(tmp_path / "good", TEXTS), write_cache(tmp_path / "b", TEXTS, fingerprint=OTHER)
+    with pytest.raises(CacheError, match="of one tokenizer"):
+        merge([good, foreign], tmp_path / "out")
+    torn = write_cache(tmp_path / "torn", TEXTS)
+    file = next(torn.glob("*.seg"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CacheError):
+        merge([good, torn], tmp_path / "out")
+    with pytest.raises(ConfigError, match="--force"):
+        merge([good], good)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "good", "torn"]
+    assert read_cache(good) == TEXTS
+    merge([good, good], good, force=True)
+    assert read_cache(good) == TEXTS + TEXTS
+
+
+# check
+
+
+def rewritten(path: Path, segment: Segment) -> None:
+    """Put a segment in the place of one in a directory, with right checksums."""
+    write_segment(path / f"{segment.segment_id}.seg", segment, fingerprint=FINGERPRINT, namespace="default")
+
+
+@given(texts, st.data())
+@settings(max_examples=40)
+def test_any_order_but_that_of_the_text_is_noticed(sequences: list[list[int]], data: st.DataObject) -> None:
+    tokens = np.array([token for sequence in sequences for token in [*sequence, SEPARATOR]], np.int32)
+    segment = build_segment(tokens, start=None, segment_id="s")
+    assert first_wrong(segment) == RIGHT
+    order = np.array(data.draw(st.permutations(segment.order.tolist())), np.int32)
+    if data.draw(st.booleans()):
+        order[data.draw(st.integers(0, len(order) - 1))] = data.draw(st.integers(1, len(order)))
+    changed = Segment(segment.text, order, segment.fence, segment.width, None, "s")
+    assert (first_wrong(changed) == RIGHT) == (order.tolist() == naive_order(tokens.tolist()))
+
+
+def test_a_sound_directory_is_called_sound(
+    tmp_path: Path, model: Path, codec: TextCodec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_cache(tmp_path / "a", TEXTS, fingerprint=codec.fingerprint)
+    (path / "learned.bin").write_bytes(AcceptanceModel().to_bytes())
+    assert main(["check", str(path), "--tokenizer", str(model)]) == 0
+    assert "sound" in capsys.readouterr().out
+    assert main(["check", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["is_sound"], found["num_sequences"], found["largest_id"]) == (True, len(TEXTS), 39)
+    assert found["candidates_learned_from"] == 0
+
+
+def test_what_checksums_cannot_see_is_a_fault_that_says_what_to_do(tmp_path: Path, model: Path) -> None:
+    path = write_cache(tmp_path / "a", TEXTS)
+    segment = load_static_directory(path, fingerprint=FINGERPRINT)[0]
+    order = segment.order.copy()
+    order[[3, 7]] = order[[7, 3]]
+    unsorted = Segment(
+        segment.text, order, build_fence(segment.text, order, segment.width), segment.width, None, segment.segment_id
+    )
+    rewritten(path, unsorted)
+    (fault,) = check(path).faults
+    assert "is not that of its text" in fault
+    assert "build the directory again" in fault
+    fence = segment.fence + np.uint64(1)
+    rewritten(path, Segment(segment.text, segment.order.copy(), fence, segment.width, None, segment.segment_id))
+    assert "the fence of" in check(path).faults[0]
+    rewritten(path, build_segment(segment.tokens[:25], start=None, segment_id=segment.segment_id))
+    assert "tokens from position" in check(path).faults[0]
+    foreign = check(path, codec=TextCodec.load(str(model))).faults
+    assert any("made with tokenizer" in fault for fault in foreign)
+
+
+def test_ids_that_the_tokenizer_has_not_are_a_fault(tmp_path: Path, model: Path, codec: TextCodec) -> None:
+    path = write_cache(tmp_path / "a", [[1, codec.vocab_size]], fingerprint=codec.fingerprint)
+    assert "the tokenizer's are below" in check(path, codec=codec).faults[0]
+    assert main(["check", str(path), "--tokenizer", str(model)]) == 1
+
+
+def test_leftovers_are_named_and_what_was_learned_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_cache(tmp_path / "a", TEXTS)
+    file = next(path.glob("*.seg"))
+    shutil.copy(file, path / "static-00.seg")
+    for name in ("manifest.json.12.tmp", "old.seg.left-out", "notes.txt"):
+        (path / name).write_bytes(b"")
+    (path / "learned.bin").write_bytes(AcceptanceModel().to_bytes()[:-1] + b"x")
+    report = check(path)
+    assert len(report.notes) == 4
+    assert "learned anew" in report.faults[0]
+    assert main(["check", str(path)]) == 1
+    (path / "learned.bin").unlink()
+    file.unlink()
+    assert any("is missing" in fault for fault in check(path).faults)
+    (path / MANIFEST_NAME).unlink()
+    capsys.readouterr()
+    assert main(["check", str(path)]) == 1
+    assert "manifest.json is missing" in capsys.readouterr().out
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_a_byte_that_flips_anywhere_is_found_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = write_cache(tmp_path_factory.mktemp("flip") / "a", TEXTS)
+    (path / "learned.bin").write_bytes(AcceptanceModel().to_bytes())
+    files = [path / MANIFEST_NAME, path / "learned.bin", *sorted(path.glob("*.seg"))]
+    file = files[data.draw(st.integers(0, len(files) - 1))]
+    content = bytearray(file.read_bytes())
+    for at, flipped in data.draw(st.lists(st.tuples(st.integers(0, 1 << 32), st.integers(1, 255)), max_size=3)):
+        content[at % len(content)] ^= flipped
+    file.write_bytes(content)
+    for command in (["check", str(path)], ["export", str(path), "--out", str(path.parent / "out.jsonl")]):
+        assert main(command) in (0, 1, 2)
+    try:
+        sound = not check(path).faults
+    except SSDError:
+        sound = False
+    if sound:
+        assert read_cache(path) == TEXTS
+
+
+# diff
+
+
+def test_a_difference_says_what_each_side_has_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_cache(tmp_path / "one", [*TEXTS, [50] * 20])
+    other = write_cache(tmp_path / "other", [*TEXTS[:3], [60, 61], [*range(30), 70]])
+    a, b = diff(one, other)
+    assert (a.num_missing_sequences, a.num_missing_tokens) == (2, 24 + 20)
+    assert (b.num_missing_sequences, b.num_missing_tokens) == (2, 2 + 31)
+    assert a.newest.tolist() == [50] * 20
+    assert a.share(16) == pytest.approx(a.found[16] / a.windows[16])
+    assert main(["diff", str(one), str(one), "--json"]) == 0
+    same = json.loads(capsys.readouterr().out)
+    assert same["a"]["num_missing_sequences"] == 0
+    assert [window["share_found"] for window in same["b"]["windows"]] == [1.0, 1.0]
+
+
+@given(texts, texts)
+@settings(max_examples=25)
+def test_shares_and_missing_sequences_equal_a_full_search(
+    tmp_path_factory: pytest.TempPathFactory, one: list[list[int]], other: list[list[int]]
+) -> None:
+    base = tmp_path_factory.mktemp("diff")
+    side = diff(write_cache(base / "a", one), write_cache(base / "b", other))[0]
+    missing = Counter(map(tuple, one)) - Counter(map(tuple, other))
+    assert side.num_missing_sequences == missing.total()
+    windows = [sequence[end - 8 : end] for sequence in one for end in range(8, len(sequence) + 1)]
+    found = [window for window in windows if any(naive_count(sequence, window) for sequence in other)]
+    assert (side.windows[8], side.found[8]) == (len(windows), len(found))
+
+
+def test_the_newest_difference_is_shown_as_text(
+    tmp_path: Path, model: Path, codec: TextCodec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [codec.encode_completion(text) for text in ("one text here", "another text there")]
+    one = write_cache(tmp_path / "one", said, fingerprint=codec.fingerprint)
+    other = write_cache(tmp_path / "other", said[:1], fingerprint=codec.fingerprint)
+    assert main(["diff", str(one), str(other), "--tokenizer", str(model)]) == 0
+    assert "another text there" in capsys.readouterr().out
+
+
+# export
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst"])
+def test_an_export_holds_every_sequence_in_order(tmp_path: Path, name: str) -> None:
+    path, out = write_cache(tmp_path / "a", TEXTS), tmp_path / name
+    assert main(["export", str(path), "--out", str(out)]) == 0
+    content = out.read_bytes()
+    if name.endswith(".gz"):
+        content = gzip.decompress(content)
+    elif name.endswith(".zst"):
+        import zstandard
+
+        content = zstandard.ZstdDecompressor().decompressobj().decompress(content)
+    assert [json.loads(line)["token_ids"] for line in content.splitlines()] == TEXTS
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_export_to_standard_output_is_text_where_a_tokenizer_is_given(
+    tmp_path: Path, model: Path, codec: TextCodec, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    path = write_cache(tmp_path / "a", [codec.encode_completion("naïve café")], fingerprint=codec.fingerprint)
+    assert main(["export", str(path), "--out", "-", "--tokenizer", str(model)]) == 0
+    captured = capsysbinary.readouterr()
+    assert json.loads(captured.out) == {"text": "naïve café"}
+    assert b"10 tokens" in captured.err or b"tokens in 1 sequences" in captured.err
+
+
+def test_an_export_that_fails_leaves_no_file(tmp_path: Path, model: Path) -> None:
+    path = write_cache(tmp_path / "a", TEXTS)
+    assert main(["export", str(path), "--out", str(tmp_path / "out"), "--tokenizer", str(model)]) == 2
+    assert main(["export", str(path), "--out", str(tmp_path)]) == 2
+    assert main(["export", str(path), "--out", str(tmp_path / "no/such")]) == 2
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["a"]
