@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, push
+from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, push, redis_status
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -26,6 +26,7 @@ examples:
   ssd-cache export warm/ --out warm.jsonl.gz
   ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
+  ssd-cache redis-status redis-sentinel://sentinel-1,sentinel-2,sentinel-3/cache/0 --exact
 """
 
 
@@ -38,6 +39,7 @@ COMMANDS = (
     diff,
     export,
     push,
+    redis_status,
 )
 
 
