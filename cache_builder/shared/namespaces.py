@@ -158,7 +158,7 @@ def _now(client: redis.Redis, key: str) -> float | None:
 
     try:
         answer: Any = server_of(client, key).time()
-        return float(answer[0])
+        return int(answer[0]) + int(answer[1]) / 1e6
     except (ResponseError, TypeError, ValueError, IndexError):
         return None
 
