@@ -51,6 +51,7 @@ COMMANDS = (
     export,
     explain,
     push,
+    pull,
 )
 
 
