@@ -17,6 +17,8 @@ from cache_builder.command import (
     inspect,
     merge,
     push,
+    redis_status,
+    pull,
 )
 from ssd import __version__
 from ssd.errors import SSDError
@@ -52,6 +54,7 @@ COMMANDS = (
     explain,
     push,
     pull,
+    redis_status,
 )
 
 
