@@ -16,9 +16,10 @@ from cache_builder.command import (
     export,
     inspect,
     merge,
+    pull,
+    purge,
     push,
     redis_status,
-    pull,
 )
 from ssd import __version__
 from ssd.errors import SSDError
@@ -40,6 +41,7 @@ examples:
   ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
   ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
+  ssd-cache purge --namespace old-tenant --redis redis://localhost:6379/0 --directory cache/
 """
 
 
@@ -55,6 +57,7 @@ COMMANDS = (
     push,
     pull,
     redis_status,
+    purge,
 )
 
 
