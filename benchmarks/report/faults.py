@@ -53,8 +53,8 @@ def fleet_section(result: dict[str, Any]) -> str:
         f"model, a proxy between each and one Redis, two tenants, {environment['cpu']}, {environment['cores']} cores, "
         f"{parameters['rounds']} rounds from seed {parameters['seed']}. A round is over when what each server learned "
         "is drafted by all others. Closed in order afterwards, the servers' directories were searched for all "
-        f"{result['promised']:,} notes that were promised: {result['lost']} lost, {result['twice']} twice, {result['elsewhere']} in another "
-        "tenant's cache.",
+        f"{result['promised']:,} notes that were promised: {result['lost']} lost, {result['twice']} twice, "
+        f"{result['elsewhere']} in another tenant's cache.",
     ]
     if steps is not None:
         low, high = steps["interval"]
