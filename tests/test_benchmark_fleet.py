@@ -13,7 +13,7 @@ from benchmarks.fleet.full import Fleet
 from benchmarks.fleet.streams import Streams
 from benchmarks.fleet.traffic import ROUTINGS, Load, Session, places_of, requests_of
 from benchmarks.fleet.views import Lagging
-from benchmarks.traces import Row
+from cache_builder.replay.rows import Row
 from ssd.config import IndexConfig
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot

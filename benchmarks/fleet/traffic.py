@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from benchmarks.traces import Row, TokenIds
+from cache_builder.replay.rows import Row, TokenIds
 
 Routing = Literal["random", "sticky"]
 ROUTINGS: Final[tuple[Routing, ...]] = ("random", "sticky")

@@ -21,6 +21,8 @@ from ssd.sharing.stream import PAGE, Stream
 _COMPARE_S = 2.0
 _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each
 _SLOW_S = 0.25
+GATHER_S = 0.05
+"""What comes within so long after entries is taken in one reply: many small ones are what a fleet costs its server."""
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
 
 
@@ -167,8 +169,9 @@ class LogReader:
 
         by_key = {stream.key: stream for stream in streams}
         places: Any = {stream.key: stream.last_id or BEGINNING for stream in streams}
+        count = max(1, min(PAGE, _MAX_BATCH // len(places)))
         try:
-            answer: Any = self._client.xread(places, count=max(1, min(PAGE, _MAX_BATCH // len(places))), block=block)
+            answer: Any = self._client.xread(places, count=count, block=block)
         except (ResponseError, OversizedReplyError, ConnectionError, TimeoutError, OSError) as error:
             if not self._is_cluster and not isinstance(error, ResponseError | OversizedReplyError):
                 raise
@@ -180,6 +183,9 @@ class LogReader:
         for stream in streams:
             if stream.is_refused and not stream.is_resting:
                 stream.wake()
+        if answer and all(len(entries) < count for _, entries in answer):  # they have been read up to now
+            self._is_changed.wait(GATHER_S)
+            self._is_changed.clear()
 
     def _read_alone(self, stream: Stream) -> None:
         page = entries_after(self._client, stream.key, stream.last_id or BEGINNING, stream.page)
