@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -184,8 +186,9 @@ def _sessions(stream: Stream) -> list[Session]:
     tokenizer = TraceTokenizer(find_tokenizer(stream.tokenizer))
     found: list[Session] = []
     for trace in map(find_trace, stream.traces):
-        sessions = [Session(trace_name(trace), rows) for rows in read_sessions(read_records(trace), tokenizer)]
-        found += sessions[: max(1, int(stream.share * len(sessions)))]
+        count = sum(1 for _ in groupby(read_records(trace), key=itemgetter("session")))
+        sessions = islice(read_sessions(read_records(trace), tokenizer), max(1, int(stream.share * count)))
+        found += [Session(trace_name(trace), rows) for rows in sessions]
     return found
 
 
