@@ -7,7 +7,17 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, check, diff, export, inspect, merge, push
+from cache_builder.command import (
+    build,
+    check,
+    diff,
+    evaluate,
+    explain,
+    export,
+    inspect,
+    merge,
+    push,
+)
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -20,12 +30,28 @@ examples:
   zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out warm/ --add
   ssd-cache build alpaca.json --field prompt=instruction --field completion=output --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
+  ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache check warm/ --tokenizer ./my-model
   ssd-cache merge warm/ cache/support --out merged/ --namespace support
   ssd-cache diff merged/ warm/
   ssd-cache export warm/ --out warm.jsonl.gz
+  ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
+  ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
 """
+
+
+COMMANDS = (
+    build,
+    evaluate,
+    inspect,
+    check,
+    merge,
+    diff,
+    export,
+    explain,
+    push,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (build, inspect, check, merge, diff, export, push):
+    for command in COMMANDS:
         command.add(commands)
     return parser
 

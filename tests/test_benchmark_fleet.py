@@ -46,7 +46,7 @@ _COMMANDS = st.one_of(
 
 def _reply(client: redis.Redis, command: tuple[bytes, ...]) -> Any:
     try:
-        return client.execute_command(*command)  # type: ignore[no-untyped-call]
+        return client.execute_command(*command)
     except redis.ResponseError as error:
         return str(error)
 
@@ -74,7 +74,7 @@ def test_a_transaction_fails_where_another_client_was_faster(redis_server: Redis
         one.xadd("a", {"e": "1"})
         for touches in (False, True):
             with one.pipeline() as transaction:
-                transaction.watch("a")  # type: ignore[no-untyped-call]
+                transaction.watch("a")
                 if touches:
                     other.xadd("a", {"e": "2"})
                 transaction.multi()
@@ -88,7 +88,8 @@ def test_a_transaction_fails_where_another_client_was_faster(redis_server: Redis
 
 def test_a_connection_that_lags_is_shown_the_past() -> None:
     server = Streams()
-    writer, reader = server.client()[0], server.client(lag_s=2.0)[0]
+    writer: Any = server.client()[0]
+    reader: Any = server.client(lag_s=2.0)[0]
     for second in range(5):
         server.now = float(second)
         writer.xadd("a", {"e": "x"})

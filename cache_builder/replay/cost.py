@@ -43,6 +43,15 @@ def flat(width: int) -> CostCurve:
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
 
 
+def at_batch(curve: CostCurve, batch: int, most: int = 129) -> CostCurve:
+    """What a pass of ``batch`` rows costs by the tokens of each, all rows alike: in passes of one token a row."""
+    if batch == 1:
+        return curve
+    widths = np.arange(1.0, most + 1.0)
+    costs = curve.upto(most * batch)[batch::batch]
+    return CostCurve(f"{curve.name}, {batch} rows", widths, costs / costs[0])
+
+
 def read_curve(path: Path) -> CostCurve:
     """The curve that a measurement wrote. Raises ConfigError where it is not usable."""
     try:

@@ -1,0 +1,262 @@
+"""`ssd-cache evaluate` on small made logs."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache_builder.__main__ import main
+from cache_builder.evaluation.classes import ASKED_AGAIN, NEW, NEXT_TURN, QUOTES, SHARED, classes_of
+from cache_builder.evaluation.evaluate import evaluate, num_to_decode
+from cache_builder.evaluation.log import Log
+from cache_builder.evaluation.plan import Plan, in_batch
+from cache_builder.evaluation.runs import Run, execute
+from cache_builder.evaluation.workers import execute_all
+from cache_builder.replay.cost import flat
+from cache_builder.replay.decoding import OutputDecoder
+from cache_builder.replay.step_costs import StepCosts
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, DraftConfig, IndexConfig
+from ssd.errors import StoreUnavailable
+from ssd.retrieval.cache import CacheSet
+
+TOKENIZER = str(MODEL_PATH)
+COSTS = StepCosts(flat(16), "made")
+FINGERPRINT = "0" * 32
+
+
+def log_of(*requests: tuple[list[int], list[int]]) -> Log:
+    texts = [np.array([*prompt, *output], np.int32) for prompt, output in requests]
+    starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+    return Log(np.concatenate(texts), starts, np.array([len(prompt) for prompt, _ in requests], np.int64))
+
+
+def made_log(num_requests: int = 40, seed: int = 0) -> Log:
+    """Answers of a few phrases, so that later ones repeat earlier ones."""
+    numbers = np.random.default_rng(seed)
+    phrases = [numbers.integers(5, 500, 20).tolist() for _ in range(8)]
+    requests = []
+    for _ in range(num_requests):
+        said = [token for which in numbers.integers(0, 8, 4) for token in phrases[which]]
+        requests.append((numbers.integers(5, 500, 12).tolist(), [*said, 1]))
+    return log_of(*requests)
+
+
+def plan(**changes: Any) -> Plan:
+    return replace(Plan(fingerprint=FINGERPRINT, draft=DraftConfig(num_speculative_tokens=16)), **changes)
+
+
+def write_log(path: Path, num_records: int = 12) -> Path:
+    """Questions whose answers repeat a few sentences, with a kind and a time, the newest first."""
+    chosen = random.Random(3)
+    sentences = [f"The {thing} is kept in the {place} until it is needed." for thing in "abcd" for place in "xyz"]
+    with path.open("w") as file:
+        for number in range(num_records):
+            answer = " ".join(chosen.sample(sentences, 4))
+            record = {"prompt": f"Question {number}?", "completion": answer, "meta": {"kind": f"kind {number % 3}"}}
+            file.write(json.dumps({**record, "at": f"2026-01-{28 - number:02}T10:00:00Z"}) + "\n")
+    return path
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["evaluate", *arguments, "--tokenizer", TOKENIZER, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_the_report_has_all_its_parts_and_they_agree() -> None:
+    log = made_log()
+    found = evaluate(log, plan(), COSTS)
+    assert found["report"] == "evaluate"
+    assert found["requests"] == len(log) == sum(each["requests"] for each in found["classes"])
+    assert found["output_tokens"] == log.output_lengths.sum() == sum(each["output_tokens"] for each in found["classes"])
+    assert sum(each["output_tokens"] for each in found["growth"]) == found["output_tokens"]
+    assert found["growth"][-1]["requests"] == len(log)
+    accepted = sum(each["accepted"] for each in found["by_source"])
+    steps = found["output_tokens"] - accepted
+    assert found["tokens_per_step"] == pytest.approx(found["output_tokens"] / steps, abs=1e-3)
+    assert found["speedup"] > 1.5
+    assert all(each["drafted"] >= each["accepted"] for each in found["acceptance_by_position"])
+    assert [each["limit"] for each in found["by_draft_limit"]] == [2, 4, 8, 16]
+    assert found["by_draft_limit"][-1]["speedup"] == found["speedup"]
+    assert [each["cache"] for each in found["by_cache"]] == ["none", "growing"]
+    assert found["by_cache"][0]["speedup"] < found["speedup"]
+    alone, shared = (each for each in found["sharing"] if each["replicas"] == 16)
+    assert (alone["is_shared"], shared["is_shared"]) == (False, True)
+    assert alone["tokens_per_step"] < shared["tokens_per_step"]
+    assert found["needs"]["redis_bytes"] > 0 and found["needs"]["disk_bytes"] > 0
+    json.dumps(found)
+
+
+def test_the_figures_are_those_of_decoding_the_log_request_by_request() -> None:
+    log = made_log()
+    found = evaluate(log, plan(sample_tokens=0), COSTS)
+    decoder, num_steps, num_drafted = OutputDecoder(COSTS.curve, draft=plan().draft), 0, 0
+    with CacheSet(CacheConfig(index=IndexConfig()), FINGERPRINT, inline=True) as caches:
+        for number in range(len(log)):
+            row = log.row(number)
+            steps = decoder.decode(row, caches.get().snapshot())
+            num_steps, num_drafted = num_steps + len(steps.drafted), num_drafted + int(steps.drafted.sum())
+            caches.get().append(row.text(), prompt_length=len(row.context))
+            caches.maintain()
+    assert found["tokens_per_step"] == pytest.approx(found["output_tokens"] / num_steps, abs=1e-4)
+    assert found["drafted_per_step"] == pytest.approx(num_drafted / num_steps, abs=1e-4)
+    assert found["by_capacity"] == found["by_draft_limit"] == found["by_cache"] == found["sharing"] == []
+
+
+def test_a_small_capacity_forgets_what_a_large_one_drafts_from() -> None:
+    log = made_log(400)
+    run = Run(curve=COSTS.curve, draft=plan().draft, index=IndexConfig(seal_tokens=64), fingerprint=FINGERPRINT)
+    small = execute(replace(run, index=replace(run.index, capacity_tokens=128)), log)
+    assert small.num_cached_tokens <= 128 < execute(run, log).num_cached_tokens
+    assert small.num_steps.sum() > execute(run, log).num_steps.sum()
+
+
+def test_outputs_without_a_prompt_are_learned_and_not_decoded() -> None:
+    said = list(range(100, 160))
+    log = log_of(([], said), ([7, 8, 9, 100, 101, 102, 103], said[4:]))
+    found = evaluate(log, plan(), COSTS)
+    assert (found["requests"], found["without_prompt"]) == (1, {"requests": 1, "tokens": len(said)})
+    assert found["tokens_per_step"] > 5
+    alone = evaluate(log_of(([], said)), plan(), COSTS)
+    assert (alone["requests"], alone["speedup"], alone["classes"]) == (0, 1.0, [])
+
+
+def test_replicas_of_their_own_decode_every_request_once() -> None:
+    log = made_log()
+    run = Run(curve=COSTS.curve, draft=plan().draft, index=IndexConfig(), fingerprint=FINGERPRINT, replicas=4)
+    assert sorted(execute(run, log).requests.tolist()) == list(range(len(log)))
+    assert execute(run, log).num_steps.sum() == execute(run, log).num_steps.sum()
+
+
+@pytest.mark.slow
+def test_processes_find_what_one_process_finds() -> None:
+    log, told = made_log(), list[int]()
+    base = Run(curve=COSTS.curve, draft=plan().draft, index=IndexConfig(), fingerprint=FINGERPRINT)
+    runs = {"all": base, "some": replace(base, every=3), "none": replace(base, cache="none")}
+    together, alone = execute_all(runs, log, 2, told.append), execute_all(runs, log, 1)
+    for name in runs:
+        assert together[name].drafted.tolist() == alone[name].drafted.tolist()
+        assert together[name].requests.tolist() == alone[name].requests.tolist()
+    assert sum(told) == sum(run.num_decoded(log) for run in runs.values())
+    with pytest.raises(StoreUnavailable):
+        execute_all({"a": base, "b": replace(base, warm=(Path("nothing"),))}, log, 2)
+
+
+def test_a_sample_decodes_no_more_than_it_may_and_learns_all() -> None:
+    log = made_log()
+    small = plan(sample_tokens=500)
+    found = evaluate(log, small, COSTS)
+    assert all(each["output_tokens"] <= 600 for each in found["by_draft_limit"])
+    assert found["by_cache"][-1]["speedup"] > found["by_cache"][0]["speedup"]
+    assert num_to_decode(log, small, COSTS) < num_to_decode(log, plan(), COSTS)
+
+
+def test_costs_of_a_batch_are_those_of_as_many_tokens() -> None:
+    costs = in_batch(StepCosts(flat(32), "made", step_ms=10.0, overhead=0.1, recycling=1.2), 8)
+    assert costs.curve.upto(5).tolist() == [0, 1, 1, 1, 1, 1.25]
+    assert (costs.step_ms, costs.recycling) == (10.0, 0.0)
+    assert costs.overhead == pytest.approx(0.8)
+
+
+def test_classes_are_what_can_be_seen_in_any_order() -> None:
+    numbers = np.random.default_rng(1)
+
+    def some(count: int) -> list[int]:
+        return numbers.integers(10, 40_000, count).tolist()
+
+    question, answer, instructions, passage = some(30), some(40), some(64), some(50)
+    requests = [
+        (question, answer), ([*question, *answer, *some(9)], some(20)),
+        *(([*instructions, *some(5)], some(20)) for _ in range(4)),
+        ([*some(9), *passage], passage[5:45]), ([3, 4, 5], some(20)), ([3, 4, 5], some(20)), (some(40), some(30)),
+    ]  # fmt: skip
+    expected = [NEW, NEXT_TURN, *[SHARED] * 4, QUOTES, ASKED_AGAIN, ASKED_AGAIN, NEW]
+    assert classes_of(log_of(*requests)) == expected
+    order = numbers.permutation(len(requests)).tolist()
+    assert classes_of(log_of(*(requests[place] for place in order))) == [expected[place] for place in order]
+
+
+def test_the_command_prints_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, str(write_log(tmp_path / "log.jsonl")), "--class-by", "meta.kind")
+    assert found["requests"] == 12 and found["inputs"] == ["log.jsonl"]
+    assert sorted(each["name"] for each in found["classes"]) == ["kind 0", "kind 1", "kind 2"]
+    assert found["parameters"]["class_by"] == "meta.kind"
+    assert found["cost"]["source"].startswith("an assumption")
+
+
+def test_the_command_prints_a_summary_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(write_log(tmp_path / "log.jsonl")), "--tokenizer", TOKENIZER]) == 0
+    said = capsys.readouterr().out
+    assert re.match(r"expected speed-up \d\.\d\d, ", said)
+    assert "by draft limit" in said and "what this cannot know" in said and "new text: none of these" in said
+
+
+def test_requests_are_ordered_by_time_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_log(tmp_path / "log.jsonl")
+    lines = path.read_text().splitlines()
+    path.with_name("turned.jsonl").write_text("\n".join(reversed(lines)))
+    by_time = run_json(capsys, str(path), "--time-field", "at", "--sample-tokens", "0")
+    turned = run_json(capsys, str(path.with_name("turned.jsonl")), "--sample-tokens", "0")
+    plain = run_json(capsys, str(path), "--sample-tokens", "0")
+    assert by_time["growth"] == turned["growth"] != plain["growth"]
+
+
+def test_a_warm_directory_is_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, warm = str(write_log(tmp_path / "log.jsonl")), str(tmp_path / "warm")
+    assert main(["build", path, "--tokenizer", TOKENIZER, "--out", warm]) == 0
+    capsys.readouterr()
+    found = run_json(capsys, path, "--warm", warm, "--cache", "frozen")
+    assert [each["cache"] for each in found["by_cache"]] == ["none", "frozen"]
+    assert "warm" in [each["source"] for each in found["by_source"]]
+    assert found["speedup"] > found["by_cache"][0]["speedup"]
+    assert found["by_capacity"] == found["sharing"] == []
+    both = run_json(capsys, path, "--warm", warm)
+    assert [each["cache"] for each in both["by_cache"]] == ["none", "frozen", "growing"]
+
+
+def test_a_batch_drafts_chains_at_its_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, str(write_log(tmp_path / "log.jsonl")), "--batch", "64", "--sample-tokens", "0")
+    assert (found["parameters"]["shape"], found["parameters"]["batch"]) == ("chain", 64)
+    assert any(sentence.startswith("A batch of 64") for sentence in found["unknown"])
+    assert found["speedup"] < run_json(capsys, str(tmp_path / "log.jsonl"))["speedup"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing.jsonl"], "no such file"),
+        (["empty.jsonl"], "the logs hold no request"),
+        (["log.jsonl", "--cache", "frozen"], "give --warm DIR"),
+        (["log.jsonl", "--cache", "none", "--warm", "x"], "leave out --warm"),
+        (["log.jsonl", "--warm", "x"], "x holds no cache"),
+        (["log.jsonl", "--time-field", "meta.kind"], "no time in field"),
+        (["log.jsonl", "--batch", "0"], "--batch must be at least 1"),
+        (["log.jsonl", "--draft-limit", "200"], "num_speculative_tokens must be within"),
+        (["log.jsonl", "--cost", "log.jsonl"], "no cost curve in log.jsonl"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "log.jsonl")
+    (tmp_path / "empty.jsonl").write_text("")
+    assert main(["evaluate", *arguments, "--tokenizer", TOKENIZER]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
