@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, push
+from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, prune, push
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -23,6 +23,7 @@ examples:
   ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache check warm/ --tokenizer ./my-model
   ssd-cache merge warm/ cache/support --out merged/ --namespace support
+  ssd-cache prune warm/ --budget 4M --logs logs.jsonl --tokenizer ./my-model --out small/
   ssd-cache diff merged/ warm/
   ssd-cache export warm/ --out warm.jsonl.gz
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (build, inspect, check, merge, diff, export, evaluate, push):
+    for command in (build, inspect, check, merge, prune, diff, export, evaluate, push):
         command.add(commands)
     return parser
 
