@@ -3,9 +3,9 @@
 ``python -m benchmarks.pruning [TRACE...] --tokenizer DIR [--share X...] [--out FILE] [--json]``
 
 Of every trace the sessions are shuffled; three fifths become a cache, one fifth the logs that prune it, and one fifth
-is held out and decoded over what is left, which learns nothing. Default are all traces in $SSD_TRACES. "used" keeps what
-the logs draft from, "newest" what is left without logs, "random" blocks drawn at random. Every cache is checked to keep
-within its budget. Prints a table; the last line of stdout is one JSON object.
+is held out and decoded over what is left, which learns nothing. Default are all traces in $SSD_TRACES. "used" keeps
+what the logs draft from, "newest" what is left without logs, "random" blocks drawn at random. Every cache is checked to
+keep within its budget. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations

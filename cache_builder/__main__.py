@@ -7,7 +7,19 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, prune, push
+from cache_builder.command import (
+    build,
+    check,
+    diff,
+    evaluate,
+    explain,
+    export,
+    inspect,
+    merge,
+    prune,
+    pull,
+    push,
+)
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -26,8 +38,25 @@ examples:
   ssd-cache prune warm/ --budget 4M --logs logs.jsonl --tokenizer ./my-model --out small/
   ssd-cache diff merged/ warm/
   ssd-cache export warm/ --out warm.jsonl.gz
+  ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
+  ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
 """
+
+
+COMMANDS = (
+    build,
+    evaluate,
+    inspect,
+    check,
+    merge,
+    prune,
+    diff,
+    export,
+    explain,
+    push,
+    pull,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (build, inspect, check, merge, prune, diff, export, evaluate, push):
+    for command in COMMANDS:
         command.add(commands)
     return parser
 

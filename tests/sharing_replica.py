@@ -78,9 +78,9 @@ def eventually(claim: Callable[[], object], within_s: float = 15.0) -> None:
         time.sleep(0.02)
 
 
-def entry(*tokens: int, replica_id: bytes = b"elsewher", sequence_id: bytes = b"s" * 16) -> bytes:
+def entry(*tokens: int, replica_id: bytes = b"elsewher", sequence_id: bytes = b"s" * 16, key: str = KEY) -> bytes:
     """The bytes of an entry another replica could have written."""
-    return pack_entry(Entry(replica_id, sequence_id, np.array(tokens, np.int32)))
+    return pack_entry(Entry(replica_id, sequence_id, np.array(tokens, np.int32)), key)
 
 
 _numbers = count()

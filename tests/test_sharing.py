@@ -24,7 +24,15 @@ from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.terms import NamespaceTerms
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import address_of, connect, hide_password
-from ssd.sharing.entry import MAX_ENTRY_TOKENS, Entry, InvalidEntryError, num_tokens_of, pack_entry, unpack_entry
+from ssd.sharing.entry import (
+    FORMAT_VERSION,
+    MAX_ENTRY_TOKENS,
+    Entry,
+    InvalidEntryError,
+    num_tokens_of,
+    pack_entry,
+    unpack_entry,
+)
 from ssd.sharing.keys import stream_key
 from ssd.sharing.push import push_segments
 from ssd.sharing.redis_log import RedisLog
@@ -39,8 +47,8 @@ __all__ = ["redis_server"]  # the fixture
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=300), st.binary(min_size=24, max_size=24))
 def test_an_entry_comes_back_as_it_was(tokens: list[int], ids: bytes) -> None:
-    data = pack_entry(Entry(ids[:8], ids[8:], np.array(tokens, np.int32)))
-    back = unpack_entry(data, vocab_size=VOCAB_SIZE)
+    data = pack_entry(Entry(ids[:8], ids[8:], np.array(tokens, np.int32)), KEY)
+    back = unpack_entry(data, KEY, vocab_size=VOCAB_SIZE)
     assert (back.replica_id, back.sequence_id, back.tokens.tolist()) == (ids[:8], ids[8:], tokens)
     assert back.tokens.dtype == np.int32
     assert num_tokens_of(data) == len(tokens)
@@ -52,7 +60,7 @@ def test_a_changed_entry_is_refused(data: st.DataObject) -> None:
     position = data.draw(st.integers(0, len(packed) - 1))
     packed[position] ^= data.draw(st.integers(1, 255))
     try:
-        back = unpack_entry(bytes(packed), vocab_size=VOCAB_SIZE)
+        back = unpack_entry(bytes(packed), KEY, vocab_size=VOCAB_SIZE)
     except InvalidEntryError:
         return
     assert back.tokens.tolist() == list(range(40))  # only how it was compressed can differ
@@ -61,7 +69,7 @@ def test_a_changed_entry_is_refused(data: st.DataObject) -> None:
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidEntryError):
-        unpack_entry(data, vocab_size=VOCAB_SIZE)
+        unpack_entry(data, KEY, vocab_size=VOCAB_SIZE)
     assert 1 <= num_tokens_of(data) <= MAX_ENTRY_TOKENS
 
 
@@ -79,12 +87,12 @@ def test_an_entry_forged_with_a_right_checksum_is_text_or_refused(
     """Whoever writes to Redis knows the format as well as we do."""
     tokens = np.array(content if isinstance(content, list) else list(content), np.uint32)
     header = struct.pack(
-        "<B8s16sH", 1 if says_so else version, ids[:8], ids[8:24], len(tokens) if says_so else num_tokens
+        "<B8s16sH", FORMAT_VERSION if says_so else version, ids[:8], ids[8:24], len(tokens) if says_so else num_tokens
     )
-    digest = xxhash.xxh3_64_intdigest(header + tokens.tobytes())
+    digest = xxhash.xxh3_64_intdigest(header + KEY.encode() + tokens.tobytes())
     planes = zlib.compress(tokens.view(np.uint8).reshape(-1, 4).T.tobytes())
     try:
-        back = unpack_entry(header + struct.pack("<Q", digest) + planes + rest, vocab_size=VOCAB_SIZE)
+        back = unpack_entry(header + struct.pack("<Q", digest) + planes + rest, KEY, vocab_size=VOCAB_SIZE)
     except InvalidEntryError:
         assert rest or not says_so or not len(tokens) or int(tokens.max()) >= VOCAB_SIZE
         return
@@ -93,16 +101,22 @@ def test_an_entry_forged_with_a_right_checksum_is_text_or_refused(
 
 
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
-    assert unpack_entry(entry(VOCAB_SIZE - 1), vocab_size=VOCAB_SIZE).tokens.tolist() == [VOCAB_SIZE - 1]
+    assert unpack_entry(entry(VOCAB_SIZE - 1), KEY, vocab_size=VOCAB_SIZE).tokens.tolist() == [VOCAB_SIZE - 1]
     with pytest.raises(InvalidEntryError, match="vocabulary"):
-        unpack_entry(entry(VOCAB_SIZE), vocab_size=VOCAB_SIZE)
+        unpack_entry(entry(VOCAB_SIZE), KEY, vocab_size=VOCAB_SIZE)
+
+
+def test_an_entry_is_one_in_its_own_stream_alone() -> None:
+    for other in (KEY.replace("default", "defaulu"), KEY.replace("0123", "0124"), ""):
+        with pytest.raises(InvalidEntryError, match="checksum"):
+            unpack_entry(entry(1, 2), other, vocab_size=VOCAB_SIZE)
 
 
 def test_an_entry_that_inflates_beyond_its_tokens_is_refused() -> None:
     packed = entry(*range(10))
     bomb = packed[:35] + zlib.compress(bytes(1 << 24))
     with pytest.raises(InvalidEntryError):
-        unpack_entry(bomb, vocab_size=VOCAB_SIZE)
+        unpack_entry(bomb, KEY, vocab_size=VOCAB_SIZE)
 
 
 # URLs
@@ -186,7 +200,7 @@ def test_the_log_is_bounded_in_tokens(redis_server: RedisServer) -> None:
             one.get().append([number] * 500)
         eventually(lambda: client.xrevrange(KEY, count=1) and client.xlen(KEY) <= 16)
         entries: Any = client.xrange(KEY)
-        kept = [unpack_entry(fields[FIELD], vocab_size=VOCAB_SIZE) for _, fields in entries]
+        kept = [unpack_entry(fields[FIELD], KEY, vocab_size=VOCAB_SIZE) for _, fields in entries]
         assert 7000 < sum(len(e.tokens) for e in kept) <= 8192
         assert kept[-1].tokens[0] == 99
     client.close()

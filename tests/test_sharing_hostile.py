@@ -36,9 +36,9 @@ def client(redis_server: RedisServer) -> Iterator[Client]:
     connection.close()
 
 
-def foreign(number: int) -> dict[bytes, bytes]:
+def foreign(number: int, key: str = KEY) -> dict[bytes, bytes]:
     """What another replica writes for the text [7, ``number``]."""
-    return {FIELD: entry(7, number, sequence_id=b"another." + number.to_bytes(8, "little"))}
+    return {FIELD: entry(7, number, sequence_id=b"another." + number.to_bytes(8, "little"), key=key)}
 
 
 def settled(one: Replica) -> None:
@@ -246,7 +246,7 @@ def test_a_slow_namespace_holds_up_no_other(
         for number in range(30):
             client.xadd(KEY, foreign(number))
         for number in range(300):
-            client.xadd(OTHER_KEY, foreign(number))
+            client.xadd(OTHER_KEY, foreign(number, OTHER_KEY))
         eventually(lambda: len(stored(one, "other")) == 300, within_s=8)
         assert 0 < len(stored(one)) < 30
 

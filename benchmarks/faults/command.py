@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     setup = Setup(
         codec=TextCodec.load(str(MODEL_PATH)),
-        questions=_reference(args.tokens),
+        questions=reference(args.tokens),
         seed=args.seed,
         num_clients=args.clients,
         calm_s=args.calm,
@@ -103,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _reference(num_tokens: int) -> list[Question]:
+def reference(num_tokens: int) -> list[Question]:
+    """Questions, answered by a server that does not speculate."""
     with tempfile.TemporaryDirectory(prefix="faults-reference-") as home:
         plain = server(Path(home) / "server.log", "--no-speculation", "--no-enable-prefix-caching")
         try:

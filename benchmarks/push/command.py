@@ -106,11 +106,11 @@ def _texts(num_tokens: int, vocabulary: int) -> Iterator[Tokens]:
 
 def _arrived(url: str, vocabulary: int) -> Iterator[Tokens]:
     """The tokens of every entry of the log, oldest first."""
-    client, last = connect(url), b"-"
+    client, last, key = connect(url), b"-", stream_key(_FINGERPRINT, "default")
     try:
-        while page := cast(_Page, client.xrange(stream_key(_FINGERPRINT, "default"), min=last, count=_PAGE)):
+        while page := cast(_Page, client.xrange(key, min=last, count=_PAGE)):
             for entry_id, fields in page:
-                yield unpack_entry(fields[FIELD], vocab_size=vocabulary).tokens
+                yield unpack_entry(fields[FIELD], key, vocab_size=vocabulary).tokens
                 last = b"(" + entry_id
     finally:
         client.close()

@@ -97,7 +97,9 @@ def build(
         blocks = plan_of(sources, _how(options, codec, out if is_addition else None), options.block_bytes)
         jobs = _jobs(options.jobs, sources, blocks)
         begin(sum(source.size or 0 for source in sources))
-        if executor is None or jobs == 0:
+        if executor is not None and jobs == 0:
+            raise ConfigError("other machines cannot read standard input, pipes or memory://: give files or URLs")
+        if executor is None:
             results = run(build_block, blocks, block_options, progress, jobs=jobs)
         else:
             results = executor(blocks, block_options, progress)

@@ -55,7 +55,10 @@ class Finished:
 
 
 class Journal:
-    """The file of one block. Whoever builds the block is its only writer."""
+    """The file of one block. Whoever builds the block is its only writer, or one of several that write the same.
+
+    That happens where a worker is given up that still runs: the same segments have the same names, and count once.
+    """
 
     def __init__(self, directory: Path, key: str) -> None:
         """``directory`` : of all journals; there already."""
@@ -68,13 +71,13 @@ class Journal:
                 lines = file.read(_MOST_BYTES).splitlines(keepends=True)
         except FileNotFoundError:
             return []
-        found = []
+        found: dict[str | None, Finished] = {}
         for line in lines:
             entry = Finished.from_line(line)
             if entry is None:
                 break
-            found.append(entry)
-        return found
+            found.setdefault(entry.segment_id, entry)
+        return list(found.values())
 
     def begin(self, entries: list[Finished]) -> None:
         """Keep ``entries`` alone. Raises OSError."""

@@ -87,7 +87,7 @@ def _received(connection: Connection, process: Any) -> tuple[str, Any]:
 def _serve(connection: Connection, work: Callable[..., Any], options: BlockOptions, parent: int) -> None:
     """A worker: items come and results go through ``connection``."""
     _end_with(parent)
-    _prepare()
+    prepare()
     told = time.monotonic()
     bytes_read = tokens_made = 0
 
@@ -120,8 +120,8 @@ def _end_with(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _prepare() -> None:
-    """A core each: libraries start no threads of their own."""
+def prepare() -> None:
+    """A process that is one of several workers: a core each, so libraries start no threads of their own; no torch."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from ssd.text.torchless import hide_torch
 

@@ -73,6 +73,13 @@ def add(commands: Commands) -> None:
         "alone is the text",
     )  # fmt: skip
     command.add_argument("--skip-invalid", action="store_true", help="count lines that cannot be used and go on")
+    command.add_argument(
+        "--executor", choices=("local", "ray"), default="local",
+        help="who reads, tokenises and sorts: processes here, or the workers of a Ray cluster (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="the cluster (default: $RAY_ADDRESS, else one here)"
+    )
     command.add_argument("--jobs", type=int, metavar="N", help="processes (default: one a core; small inputs take one)")
     command.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -81,6 +88,8 @@ def _run(options: argparse.Namespace) -> int:
     check_namespace(options.namespace)
     if options.jobs is not None and options.jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {options.jobs}")
+    if options.ray_address is not None and options.executor != "ray":
+        raise ConfigError("--ray-address is for --executor ray")
     build_options = BuildOptions(
         namespace=options.namespace,
         tokenizer=options.tokenizer,
@@ -94,9 +103,16 @@ def _run(options: argparse.Namespace) -> int:
         fields=FieldNames.parse(options.field),
         jobs=options.jobs,
     )
+    executor = None
+    if options.executor == "ray":
+        from cache_builder.building.ray_executor import ray_executor
+
+        executor = ray_executor(options.ray_address)
     try:
         with build_progress(quiet=options.quiet) as bar:
-            result = build(options.inputs, options.out, build_options, begin=bar.begin, progress=bar.tell)
+            result = build(
+                options.inputs, options.out, build_options, begin=bar.begin, progress=bar.tell, executor=executor
+            )
     except BaseException:
         if (kept := unfinished_directory(options.out)).exists():
             print(f"ssd-cache: what is finished is kept in {kept}: the same command goes on", file=sys.stderr)

@@ -76,12 +76,14 @@ def add(commands: Commands) -> None:
     command.add_argument("--jobs", type=int, metavar="N", help="processes (default: one for each processor)")
     command.add_argument("--seed", type=int, default=0, help="of what is dealt at random (default: %(default)s)")
     command.add_argument("--json", action="store_true", help="print one JSON line alone")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots, which needs nothing else")
     add_log_arguments(command)
     add_cost_arguments(command)
 
 
 def _run(options: argparse.Namespace) -> int:
     from cache_builder.evaluation.evaluate import evaluate, num_to_decode
+    from cache_builder.evaluation.page import page
     from cache_builder.evaluation.plan import Plan, in_batch
     from cache_builder.evaluation.summary import summary
 
@@ -112,6 +114,8 @@ def _run(options: argparse.Namespace) -> int:
         "class_by": options.class_by, "time_field": options.time_field, "jobs": plan.jobs,
         "records": read.num_records, "invalid_records": read.num_invalid,
     }  # fmt: skip
+    if options.html is not None:
+        options.html.write_text(page(result), "utf-8")
     print(json.dumps(result) if options.json else summary(result))
     return 0
 

@@ -187,8 +187,8 @@ def _cost(evaluation: Row) -> Iterator[str]:
         about.append(f"A plain step takes {step_ms:.3g} ms.")
     if (overhead := number(cost, "overhead")) is not None:
         about.append(f"A step that may draft takes {overhead:.1%} of that more, beside its pass.")
-    if (recycling := number(cost, "recycling")) is not None and recycling > 1:
-        about.append(f"Where the cache offers nothing, the model's own candidates bring {recycling:.2f}{TIMES}.")
+    if (recycling := number(cost, "recycling")) is not None and recycling > 0:
+        about.append(f"The model's own candidates, measured, add {recycling:.2f}{TIMES} to every speed-up here.")
     points = list(zip(widths, costs, strict=True))
     cells = [(f"{width:g}", f"{value:.3f}") for width, value in points]
     yield section(

@@ -92,8 +92,8 @@ def roofline(
     widths, costs = ([1.0, knee, 2 * knee], [1.0, 1.0, 2.0]) if knee > 1.0 else ([1.0, 2.0], [1.0, 2.0])
     source = (
         f"a roofline, not a measurement: {gpu.source}, {gpu.gb_per_s:g} GB/s of which {MEMORY_SHARE:.0%} and "
-        f"{tflops:g} dense TFLOPS of which {COMPUTE_SHARE:.0%}; {num_params / 1e9:.3g} billion "
-        f"parameters in {dtype}, batch {batch}, "
+        f"{tflops:g} dense TFLOPS of which {COMPUTE_SHARE:.0%}; "
+        f"{num_params / 1e9:.3g} billion parameters in {dtype}, batch {batch}, "
         + (f"{context} tokens of context" if kv_bytes_per_token else "keys and values left out")
     )
     return StepCosts(CostCurve(spelled, np.array(widths), np.array(costs)), source, step_ms=step_s * 1e3)

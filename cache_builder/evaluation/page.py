@@ -43,7 +43,7 @@ def page(evaluation: Mapping[str, Any]) -> str:
 
 @cache
 def _style() -> str:
-    return (Path(__file__).parent / "page.css").read_text()
+    return (Path(__file__).parent / "page.css").read_text("utf-8")
 
 
 def _hero(evaluation: Row) -> Iterator[str]:

@@ -143,7 +143,7 @@ class _Shared:
     def count(self, pieces: list[Tokens]) -> None:
         for piece in pieces:
             for part in split_sequence(piece, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS):
-                self.num_bytes += len(pack_entry(Entry(bytes(8), bytes(16), part)))
+                self.num_bytes += len(pack_entry(Entry(bytes(8), bytes(16), part), ""))
                 self.num_entries += 1
 
 

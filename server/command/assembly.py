@@ -191,9 +191,15 @@ class EngineLoader:
 
         options = self._options.cache
         if options.config.redis_url is not None:
-            from ssd.sharing.redis_log import RedisLog
+            from ssd.sharing.published.published import shared_log
 
-            self._log = RedisLog(options.config.redis_url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size)
+            self._log = shared_log(
+                options.config.redis_url,
+                fingerprint=codec.fingerprint,
+                vocab_size=codec.vocab_size,
+                publishes=options.publishes,
+                publish_to=options.publish_to,
+            )
             resources.callback(self._log.close)
         caches = CacheSet(
             options.config,

@@ -19,6 +19,8 @@ class CacheOptions:
     namespace: str
     warm_directories: tuple[Path, ...]
     config: CacheConfig
+    publishes: bool = True
+    publish_to: str | None = None
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +52,15 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         help=f"learn from other servers, and they from this one (default: ${URL_VARIABLE}, not in the process list)",
     )  # fmt: skip
     add(
+        "--no-publish", action="store_true",
+        help="with --redis: never be the server that publishes the whole cache for those that join; this one still "
+        "takes what others published",
+    )  # fmt: skip
+    add(
+        "--publish-to", metavar="URL",
+        help="keep what is published here, s3://bucket/ssd or file:///srv/ssd for instance (default: in Redis)",
+    )  # fmt: skip
+    add(
         "--namespace",
         default="default",
         metavar="NAME",
@@ -62,6 +73,8 @@ def cache_options_of(found: argparse.Namespace, environment: Mapping[str, str]) 
     return CacheOptions(
         namespace=found.namespace,
         warm_directories=tuple(found.warm or ()),
+        publishes=not found.no_publish,
+        publish_to=found.publish_to,
         config=CacheConfig(
             index=IndexConfig(
                 capacity_tokens=found.cache_tokens,

@@ -64,6 +64,14 @@ class PendingCheckpoints:
             self._kept = Checkpoint(self._pending[0][1], position)
         return self._kept
 
+    def newest_at(self, position: int) -> Checkpoint | None:
+        """What is true of the text before ``position``, at which whole sequences end; None where nothing was given.
+
+        O(number waiting).
+        """
+        source = next((source for at, source in reversed(self._pending) if at <= position), None)
+        return None if source is None else Checkpoint(source, position)
+
     def _skip_to(self, position: int) -> None:
         while len(self._pending) > 1 and self._pending[1][0] <= position:
             self._pending.popleft()

@@ -112,6 +112,10 @@ class SuffixIndex:
         """Tokens in no segment yet."""
         return len(self._ring)
 
+    def tail(self) -> Tokens:
+        """A copy of what is in no segment yet."""
+        return self._ring.read(self._ring.tail_start, self._ring.tail_stop)
+
     def has_room(self) -> bool:
         """False while half the ring is unsealed."""
         return 2 * len(self._ring) < self._ring.limit

@@ -28,6 +28,16 @@ class LearnedState:
         self.stored = stored
         self.newest: Copy | None = None
 
+    def adopt(self, stored: bytes) -> None:
+        """Begin with ``stored``, of another process, where nothing is known and nobody has begun. O(1), any thread."""
+        if self.stored is None and self.newest is None:
+            self.stored = stored
+
+    def to_bytes(self) -> bytes | None:
+        """The newest there is; None where nothing was learned."""
+        newest = self.newest
+        return self.stored if newest is None else newest.to_bytes()
+
     def publish(self, copy: Copy) -> None:
         """Make ``copy`` the newest. O(1), from any thread."""
         self.newest = copy

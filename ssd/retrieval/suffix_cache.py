@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,19 @@ class Pieces(list[Tokens]):
 
 
 Listener = Callable[[Pieces], None]
+
+
+class SealedText(NamedTuple):
+    """``segments`` : in order of position, all that is stored before ring position ``position``.
+
+    ``checkpoint`` : how far the caller of ``set_source`` was when all before ``position`` had been stored; None where
+    it never said.
+    """
+
+    segments: tuple[Segment, ...]
+    position: int
+    checkpoint: Checkpoint | None
+
 
 _RING_BYTES_PER_TOKEN: Final = 7  # of a segment that holds text of the ring
 _ROOM_WAIT_S: Final = 1.0
@@ -122,6 +135,24 @@ class SuffixCache:
         """What can be searched now, the last append included. O(1)."""
         return self._index.snapshot()
 
+    def sealed(self) -> SealedText:
+        """What was sealed of its own text until now, for whoever copies it. O(number of segments)."""
+        with self._lock:
+            position = self._state.tail_start
+            segments = () if self._state.is_discarded else self._index.ring_born
+            return SealedText(segments, position, self._state.checkpoints.newest_at(position))
+
+    def own_text(self) -> tuple[tuple[Segment, ...], Tokens]:
+        """Segments of its own text, and a copy of the tail with its separators: int32[n]. O(tail)."""
+        with self._lock:
+            tail = self._index.tail()
+            return self._index.ring_born, tail
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Most tokens of its own text."""
+        return self._index.config.capacity_tokens
+
     # Learning
 
     def append(self, token_ids: TokenIds, *, prompt_length: int = 0) -> None:
@@ -192,8 +223,7 @@ class SuffixCache:
             self._set_source(source)
 
     def _set_source(self, source: SourcePosition) -> None:
-        if self._files.directory is not None:
-            self._state.checkpoints.set(source, self._index.next_position, self._state.tail_start)
+        self._state.checkpoints.set(source, self._index.next_position, self._state.tail_start)
 
     def add_listener(self, listener: Listener) -> None:
         """Call ``listener`` with the pieces of every ``append`` that stored any, on its thread."""
@@ -212,6 +242,13 @@ class SuffixCache:
         with self._lock:
             self._index.add_static(segments)
         return frozenset(segment.segment_id for segment in segments)
+
+    def exchange_static(self, former: Sequence[Segment], segments: Sequence[Segment]) -> None:
+        """Search ``segments``, in memory of this process, in place of ``former``, which a call like this brought."""
+        with self._lock:
+            if not self._state.is_discarded:
+                self._index.leave_out(former)
+                self._index.add_static(segments)
 
     @property
     def borrowed(self) -> tuple[Segment, ...]:

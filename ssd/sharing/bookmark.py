@@ -66,6 +66,21 @@ class Bookmark:
         self.replica_id = replica_id
         self.lives, self.waypoints = _read(kept)
         self._positions = dict(self.lives)
+        self.is_continued = False
+        """Whether the log that ``find`` last looked at goes on just where it was read up to."""
+
+    def join(self, other: Checkpoint) -> None:
+        """All that ``other``, the checkpoint of another cache, speaks of is in this cache as well from now on.
+
+        Of the waypoints of both, ``find`` takes the newest that the log holds.
+        """
+        lives, waypoints = _read(other)
+        positions = dict(self.lives)
+        theirs = {life.replica_id: max(life.position, positions.pop(life.replica_id, 0)) for life in lives}
+        kept = [*(Life(*life) for life in theirs.items()), *(Life(*life) for life in positions.items())]
+        self.lives = tuple(kept[-_MAX_LIVES:])
+        self._positions = dict(self.lives)
+        self.waypoints = _merged(self.waypoints, waypoints)
 
     def position(self) -> Mapping[str, Any]:
         """The bookmark as JSON, for ``SuffixCache.set_source``."""
@@ -97,8 +112,10 @@ class Bookmark:
             is_trimmed = oldest_id is None or order(point.entry_id) < order(oldest_id)  # then all there is came later
             if is_trimmed or sequence_id_at(point.entry_id) == point.sequence_id:
                 self.waypoints = self.waypoints[index:]
+                self.is_continued = index == 0 and not is_trimmed
                 return point.entry_id
         self.waypoints = ()
+        self.is_continued = False
         return None
 
 
@@ -115,6 +132,16 @@ def position_of(sequence_id: bytes) -> int:
 def _is_kept(newest: int, number: int) -> bool:
     """One number in each range of distances 2^k ... 2^(k+1) - 1 from the newest; a number once dropped stays so."""
     return number % (1 << ((newest - number).bit_length() - 1)) == 0
+
+
+def _merged(*waypoints: tuple[Waypoint, ...]) -> tuple[Waypoint, ...]:
+    """Those of two bookmarks in the log's order, the newest first, and numbered in that order."""
+    by_id = {point.entry_id: point for each in waypoints for point in each}
+    merged: list[Waypoint] = []
+    for point in sorted(by_id.values(), key=lambda point: order(point.entry_id)):
+        number = max(point.number, merged[-1].number + 1 if merged else 0)
+        merged.append(point._replace(number=number))
+    return tuple(merged[: -_MAX_WAYPOINTS - 1 : -1])
 
 
 def _read(kept: Checkpoint | None) -> tuple[tuple[Life, ...], tuple[Waypoint, ...]]:

@@ -1,4 +1,4 @@
-"""One entry of a shared log, format 1.
+"""One entry of a shared log, format 2.
 
 ::
 
@@ -8,8 +8,11 @@
          9     16   sequence id: an entry may be written twice, it is stored once; a replica's are made of the
                     replica id and the ring position of the text (``ssd/sharing/bookmark.py``)
         25      2   n, number of tokens, 1..4096
-        27      8   xxh3-64 of bytes 0..26 and of the tokens as uint32
+        27      8   xxh3-64 of bytes 0..26, of the stream's key and of the tokens as uint32
         35      -   zlib: the tokens' lowest bytes, then their second bytes, third, fourth; 4n bytes
+
+The key is in the checksum so that an entry is one in its own stream alone: what a restore, a damaged command or a
+damaged answer brings into another namespace's is none there.
 
 The four byte planes compress better than whole tokens: the upper two are mostly zero.
 """
@@ -26,7 +29,7 @@ import xxhash
 
 from ssd.retrieval.packed import Tokens
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_ENTRY_TOKENS = 4096
 LEAD_IN_TOKENS = 32
 """A longer sequence is cut into entries that overlap by this much, so that each can be searched alone."""
@@ -38,7 +41,7 @@ MAX_ENTRY_BYTES = _PAYLOAD + 4 * MAX_ENTRY_TOKENS + 64  # zlib never adds more t
 
 
 class InvalidEntryError(ValueError):
-    """Bytes that are no entry: damaged, of another version, or not meant for this vocabulary."""
+    """Bytes that are no entry: damaged, of another version or stream, or not meant for this vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +53,17 @@ class Entry:
     tokens: Tokens
 
 
-def pack_entry(entry: Entry) -> bytes:
-    """The bytes of an entry. O(n)."""
+def pack_entry(entry: Entry, key: str) -> bytes:
+    """The bytes of an entry for the stream ``key``. O(n)."""
     tokens = np.ascontiguousarray(entry.tokens, "<u4")
     assert 1 <= len(tokens) <= MAX_ENTRY_TOKENS
     header = _HEADER.pack(FORMAT_VERSION, entry.replica_id, entry.sequence_id, len(tokens))
     planes = tokens.view(np.uint8).reshape(-1, 4).T.tobytes()
-    return header + _CHECKSUM.pack(_checksum(header, tokens)) + zlib.compress(planes, 1)
+    return header + _CHECKSUM.pack(_checksum(header, key, tokens)) + zlib.compress(planes, 1)
 
 
-def unpack_entry(data: bytes, *, vocab_size: int) -> Entry:
-    """Check every property of an entry, then return it; raises InvalidEntryError.
+def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
+    """Check every property of an entry of the stream ``key``, then return it; raises InvalidEntryError.
 
     ``data`` comes from whoever can write to the Redis server. No more than 16 KB is ever decompressed.
     """
@@ -79,7 +82,7 @@ def unpack_entry(data: bytes, *, vocab_size: int) -> Entry:
     if len(planes) != 4 * num_tokens or not inflater.eof or inflater.unused_data:
         raise InvalidEntryError(f"does not hold exactly the {num_tokens} tokens it announces")
     tokens = np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(4, -1).T).view("<u4").reshape(-1)
-    if _checksum(data[: _HEADER.size], tokens) != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
+    if _checksum(data[: _HEADER.size], key, tokens) != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
         raise InvalidEntryError("its checksum does not match")
     if int(tokens.max()) >= vocab_size:
         raise InvalidEntryError(f"token id {tokens.max()}, the vocabulary has {vocab_size}")
@@ -94,7 +97,8 @@ def num_tokens_of(data: bytes) -> int:
     return min(max(1, num_tokens), MAX_ENTRY_TOKENS)
 
 
-def _checksum(header: bytes, tokens: npt.NDArray[np.uint32]) -> int:
+def _checksum(header: bytes, key: str, tokens: npt.NDArray[np.uint32]) -> int:
     digest = xxhash.xxh3_64(header)
+    digest.update(key.encode())
     digest.update(tokens.data)
     return digest.intdigest()

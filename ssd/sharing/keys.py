@@ -20,3 +20,39 @@ def namespace_key(fingerprint: str, namespace: str) -> str:
 def stream_key(fingerprint: str, namespace: str) -> str:
     """The stream that replicas append to what they completed."""
     return namespace_key(fingerprint, namespace)
+
+
+def head_key(fingerprint: str, namespace: str) -> str:
+    """The head of the text that a replica published (``published.head``)."""
+    return namespace_key(fingerprint, namespace) + ":head"
+
+
+def layer_key(fingerprint: str, namespace: str) -> str:
+    """The head of the text that was pushed: searched by all, evicted by none."""
+    return namespace_key(fingerprint, namespace) + ":layer"
+
+
+def chunks_key(fingerprint: str, namespace: str) -> str:
+    """The hash of both heads' chunks, by name."""
+    return namespace_key(fingerprint, namespace) + ":chunks"
+
+
+def lease_key(fingerprint: str, namespace: str) -> str:
+    """Who publishes, for as long as the key lives."""
+    return namespace_key(fingerprint, namespace) + ":lease"
+
+
+def fence_key(fingerprint: str, namespace: str) -> str:
+    """How often that changed: the fencing number of the newest lease."""
+    return namespace_key(fingerprint, namespace) + ":fence"
+
+
+def purge_key(fingerprint: str, namespace: str) -> str:
+    """A demand to forget the namespace, with the replicas that have done so."""
+    return namespace_key(fingerprint, namespace) + ":purge"
+
+
+def all_keys(fingerprint: str, namespace: str) -> list[str]:
+    """Every key that holds something a namespace said, or says who may publish it."""
+    named = (stream_key, head_key, layer_key, chunks_key, lease_key, fence_key)
+    return [key(fingerprint, namespace) for key in named]

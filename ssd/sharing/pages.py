@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ class OversizedReplyError(Exception):
     def __init__(self, unfinished: list[list[Any]]) -> None:
         super().__init__(f"more than {MAX_REPLY_BYTES} bytes")
         self.unfinished = unfinished
+
+
+class WrongReplyError(Exception):
+    """An answer that is none to what was asked: nothing of it is to be used."""
 
 
 class Page(NamedTuple):
@@ -59,6 +64,23 @@ def id_before(entry_id: bytes) -> bytes:
     return b"%d-%d" % ((milliseconds, number - 1) if number else (milliseconds - 1, _LARGEST))
 
 
+def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
+    """Raises WrongReplyError unless these have ids, each larger than the one before it, the first than ``after``.
+
+    A reader that took anything else for the place it has read up to would never find its way again.
+    """
+    last = order(after)
+    for entry in entries:
+        if type(entry) not in (tuple, list) or len(entry) != 2:
+            raise WrongReplyError("no entry of a stream")
+        entry_id, fields = entry
+        if type(entry_id) is not bytes or not is_entry_id(entry_id) or not (fields is None or type(fields) is dict):
+            raise WrongReplyError("no entry of a stream")
+        if (place := order(entry_id)) <= last:
+            raise WrongReplyError("entries out of order")
+        last = place
+
+
 def entries_after(client: redis.Redis, key: str, entry_id: bytes, count: int) -> Page:
     """At most ``count`` entries with larger ids, oldest first."""
     if order(entry_id) == (_LARGEST, _LARGEST):
@@ -67,14 +89,20 @@ def entries_after(client: redis.Redis, key: str, entry_id: bytes, count: int) ->
 
 
 def entries_before(client: redis.Redis, key: str, entry_id: bytes | None, count: int) -> Page:
-    """At most ``count`` entries with smaller ids, or of all where it is None, newest first."""
+    """At most ``count`` entries with smaller ids, or of all where it is None, newest first. Raises WrongReplyError."""
     end = b"+" if entry_id is None else b"(" + entry_id
-    return _page(client, count, "XREVRANGE", key, end, b"-")
+    page = _page(client, count, "XREVRANGE", key, end, b"-")
+    check_entries(page.entries[::-1], after=BEGINNING)
+    if page.entries and entry_id is not None and order(page.entries[0][0]) >= order(entry_id):
+        raise WrongReplyError("entries that were not asked for")
+    return page
 
 
 def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
-    """The entry with this id, if the stream holds it."""
+    """The entry with this id, if the stream holds it. Raises WrongReplyError."""
     entries = _page(client, 1, "XRANGE", key, entry_id, entry_id).entries
+    if entries and entries[0][0] != entry_id:
+        raise WrongReplyError("an entry that was not asked for")
     return entries[0] if entries else None
 
 

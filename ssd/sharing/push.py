@@ -75,7 +75,7 @@ def push_segments(
         num_batch_tokens = 0
         for sequence in itertools.islice(sequences_of(segments), first, None):
             for part in split_sequence(sequence, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS):
-                batch.append(pack_entry(Entry(_REPLICA_ID, _sequence_id(num_entries, part), part)))
+                batch.append(pack_entry(Entry(_REPLICA_ID, _sequence_id(num_entries, part), part), key))
                 num_batch_tokens += len(part)
                 num_entries += 1
                 if len(batch) == _BATCH:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,12 +16,21 @@ from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
 from ssd.sharing.nodes import is_cluster
-from ssd.sharing.pages import BEGINNING, OversizedReplyError, RawEntry, entries_after, entries_before, entry_at
+from ssd.sharing.pages import (
+    BEGINNING,
+    OversizedReplyError,
+    RawEntry,
+    check_entries,
+    entries_after,
+    entries_before,
+    entry_at,
+)
 from ssd.sharing.stream import PAGE, Stream
 
 _COMPARE_S = 2.0
 _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each
 _SLOW_S = 0.25
+_SUSPEND_S = 5.0
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
 
 
@@ -50,17 +60,42 @@ class LogReader:
         self._client = connect(url)
         self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
+        self._round = threading.Condition(self._lock)
+        self._num_rounds = 0
         self._streams: dict[str, Stream] = {}
         self._is_changed = threading.Event()
         self.link = Link("ssd-share-reader", url, self._exchange)
 
-    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark) -> None:
+    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark, *, wait_s: float = 0.0) -> Stream:
         """Store what arrives in stream ``key`` in ``cache``, for as long as that lives. Owns ``bookmark`` from now on.
 
-        Writes the bookmark into the cache as it advances.
+        Writes the bookmark into the cache as it advances. ``wait_s`` : begin after so many seconds, unless ``resume``
+        is called before.
         """
+        stream = Stream(key, cache, bookmark)
+        stream.held_until = time.monotonic() + wait_s
         with self._lock:
-            self._streams[key] = Stream(key, cache, bookmark)
+            self._streams[key] = stream
+        self._is_changed.set()
+        return stream
+
+    def suspend(self, stream: Stream) -> bool:
+        """Have the caller own ``stream`` and its bookmark until ``resume``; False where that cannot be had.
+
+        Waits for the round that is under way, some seconds at most. Not for the request path.
+        """
+        with self._round:
+            stream.held_until = math.inf
+            self._is_changed.set()
+            begun = self._num_rounds
+            if self._round.wait_for(lambda: self._num_rounds > begun or self.link.is_stopping, _SUSPEND_S):
+                return not self.link.is_stopping
+        self.resume(stream)
+        return False
+
+    def resume(self, stream: Stream) -> None:
+        """Read it now. Safe from any thread."""
+        stream.held_until = 0.0
         self._is_changed.set()
 
     def leave(self, key: str) -> None:
@@ -85,6 +120,9 @@ class LogReader:
 
     def _exchange(self) -> None:
         """A page of each stream that has more, or a wait until one has."""
+        with self._round:
+            self._num_rounds += 1
+            self._round.notify_all()
         streams = self._living_streams()
         if not streams:
             self._is_changed.wait(BLOCK_MS / 1000)
@@ -158,7 +196,7 @@ class LogReader:
 
     def _sequence_id_at(self, stream: Stream, entry_id: bytes) -> bytes | None:
         raw = entry_at(self._client, stream.key, entry_id)
-        entry = None if raw is None else self._unpack(raw)
+        entry = None if raw is None else self._unpack(stream, raw)
         return None if entry is None else entry.sequence_id
 
     def _read_together(self, streams: Sequence[Stream], *, block: int | None) -> None:
@@ -188,6 +226,7 @@ class LogReader:
 
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
         """Entries of the log, in order; what is left when the cache is slow is read again later."""
+        check_entries(entries, after=stream.last_id or BEGINNING)
         for raw in entries:
             if self.link.is_stopping:
                 return
@@ -202,7 +241,7 @@ class LogReader:
     def _receive(self, stream: Stream, raw: RawEntry) -> None:
         """The next entry of the log."""
         stream.saw(raw[0], _num_tokens(raw), was_fetched=raw[1] is not None)
-        cache, entry = stream.cache(), self._unpack(raw)
+        cache, entry = stream.cache(), self._unpack(stream, raw)
         if entry is None or cache is None:
             self.num_invalid += entry is None
             return
@@ -219,9 +258,9 @@ class LogReader:
         self.num_received += 1
         self.num_received_tokens += len(entry.tokens)
 
-    def _unpack(self, raw: RawEntry) -> Entry | None:
+    def _unpack(self, stream: Stream, raw: RawEntry) -> Entry | None:
         try:
-            return unpack_entry(_data(raw), vocab_size=self._vocab_size)
+            return unpack_entry(_data(raw), stream.key, vocab_size=self._vocab_size)
         except InvalidEntryError:
             return None
 
@@ -244,7 +283,8 @@ class LogReader:
 
 def _data(raw: RawEntry) -> bytes:
     """A stream entry's value; empty when it has not our field."""
-    return (raw[1] or {}).get(FIELD, b"")
+    data = (raw[1] or {}).get(FIELD)
+    return data if isinstance(data, bytes) else b""
 
 
 def _num_tokens(raw: RawEntry) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Protocol, Self
 
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import SuffixCache
@@ -14,10 +15,15 @@ from ssd.sharing.connection import address_of
 from ssd.sharing.entry import MAX_ENTRY_TOKENS
 from ssd.sharing.keys import stream_key
 from ssd.sharing.reader import LogReader
+from ssd.sharing.stream import Stream
 from ssd.sharing.writer import LogWriter
 
 DEFAULT_MAX_TOKENS = 1 << 22
 """Tokens a stream keeps: some 8 to 16 MB of Redis memory for each namespace."""
+
+FIRST_LOOK_S: Final = 5.0
+"""Where text may be published, the log of a new namespace is not read for so long, unless it is said sooner that all is
+taken: what it holds is in that text."""
 
 _MIN_MEAN_ENTRY_TOKENS = 64
 _CLOSE_TIMEOUT_S = 3.0
@@ -43,6 +49,54 @@ class SharingStats:
     """Entries that failed a check, or were too large to be fetched, and were skipped."""
     num_failures: int
     num_reconnects: int
+    num_taken_tokens: int = 0
+    """Tokens that were stored here because others had published them, not from the log."""
+    num_heads: int = 0
+    """How often the whole of a namespace was published by this replica."""
+
+
+class PublishedText(Protocol):
+    """What others published of whole namespaces, and what this replica publishes of them."""
+
+    @property
+    def num_failures(self) -> int:
+        """Times that it was tried in vain."""
+        ...
+
+    @property
+    def num_reconnects(self) -> int:
+        """How often it worked again after that."""
+        ...
+
+    @property
+    def num_taken_tokens(self) -> int:
+        """Tokens stored here that others had published."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """How often a namespace was published."""
+        ...
+
+    def attach(self, cache: SuffixCache, bookmark: Bookmark, stream: Stream) -> None:
+        """Bring it what is published, then have the reader go on with ``stream``; publish it. Returns at once."""
+        ...
+
+    def leave(self, namespace: str) -> None:
+        """Do neither from now on. O(1)."""
+        ...
+
+    def remove(self, namespace: str) -> None:
+        """Remove all that is published of a namespace. Waits for the store; raises its errors."""
+        ...
+
+    def stop(self) -> None:
+        """End soon."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the end."""
+        ...
 
 
 class RedisLog:
@@ -63,11 +117,13 @@ class RedisLog:
         vocab_size: int,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         max_queued_tokens: int = 1 << 20,
+        published: Callable[[LogReader], PublishedText] | None = None,
     ) -> None:
         """Starts both threads; Redis need not be there.
 
         ``url`` : redis://, rediss:// (TLS) or unix://. ``fingerprint`` and ``vocab_size`` : the tokenizer's.
-        ``max_tokens`` : bound of each stream. Raises ConfigError.
+        ``max_tokens`` : bound of each stream. ``published`` : makes what brings namespaces the text that others
+        published before they read the log, see ``published.published.shared_log``. Raises ConfigError.
         """
         check_fingerprint(fingerprint)
         if max_tokens < MAX_ENTRY_TOKENS or max_queued_tokens < MAX_ENTRY_TOKENS:
@@ -77,6 +133,7 @@ class RedisLog:
         max_entries = max_entries_of(max_tokens)
         self._writer = LogWriter(url, max_entries=max_entries, max_queued_tokens=max_queued_tokens)
         self._reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens, max_entries=max_entries)
+        self._published = None if published is None else published(self._reader)
         self._writer.link.start()
         self._reader.link.start()
 
@@ -91,11 +148,16 @@ class RedisLog:
         bookmark = Bookmark(replica_id, cache.kept)
         cache.set_source(bookmark.position())  # kept with the first segment that holds text of this life
         cache.add_listener(lambda pieces: writer.publish(key, replica_id, pieces))
-        self._reader.follow(key, cache, bookmark)
+        wait_s = 0.0 if self._published is None or bookmark.waypoints else FIRST_LOOK_S
+        stream = self._reader.follow(key, cache, bookmark, wait_s=wait_s)
+        if self._published is not None:
+            self._published.attach(cache, bookmark, stream)
 
     def detach(self, cache: SuffixCache) -> None:
         """Read its stream no more: the cache is being closed. What it has queued is written. O(1)."""
         self._reader.leave(stream_key(self._fingerprint, cache.name))
+        if self._published is not None:
+            self._published.leave(cache.name)
 
     def forget(self, namespace: str) -> None:
         """Remove the stream of a namespace that is not attached any more, and what is queued for it.
@@ -104,11 +166,15 @@ class RedisLog:
         """
         key = stream_key(self._fingerprint, namespace)
         self._reader.leave(key)
+        if self._published is not None:
+            self._published.leave(namespace)
         self._writer.remove(key)
+        if self._published is not None:
+            self._published.remove(namespace)
 
     def stats(self) -> SharingStats:
         """The counters as they are now."""
-        writer, reader = self._writer, self._reader
+        writer, reader, published = self._writer, self._reader, self._published
         return SharingStats(
             is_connected=reader.is_connected and not writer.is_refused,
             num_published=writer.num_published,
@@ -119,15 +185,21 @@ class RedisLog:
             num_known=reader.num_known,
             num_dropped=writer.num_dropped,
             num_invalid=reader.num_invalid,
-            num_failures=writer.link.num_failures + reader.link.num_failures,
-            num_reconnects=writer.link.num_reconnects + reader.link.num_reconnects,
+            num_failures=sum(each.num_failures for each in (writer.link, reader.link, published) if each),
+            num_reconnects=sum(each.num_reconnects for each in (writer.link, reader.link, published) if each),
+            num_taken_tokens=published.num_taken_tokens if published else 0,
+            num_heads=published.num_heads if published else 0,
         )
 
     def close(self) -> None:
         """Write what is queued if Redis takes it at once, then stop. At most some seconds; may be called twice."""
         self._writer.stop()
         self._reader.stop()
+        if self._published is not None:
+            self._published.stop()
         self._writer.close(_CLOSE_TIMEOUT_S)
+        if self._published is not None:
+            self._published.close(_CLOSE_TIMEOUT_S)
         self._reader.close(_CLOSE_TIMEOUT_S)
 
     def __enter__(self) -> Self:

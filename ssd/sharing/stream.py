@@ -36,6 +36,12 @@ class Stream:
         self.is_cut = False
         """Whether it did not answer, while others may: a node of a cluster."""
         self.compare_at = 0.0
+        self.held_until = 0.0
+        """When it may be read, by ``time.monotonic``: somebody else is giving its cache what came before."""
+        self.num_gaps = 0
+        """How often reading began where it is not known that nothing was missed."""
+        self.is_joined = False
+        """Whether what may have been missed was taken from elsewhere just before reading begins."""
         self.entries: deque[tuple[bytes, int]] = deque()
         self.num_tokens = 0
         self._seen: OrderedDict[bytes, None] = OrderedDict()
@@ -55,6 +61,8 @@ class Stream:
 
     def begin(self, known_id: bytes | None) -> None:
         """The search has come to its end; entries up to ``known_id`` are in the cache already."""
+        self.num_gaps += not (self.bookmark.is_continued or self.is_joined)
+        self.is_joined = False
         oldest = self.search.oldest
         self.last_id = BEGINNING if oldest is None or self.search.is_whole else id_before(oldest)
         self.anchor = oldest
@@ -105,7 +113,7 @@ class Stream:
     @property
     def is_resting(self) -> bool:
         """Whether it is to be left alone."""
-        return time.monotonic() < self._rests_until
+        return time.monotonic() < max(self._rests_until, self.held_until)
 
 
 class Search:

@@ -119,7 +119,9 @@ class LogWriter:
         from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
         try:
-            answers = append(self._client, key, list(map(pack_entry, entries)), max_entries=self._max_entries)
+            answers = append(
+                self._client, key, [pack_entry(entry, key) for entry in entries], max_entries=self._max_entries
+            )
         except ResponseError as error:
             return entries, error
         except (ConnectionError, TimeoutError, OSError) as error:

@@ -1,0 +1,33 @@
+"""Faults of the servers."""
+
+from __future__ import annotations
+
+from benchmarks.fleet_faults.fleet import Fleet
+from benchmarks.fleet_faults.proxy import CLEAR, Weather
+
+
+def kill(fleet: Fleet) -> None:
+    """kill -9 of one server, which comes back with its directory."""
+    member = fleet.chance.choice(fleet.members)
+    with member.outage():
+        fleet.kill_server(member)
+        member.server.start()
+
+
+def restart(fleet: Fleet) -> None:
+    """One server is closed in order and comes back with its directory."""
+    member = fleet.chance.choice(fleet.members)
+    with member.outage():
+        member.history.end_life(in_order=member.server.terminate())
+        member.server.start()
+
+
+def kill_unheard(fleet: Fleet) -> None:
+    """kill -9 of a server that Redis answers nothing, which comes back while it still does not."""
+    member = fleet.chance.choice(fleet.members)
+    member.proxy.weather = Weather(is_silent=True)
+    fleet.hold(2.0)
+    with member.outage():
+        fleet.kill_server(member)
+        member.server.start()
+    member.proxy.weather = CLEAR

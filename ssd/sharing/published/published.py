@@ -1,0 +1,132 @@
+"""All that one process publishes and takes: where it lies, and the threads that do it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.sharing.bookmark import Bookmark
+from ssd.sharing.connection import connect
+from ssd.sharing.link import Link
+from ssd.sharing.published.joiner import Joiner
+from ssd.sharing.published.member import Member
+from ssd.sharing.published.publisher import LEAST_TOKENS, Publisher
+from ssd.sharing.published.redis_store import redis_store
+from ssd.sharing.published.store import Store
+from ssd.sharing.published.url_store import UrlChunks, open_place
+from ssd.sharing.reader import LogReader
+from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, RedisLog
+from ssd.sharing.stream import Stream
+
+
+class Published:
+    """A joiner, and a publisher where this process is to publish; heads in Redis, chunks there or at a URL."""
+
+    def __init__(
+        self,
+        url: str,
+        reader: LogReader,
+        *,
+        fingerprint: str,
+        vocab_size: int,
+        publishes: bool = True,
+        publish_to: str | None = None,
+        least_tokens: int = LEAST_TOKENS,
+    ) -> None:
+        """Starts the threads; Redis need not be there.
+
+        ``publishes`` : whether this process publishes, from ``least_tokens`` on in a namespace; ``publish_to`` : an
+        fsspec URL where chunks lie, None for Redis. Raises ConfigError.
+        """
+        self._fingerprint = fingerprint
+        self._client = connect(url)
+        self._place = None if publish_to is None else open_place(publish_to)
+        self._joiner = Joiner(url, self.store_of, reader, vocab_size=vocab_size)
+        self._publisher = Publisher(url, self.store_of, least_tokens=least_tokens) if publishes else None
+        for link in self._links():
+            link.start()
+
+    def store_of(self, namespace: str) -> Store:
+        """Where a namespace is published."""
+        store = redis_store(self._client, self._fingerprint, namespace)
+        if self._place is not None:
+            return store._replace(chunks=UrlChunks(self._place, self._fingerprint, namespace))
+        return store
+
+    def attach(self, cache: SuffixCache, bookmark: Bookmark, stream: Stream) -> None:
+        """Bring it what is published, then have the reader go on with ``stream``; publish it. O(1)."""
+        member = Member(self._fingerprint, cache, bookmark, stream)
+        self._joiner.add(member)
+        if self._publisher is not None:
+            self._publisher.add(member)
+
+    def leave(self, namespace: str) -> None:
+        """Do neither from now on. O(1)."""
+        self._joiner.leave(namespace)
+        if self._publisher is not None:
+            self._publisher.leave(namespace)
+
+    def remove(self, namespace: str) -> None:
+        """Remove all that is published of a namespace. Waits for the store; raises its errors."""
+        store = self.store_of(namespace)
+        store.heads.clear()
+        store.chunks.clear()
+
+    @property
+    def num_failures(self) -> int:
+        """Looks that failed."""
+        return sum(link.num_failures for link in self._links())
+
+    @property
+    def num_reconnects(self) -> int:
+        """How often one worked again after it had failed."""
+        return sum(link.num_reconnects for link in self._links())
+
+    @property
+    def num_taken_tokens(self) -> int:
+        """Tokens stored here that others had published."""
+        return self._joiner.num_taken_tokens
+
+    @property
+    def num_heads(self) -> int:
+        """How often a namespace was published."""
+        return 0 if self._publisher is None else self._publisher.num_published_heads
+
+    def stop(self) -> None:
+        """End the threads soon."""
+        self._joiner.stop()
+        if self._publisher is not None:
+            self._publisher.stop()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for their end and give the connections back."""
+        self._joiner.close(timeout_s)
+        if self._publisher is not None:
+            self._publisher.close(timeout_s)
+        self._client.close()
+
+    def _links(self) -> list[Link]:
+        return [self._joiner.link] if self._publisher is None else [self._joiner.link, self._publisher.link]
+
+
+def shared_log(
+    url: str,
+    *,
+    fingerprint: str,
+    vocab_size: int,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    publishes: bool = True,
+    publish_to: str | None = None,
+    least_tokens: int = LEAST_TOKENS,
+) -> RedisLog:
+    """A log whose namespaces begin with what others published, and are published. As ``RedisLog`` and ``Published``."""
+    published = partial(
+        Published,
+        url,
+        fingerprint=fingerprint,
+        vocab_size=vocab_size,
+        publishes=publishes,
+        publish_to=publish_to,
+        least_tokens=least_tokens,
+    )
+    return RedisLog(url, fingerprint=fingerprint, vocab_size=vocab_size, max_tokens=max_tokens, published=published)

@@ -1,0 +1,124 @@
+"""Taking published text out of a store, into a cache or as segments."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from ssd.retrieval.names import new_segment_id
+from ssd.retrieval.packed import Tokens
+from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.suffix_array import build_segment
+from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.sharing.published.chunk import InvalidChunkError, unpack_chunk
+from ssd.sharing.published.chunking import hash_of, parts_of, parts_of_tail
+from ssd.sharing.published.head import ChunkRef, Head, newest_within
+from ssd.sharing.published.publisher import learned_name
+from ssd.sharing.published.store import Store
+
+MAX_LAYER_TOKENS: Final = 1 << 25
+"""Of pushed text a replica searches the newest so many: 7 bytes of memory each."""
+
+_SEGMENT_TOKENS: Final = 1 << 24
+_MOST_ATTEMPTS: Final = 3
+_MOST_STORING_S: Final = 60.0
+
+
+class Fetched:
+    """A head with its chunks, as they came. ``num_missing`` : of its chunks, or not what they should be."""
+
+    def __init__(self, store: Store, head: Head, chunks: Sequence[ChunkRef]) -> None:
+        """Fetches them; raises what the store raises."""
+        self.head = head
+        self.num_missing = 0
+        self.learned = _learned(store, head)
+        self._owner = store.owner
+        self._chunks: list[tuple[bytes, bytes]] = []
+        for chunk in chunks:
+            data = store.chunks.get(chunk.name)
+            if data is None or len(data) != chunk.num_bytes:
+                self.num_missing += 1
+            else:
+                self._chunks.append((chunk.name, data))
+
+    def sequences(self, vocab_size: int) -> Iterator[Tokens]:
+        """int32[n] each, in order; chunks that are not what their names say count as missing."""
+        for name, data in self._chunks:
+            try:
+                yield from unpack_chunk(data, owner=self._owner, name=name, vocab_size=vocab_size)
+            except InvalidChunkError:
+                self.num_missing += 1
+
+
+def fetch(store: Store, max_tokens: int, *, layer: bool = False) -> Fetched | None:
+    """The newest ``max_tokens`` tokens of what is published, compressed in memory; None where nothing is.
+
+    A chunk that is missing means that there is a newer head by now, which is fetched then. Raises as the store does.
+    """
+    fetched = None
+    for _ in range(_MOST_ATTEMPTS):
+        head = store.head(layer=layer)
+        if head is None or (fetched is not None and head.chunks == fetched.head.chunks):
+            break
+        fetched = Fetched(store, head, newest_within(head.chunks, max_tokens))
+        if not fetched.num_missing:
+            break
+    return fetched
+
+
+def store_lacking(cache: SuffixCache, fetched: Fetched, vocab_size: int) -> int:
+    """Store the sequences that ``cache`` has fewer times than ``fetched``, oldest first; how many tokens it lacked."""
+    known = _counted(cache)
+    num_tokens = 0
+    deadline = time.monotonic() + _MOST_STORING_S
+    for sequence in fetched.sequences(vocab_size):
+        if known and known.get(key := hash_of(sequence), 0) > 0:
+            known[key] -= 1
+            continue
+        cache.append_shared(sequence)
+        num_tokens += len(sequence)
+        if time.monotonic() > deadline:  # sealing does not keep up
+            break
+    if fetched.learned is not None:
+        cache.learned.adopt(fetched.learned)
+    return num_tokens
+
+
+def segments_of(fetched: Fetched, vocab_size: int) -> list[Segment]:
+    """The text as static segments in memory. O(n log n)."""
+    segments: list[Segment] = []
+    begun: list[Tokens] = []
+    num_tokens = 0
+    for sequence in fetched.sequences(vocab_size):
+        if num_tokens + len(sequence) + 1 > _SEGMENT_TOKENS:
+            segments.append(_segment(begun))
+            begun, num_tokens = [], 0
+        begun += [sequence, _END]
+        num_tokens += len(sequence) + 1
+    return [*segments, _segment(begun)] if begun else segments
+
+
+_END = np.array([SEPARATOR], np.int32)
+
+
+def _segment(pieces: list[Tokens]) -> Segment:
+    return build_segment(np.concatenate(pieces), start=None, segment_id=new_segment_id(None))
+
+
+def _learned(store: Store, head: Head) -> bytes | None:
+    if head.learned is None:
+        return None
+    data = store.chunks.get(head.learned)
+    return data if data is not None and learned_name(store.owner, data) == head.learned else None
+
+
+def _counted(cache: SuffixCache) -> Counter[int]:
+    """How often each sequence is in the cache, by its hash. O(tokens)."""
+    segments, tail = cache.own_text()
+    known = Counter(map(hash_of, parts_of(segments)))
+    known.update(map(hash_of, parts_of_tail(tail)))
+    return known

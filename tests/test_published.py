@@ -1,0 +1,283 @@
+"""Published text is cut where its content says, is what its name says, and joins a cache without a sequence twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.config import CacheConfig
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.checkpoints import Checkpoint
+from ssd.retrieval.packed import Tokens
+from ssd.sharing.connection import connect
+from ssd.sharing.keys import all_keys, chunks_key, head_key, lease_key
+from ssd.sharing.published.chunk import (
+    MAX_CHUNK_TOKENS,
+    InvalidChunkError,
+    name_of,
+    owner_of,
+    pack_chunk,
+    unpack_chunk,
+)
+from ssd.sharing.published.chunking import LEAST_CHUNK_TOKENS, cut
+from ssd.sharing.published.head import ChunkRef, Head, InvalidHeadError, newest_within
+from ssd.sharing.published.published import shared_log
+from ssd.sharing.published.redis_store import redis_store
+from tests.redis_server import RedisServer, redis_server
+from tests.reference.chunking import slow_cut
+from tests.sharing_replica import FINGERPRINT, VOCAB_SIZE, Replica, eventually, stored
+
+__all__ = ["redis_server"]  # a fixture
+
+OWNER = owner_of(FINGERPRINT, "default")
+
+
+def texts(seed: int, number: int, longest: int = 400) -> list[Tokens]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB_SIZE, rng.integers(1, longest), np.int32) for _ in range(number)]
+
+
+@contextmanager
+def member(url: str, directory: Path | None = None, *, publishes: bool = True) -> Iterator[Replica]:
+    """A replica that publishes from the first token on."""
+    with (
+        shared_log(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, publishes=publishes, least_tokens=1) as log,
+        CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True, on_open=log.attach) as caches,
+    ):
+        yield Replica(caches, log)
+
+
+def published(url: str) -> Head | None:
+    client = connect(url)
+    head = redis_store(client, FINGERPRINT, "default").head()
+    client.close()
+    return head
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 1 << 16), st.integers(1, 60))
+def test_a_chunk_is_read_back_as_it_was(seed: int, number: int) -> None:
+    sequences = texts(seed, number)
+    name, data = name_of(OWNER, sequences), pack_chunk(OWNER, sequences)
+    found = unpack_chunk(data, owner=OWNER, name=name, vocab_size=VOCAB_SIZE)
+    assert [each.tolist() for each in found] == [each.tolist() for each in sequences]
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_bytes_that_are_no_chunk_are_refused(data: st.DataObject) -> None:
+    sequences = texts(0, 3, longest=20)
+    name, packed = name_of(OWNER, sequences), bytearray(pack_chunk(OWNER, sequences))
+    place = data.draw(st.integers(0, len(packed) - 1))
+    packed[place] ^= data.draw(st.integers(1, 255))
+    try:
+        found = unpack_chunk(bytes(packed), owner=OWNER, name=name, vocab_size=VOCAB_SIZE)
+    except InvalidChunkError:
+        return
+    assert [each.tolist() for each in found] == [each.tolist() for each in sequences]  # zlib has bits of no meaning
+
+
+@settings(max_examples=50)
+@given(st.binary(max_size=200))
+def test_whatever_bytes_come_nothing_but_a_refusal_does(data: bytes) -> None:
+    for content in (data, pack_chunk(OWNER, texts(1, 2))[:29] + data):
+        with pytest.raises(InvalidChunkError):
+            unpack_chunk(content, owner=OWNER, name=b"n" * 16, vocab_size=VOCAB_SIZE)
+
+
+def test_a_chunk_of_another_namespace_or_vocabulary_is_refused() -> None:
+    sequences = texts(2, 4)
+    data = pack_chunk(OWNER, sequences)
+    other = owner_of(FINGERPRINT, "other")
+    for owner, name, vocab_size in (
+        (other, name_of(OWNER, sequences), VOCAB_SIZE),
+        (other, name_of(other, sequences), VOCAB_SIZE),
+        (OWNER, name_of(OWNER, sequences), 5),
+    ):
+        with pytest.raises(InvalidChunkError):
+            unpack_chunk(data, owner=owner, name=name, vocab_size=vocab_size)
+
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 1 << 16), st.integers(0, 300))
+def test_text_is_cut_as_the_slow_twin_cuts_it(seed: int, number: int) -> None:
+    parts = texts(seed, number, longest=4096)
+    chunks = list(cut(parts))
+    assert [[len(part) for part in chunk] for chunk in chunks] == slow_cut(parts)
+    assert all(sum(map(len, chunk)) <= MAX_CHUNK_TOKENS for chunk in chunks)
+    assert [part for chunk in chunks for part in chunk] == parts or not parts or len(chunks) > 0
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 1 << 16), st.integers(1, 400))
+def test_eviction_and_new_text_leave_most_chunks_what_they_were(seed: int, num_gone: int) -> None:
+    parts = texts(seed, 6000)  # 1.2M tokens
+    before = {name_of(OWNER, chunk) for chunk in cut(parts)}
+    after = {name_of(OWNER, chunk) for chunk in cut(parts[num_gone:] + texts(seed + 1, 50))}
+    assert len(before & after) >= len(before) - 6
+    middle = parts[:3000] + texts(seed + 2, 20) + parts[3000:]
+    assert len(before & {name_of(OWNER, chunk) for chunk in cut(middle)}) >= len(before) - 4
+
+
+def test_text_that_is_said_again_and_again_is_not_cut_at_every_sequence() -> None:
+    parts = texts(3, 1, longest=3) * 50_000
+    chunks = list(cut(parts))
+    assert len(chunks) <= 1 + sum(map(len, parts)) // LEAST_CHUNK_TOKENS
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+def a_head(fence: int = 3) -> Head:
+    chunks = tuple(ChunkRef(bytes([number]) * 16, 1000 + number, 500) for number in range(5))
+    return Head(owner=OWNER, chunks=chunks, fence=fence, learned=b"l" * 16, mark=Checkpoint({"n": 1}, 7))
+
+
+def test_a_head_is_read_back_and_no_changed_byte_is() -> None:
+    data = a_head().to_bytes()
+    assert Head.from_bytes(data, owner=OWNER) == a_head()
+    for place in range(0, len(data), 3):
+        with pytest.raises(InvalidHeadError):
+            Head.from_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :], owner=OWNER)
+    with pytest.raises(InvalidHeadError):
+        Head.from_bytes(data, owner=owner_of(FINGERPRINT, "other"))
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=100))
+def test_no_bytes_make_a_head_but_a_heads(data: bytes) -> None:
+    with pytest.raises(InvalidHeadError):
+        Head.from_bytes(data, owner=OWNER)
+
+
+def test_the_newest_chunks_that_fit_are_taken() -> None:
+    chunks = a_head().chunks
+    assert newest_within(chunks, 2008) == chunks[3:] and newest_within(chunks, 2006) == chunks[4:]
+    assert newest_within(chunks, 1 << 30) == chunks and newest_within(chunks, 3) == ()
+
+
+# -- joining -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_replica_joins_with_what_the_log_has_no_more(redis_server: RedisServer) -> None:
+    said = [text.tolist() for text in texts(4, 300)]
+    with member(redis_server.url) as first:
+        first.append(*said[:200])
+        first.caches.flush()
+        eventually(lambda: published(redis_server.url))
+        eventually(lambda: first.log.stats().num_published == 200)
+        client = connect(redis_server.url)
+        client.xtrim(all_keys(FINGERPRINT, "default")[0], maxlen=10, approximate=False)
+        first.append(*said[200:])  # only in the log
+        eventually(lambda: first.log.stats().num_published == 300)
+        with member(redis_server.url) as second:
+            eventually(lambda: len(second.stored()) >= 300)
+            time.sleep(1.0)
+            assert sorted(second.stored()) == sorted(said)
+            assert second.log.stats().num_taken_tokens > 0
+        client.close()
+
+
+def test_nothing_is_taken_twice_after_a_restart_a_flush_or_a_new_publisher(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    said = [text.tolist() for text in texts(5, 120)]
+    with member(redis_server.url, tmp_path / "a") as first:
+        with member(redis_server.url, tmp_path / "b") as second:
+            first.append(*said[:50])
+            second.append(*said[50:100])
+            eventually(lambda: len(first.stored()) == len(second.stored()) == 100)
+            first.caches.flush()
+            second.caches.flush()
+            eventually(lambda: published(redis_server.url))
+        client = connect(redis_server.url)
+        client.flushall()
+        first.append(*said[100:])  # the second one is away, and Redis forgets all
+        first.caches.flush()
+        eventually(lambda: (head := published(redis_server.url)) and head.num_tokens, 20)
+        client.close()
+        with member(redis_server.url, tmp_path / "b", publishes=False) as second:
+            eventually(lambda: len(second.stored()) >= 120)
+            time.sleep(3.0)
+            assert sorted(second.stored()) == sorted(said)
+            assert sorted(first.stored()) == sorted(said)
+
+
+def test_a_damaged_store_costs_only_what_it_held(redis_server: RedisServer) -> None:
+    said = [text.tolist() for text in texts(6, 1000)]
+    with member(redis_server.url) as first:
+        first.append(*said)
+        first.caches.flush()
+        eventually(lambda: (head := published(redis_server.url)) and len(head.chunks) > 2)
+        client = connect(redis_server.url)
+        chunks = chunks_key(FINGERPRINT, "default")
+        names = sorted(client.hkeys(chunks))
+        client.hset(chunks, names[0], b"garbage")
+        client.hdel(chunks, names[1])
+        with member(redis_server.url) as second:
+            eventually(lambda: second.log.stats().num_taken_tokens)
+            kept = second.stored()
+            assert 0 < len(kept) < 1000 and all(text in said for text in kept)
+        client.set(head_key(FINGERPRINT, "default"), b"ssd1 " + b"0" * 400)
+        with member(redis_server.url, publishes=False) as third:
+            eventually(lambda: len(third.stored()) == 1000)  # the log has it all
+        client.close()
+
+
+def test_one_publishes_until_it_is_gone_then_another(redis_server: RedisServer) -> None:
+    client = connect(redis_server.url)
+    with member(redis_server.url) as first, member(redis_server.url) as second:
+        first.append([1, 2, 3])
+        eventually(lambda: len(second.stored()) == 1)
+        first.caches.flush()
+        second.caches.flush()
+        eventually(lambda: published(redis_server.url))
+        assert first.log.stats().num_heads + second.log.stats().num_heads == 1
+        client.set(lease_key(FINGERPRINT, "default"), b"somebody", px=60_000)
+        client.delete(head_key(FINGERPRINT, "default"))
+        time.sleep(6.0)
+        assert published(redis_server.url) is None  # whose lease was lost writes nothing
+        client.delete(lease_key(FINGERPRINT, "default"))
+        eventually(lambda: published(redis_server.url), 20)
+    assert client.get(lease_key(FINGERPRINT, "default")) is None  # given back in order
+    client.close()
+
+
+def test_a_deleted_namespace_leaves_no_key(redis_server: RedisServer) -> None:
+    client = connect(redis_server.url)
+    keys = all_keys(FINGERPRINT, "tenant")
+    with member(redis_server.url) as one:
+        one.caches.get("tenant").append(list(range(50)))
+        one.caches.flush()
+        eventually(lambda: client.exists(*keys) >= 4)
+        one.caches.discard("tenant")
+        one.log.forget("tenant")
+        assert client.exists(*keys) == 0
+        time.sleep(2.0)
+        assert client.exists(*keys) == 0
+    client.close()
+
+
+def test_what_was_stored_without_threads_is_stored_once(redis_server: RedisServer) -> None:
+    with member(redis_server.url) as first:
+        first.append(*([1, 2, 3, number] for number in range(40)))
+        first.append([1, 2, 3, 0])  # said twice: how often ranks drafts
+        first.caches.flush()
+        eventually(lambda: published(redis_server.url))
+        with member(redis_server.url) as second:
+            eventually(lambda: len(second.stored()) >= 41)
+            time.sleep(1.0)
+            assert sorted(stored(second.caches)) == sorted(first.stored())
