@@ -16,6 +16,7 @@ from cache_builder.command import (
     export,
     inspect,
     merge,
+    prune,
     pull,
     purge,
     push,
@@ -42,6 +43,7 @@ examples:
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
   ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
   ssd-cache purge --namespace old-tenant --redis redis://localhost:6379/0 --directory cache/
+  ssd-cache prune warm/ --budget 4M --logs logs.jsonl --tokenizer ./my-model --out small/
 """
 
 
@@ -58,6 +60,7 @@ COMMANDS = (
     pull,
     redis_status,
     purge,
+    prune,
 )
 
 
