@@ -7,7 +7,19 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, push
+from cache_builder.command import (
+    build,
+    check,
+    diff,
+    evaluate,
+    explain,
+    export,
+    inspect,
+    merge,
+    pull,
+    push,
+    pull,
+)
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -25,7 +37,9 @@ examples:
   ssd-cache merge warm/ cache/support --out merged/ --namespace support
   ssd-cache diff merged/ warm/
   ssd-cache export warm/ --out warm.jsonl.gz
+  ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
+  ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
 """
 
 
@@ -37,6 +51,7 @@ COMMANDS = (
     merge,
     diff,
     export,
+    explain,
     push,
 )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from benchmarks.faults.history import History, family
 from benchmarks.faults.load import Load
@@ -152,7 +152,7 @@ class Fleet:
 
     def new_standby(self) -> Redis:
         """Another Redis that has all that the first one has, and goes on to follow it."""
-        standby = self._new_redis("--replicaof", f"127.0.0.1 {self.redis.port}")
+        standby = self._new_redis("--replicaof", "127.0.0.1", str(self.redis.port))
         deadline = time.monotonic() + 20
         with self.client(standby) as client:
             while client.info("replication").get("master_link_status") != "up":
@@ -236,7 +236,6 @@ def _drafts(server: Server, body: dict[str, object], key: str) -> bool:
         connection.request("POST", "/v1/completions", json.dumps(asked), headers_of(key))
         for line in connection.getresponse():
             if line.startswith(b"data: {"):
-                choices: list[dict[str, Any]] = json.loads(line[6:])["choices"]
-                draft = choices[0].get("draft") or {} if choices else {}
-                num_accepted += draft.get("num_accepted", 0)
+                for choice in json.loads(line[6:])["choices"]:
+                    num_accepted += (choice.get("draft") or {"num_accepted": 0})["num_accepted"]
     return num_accepted >= _DRAFTED
