@@ -16,9 +16,7 @@ from cache_builder.command import (
     export,
     inspect,
     merge,
-    pull,
     push,
-    pull,
 )
 from ssd import __version__
 from ssd.errors import SSDError
