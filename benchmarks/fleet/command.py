@@ -122,7 +122,7 @@ def _measure(stream: Stream, options: argparse.Namespace) -> dict[str, Any]:
     }
     print(f"fleet: {json.dumps(parameters)}")
     began = time.monotonic()
-    found = []
+    found: list[dict[str, Any]] = []
     print(f"{'replicas':>8} {'routing':>8} {'knows':>10} {'judges':>9} {'accepted/step':>13} {'share':>7}")
     for row in _run_all(stream, cases_of(options.replicas, options.lags, _MARK_REPLICAS), options.jobs):
         one = next((each for each in found if each["kind"] == "one" and each["replicas"] == row["replicas"]), row)
@@ -198,4 +198,4 @@ def _unit(stream: Stream, found: Sequence[dict[str, Any]], checked: dict[str, An
 def _entry(num_tokens: int) -> bytes:
     """An entry of the mean size."""
     tokens = np.random.default_rng(0).integers(0, 1 << 15, max(1, num_tokens)).astype(np.int32)
-    return pack_entry(Entry(b"replica.", b"sequence" * 2, tokens))
+    return pack_entry(Entry(b"replica.", b"sequence" * 2, tokens), "")
