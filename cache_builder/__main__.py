@@ -7,7 +7,21 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cache_builder.command import build, check, diff, evaluate, export, inspect, merge, push, redis_status
+from cache_builder.command import (
+    build,
+    check,
+    diff,
+    evaluate,
+    explain,
+    export,
+    inspect,
+    merge,
+    prune,
+    pull,
+    purge,
+    push,
+    redis_status,
+)
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -20,13 +34,16 @@ examples:
   zcat transcripts.gz | ssd-cache build - --tokenizer ./my-model --out warm/ --add
   ssd-cache build alpaca.json --field prompt=instruction --field completion=output --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
+  ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache check warm/ --tokenizer ./my-model
   ssd-cache merge warm/ cache/support --out merged/ --namespace support
   ssd-cache diff merged/ warm/
   ssd-cache export warm/ --out warm.jsonl.gz
-  ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
+  ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
-  ssd-cache redis-status redis-sentinel://sentinel-1,sentinel-2,sentinel-3/cache/0 --exact
+  ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
+  ssd-cache purge --namespace old-tenant --redis redis://localhost:6379/0 --directory cache/
+  ssd-cache prune warm/ --budget 4M --logs logs.jsonl --tokenizer ./my-model --out small/
 """
 
 
@@ -38,8 +55,12 @@ COMMANDS = (
     merge,
     diff,
     export,
+    explain,
     push,
+    pull,
     redis_status,
+    purge,
+    prune,
 )
 
 

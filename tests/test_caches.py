@@ -305,6 +305,18 @@ def test_an_export_to_standard_output_is_text_where_a_tokenizer_is_given(
     assert b"10 tokens" in captured.err or b"tokens in 1 sequences" in captured.err
 
 
+@given(st.lists(st.lists(st.integers(5, 300), min_size=1, max_size=40), min_size=1, max_size=8))
+@settings(max_examples=15)
+def test_what_is_exported_is_built_again_to_the_same_sequences(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, codec: TextCodec, sequences: list[list[int]]
+) -> None:
+    base = tmp_path_factory.mktemp("trip")
+    path, out = write_cache(base / "a", sequences, fingerprint=codec.fingerprint), base / "out.jsonl.gz"
+    assert main(["export", str(path), "--out", str(out)]) == 0
+    assert main(["build", str(out), "--tokenizer", str(model), "--out", str(base / "b")]) == 0
+    assert read_cache(base / "b", codec.fingerprint) == sequences
+
+
 def test_an_export_that_fails_leaves_no_file(tmp_path: Path, model: Path) -> None:
     path = write_cache(tmp_path / "a", TEXTS)
     assert main(["export", str(path), "--out", str(tmp_path / "out"), "--tokenizer", str(model)]) == 2

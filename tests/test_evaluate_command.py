@@ -163,7 +163,7 @@ def test_a_sample_decodes_no_more_than_it_may_and_learns_all() -> None:
 def test_costs_of_a_batch_are_those_of_as_many_tokens() -> None:
     costs = in_batch(StepCosts(flat(32), "made", step_ms=10.0, overhead=0.1, recycling=1.2), 8)
     assert costs.curve.upto(5).tolist() == [0, 1, 1, 1, 1, 1.25]
-    assert (costs.step_ms, costs.recycling) == (10.0, 1.0)
+    assert (costs.step_ms, costs.recycling) == (10.0, 0.0)
     assert costs.overhead == pytest.approx(0.8)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from benchmarks.faults.history import History, family
 from benchmarks.faults.load import Load
@@ -23,7 +23,7 @@ from benchmarks.faults.store import note, notes_on_disk
 from benchmarks.fleet_faults.proxy import FaultProxy
 from server.tenants.namespace_names import NamespaceNames
 from server.tenants.rules import digest_of
-from ssd.sharing.keys import stream_key
+from ssd.sharing.keys import chunks_key, head_key, stream_key
 from ssd.text.codec import TextCodec
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ USER, PASSWORD = "ssd", "the password"
 RIGHTS: Final = (
     "~ssd:1:*",
     *("+xadd", "+xread", "+xrange", "+xrevrange", "+xtrim", "+ping", "+watch", "+multi", "+exec", "+del"),
-    *("+hmget", "+hincrby"),
+    *("+hmget", "+hincrby", "+getrange", "+set", "+get", "+incr", "+pexpire", "+unwatch"),
+    *("+hget", "+hset", "+hkeys", "+hdel", "+hlen"),
 )
 """What docs/sharing.md says that a user needs."""
 
@@ -43,6 +44,9 @@ _SECRET = b"the secret of the fleet"
 _CACHE_TOKENS = 1 << 20
 _PROBE_TOKENS = 16
 _DRAFTED = 8  # of them: what a server drafts that never saw the text is one or two
+_FILL_TOKENS = 24_000  # more than the least that is published
+_FILL_PROMPT = 200
+_FILL_FROM = 300  # special tokens lie below
 _PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 
 
@@ -103,6 +107,8 @@ class Fleet:
             member.server.start(wait=False)
         for member in self.members:
             member.server.wait_ready()
+        for key in KEYS:
+            self._fill(key)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,6 +123,12 @@ class Fleet:
     def counts(self) -> Counter[str]:
         """What became of all requests so far."""
         return sum((load.counts for load in self.loads), Counter())
+
+    @property
+    def published(self) -> list[tuple[str, str]]:
+        """The keys of both tenants' published heads, and of their chunks."""
+        fingerprint = self._codec.fingerprint
+        return [(head_key(fingerprint, name), chunks_key(fingerprint, name)) for name in self.namespaces]
 
     @property
     def streams(self) -> list[str]:
@@ -152,7 +164,7 @@ class Fleet:
 
     def new_standby(self) -> Redis:
         """Another Redis that has all that the first one has, and goes on to follow it."""
-        standby = self._new_redis("--replicaof", f"127.0.0.1 {self.redis.port}")
+        standby = self._new_redis("--replicaof", "127.0.0.1", str(self.redis.port))
         deadline = time.monotonic() + 20
         with self.client(standby) as client:
             while client.info("replication").get("master_link_status") != "up":
@@ -212,6 +224,12 @@ class Fleet:
         member.history.acknowledge(number)
         return body
 
+    def _fill(self, key: str) -> None:
+        """Enough text of random tokens that the tenant's cache is published."""
+        for number in range(_FILL_TOKENS // _FILL_PROMPT):
+            prompt = [self.chance.randrange(_FILL_FROM, self._codec.vocab_size) for _ in range(_FILL_PROMPT)]
+            self.members[number % len(self.members)].server.post({"prompt": prompt, "max_tokens": 1}, key=key)
+
     def _options(self, directory: Path) -> list[str]:
         options = ["--cache-dir", str(directory), "--namespace", _BASE, "--secret-file", str(self._home / "secret")]
         options += ["--cache-tokens", str(_CACHE_TOKENS), "--rebuild-interval", "0.3"]
@@ -236,7 +254,6 @@ def _drafts(server: Server, body: dict[str, object], key: str) -> bool:
         connection.request("POST", "/v1/completions", json.dumps(asked), headers_of(key))
         for line in connection.getresponse():
             if line.startswith(b"data: {"):
-                choices: list[dict[str, Any]] = json.loads(line[6:])["choices"]
-                draft = choices[0].get("draft") or {} if choices else {}
-                num_accepted += draft.get("num_accepted", 0)
+                for choice in json.loads(line[6:])["choices"]:
+                    num_accepted += (choice.get("draft") or {"num_accepted": 0})["num_accepted"]
     return num_accepted >= _DRAFTED

@@ -11,6 +11,7 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ _BYTES_A_WORKER = 512 << 20
 def ray_executor(address: str | None) -> Executor:
     """An executor on the cluster at ``address``; None: what ``$RAY_ADDRESS`` names, else one made on this machine.
 
-    Raises ConfigError where Ray is not installed or the cluster does not answer.
+    Raises ConfigError where Ray is not installed, and when it is run where the cluster does not answer.
     """
-    ray = _ray()
+    if find_spec("ray") is None:
+        raise ConfigError("building on a cluster needs Ray: pip install 'ssd-serving[ray]'")
 
     def run(blocks: Sequence[Block], options: BlockOptions, progress: Progress) -> Iterator[BlockResult]:
+        ray = _ray()
         with _connected(ray, address):
             yield from _built(ray, blocks, options, progress)
 
@@ -51,7 +54,7 @@ def _built(ray: Any, blocks: Sequence[Block], options: BlockOptions, progress: P
         fn_kwargs={"options": pickle.dumps(options), "folder": str(Path.cwd())},
         num_cpus=1,
         memory=_BYTES_A_WORKER + _BYTES_A_TOKEN * most_tokens,
-        max_retries=_RETRIES,
+        ray_remote_args_fn=lambda: {"max_retries": _RETRIES},
     )
     try:
         for row in dataset.iter_rows():
@@ -103,12 +106,10 @@ def _connected(ray: Any, address: str | None) -> Iterator[None]:
 def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-        import ray.data
-        import ray.exceptions
-    except ModuleNotFoundError:
-        raise ConfigError("building on a cluster needs Ray: pip install 'ssd-serving[ray]'") from None
+    import ray
+    import ray.data
+    import ray.exceptions
+
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

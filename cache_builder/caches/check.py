@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
+from cache_builder.caches.held import read_learned
 from cache_builder.caches.inspect import DirectoryReport, inspect_directory
 from cache_builder.caches.sorted_order import RIGHT, first_wrong
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError
-from ssd.retrieval.atomic_file import NotAFileError, is_temporary, open_file
+from ssd.retrieval.atomic_file import is_temporary
 from ssd.retrieval.directory import LEARNED_NAME
 from ssd.retrieval.directory_lock import LOCK_NAME
 from ssd.retrieval.manifest import MANIFEST_NAME
@@ -25,7 +26,6 @@ from ssd.retrieval.sequences import blocks_of
 from ssd.retrieval.suffix_array import build_fence
 from ssd.text.codec import TextCodec
 
-_MOST_LEARNED_BYTES: Final = 1 << 26
 _REBUILD = "build the directory again, or restore it from a copy"
 
 
@@ -67,7 +67,7 @@ class CheckReport:
             lines.append(f"  {LEARNED_NAME}: learned from {self.learned:,} candidates")
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  FAULT: {fault}" for fault in self.faults]
-        lines.append(f"  {len(self.faults)} faults" if self.faults else "  sound")
+        lines.append(f"  faults: {len(self.faults)}" if self.faults else "  sound")
         return "\n".join(lines)
 
 
@@ -151,15 +151,12 @@ def _check_segment(segment: Segment, file: Path, codec: TextCodec | None, result
 
 
 def _check_learned(path: Path, result: CheckReport) -> None:
-    file = path / LEARNED_NAME
     try:
-        with open_file(file) as opened:
-            stored = opened.read(_MOST_LEARNED_BYTES + 1)
-        result.learned = AcceptanceModel.from_bytes(stored).num_learned
-    except FileNotFoundError:
-        return
-    except (NotAFileError, OSError, ValueError) as error:
-        result.faults.append(f"{file} is not used ({error}): remove it, what it held is learned anew")
+        stored = read_learned(path)
+        if stored is not None:
+            result.learned = AcceptanceModel.from_bytes(stored).num_learned
+    except (CacheError, ValueError) as error:
+        result.faults.append(f"{path / LEARNED_NAME} is not used ({error}): remove it, what it held is learned anew")
 
 
 def _name_others(path: Path, segment_ids: set[str], left_out: set[str], result: CheckReport) -> None:

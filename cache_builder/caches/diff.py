@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_builder.caches.held import Held, digest_of, open_held
+from cache_builder.caches.wording import Decode, shown
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.sequences import sequences_of
@@ -19,8 +20,8 @@ from ssd.retrieval.snapshot import make_snapshot, segment_table
 WINDOWS: Final = (8, 16)
 """Tokens of a window, shortest first. Drafts go on from matches about so long."""
 
-MOST_WINDOWS: Final = 100_000
-"""Windows looked up of each length, evenly spread: a share that is off by 0.2 points, 5 s of lookups."""
+MOST_WINDOWS: Final = 50_000
+"""Windows looked up of each length, evenly spread: a share that is off by 0.2 points, some 5 s of lookups."""
 
 _SHOWN_TOKENS: Final = 64
 
@@ -102,7 +103,7 @@ def _missing(cache: Held, other: Held, progress: Callable[[int], None]) -> Missi
     return result
 
 
-def as_text(sides: Sequence[Missing], decode: Callable[[Sequence[int]], str] | None) -> str:
+def as_text(sides: Sequence[Missing], decode: Decode) -> str:
     """For people. ``decode`` : from ids to text, None shows ids."""
     lines = []
     for side, other in (sides, sides[::-1]):
@@ -118,6 +119,5 @@ def as_text(sides: Sequence[Missing], decode: Callable[[Sequence[int]], str] | N
                     f"{side.windows[length]:,} looked up"
                 )
         if len(side.newest):
-            shown = side.newest.tolist()
-            lines.append(f"  the newest that is missing ends: {shown if decode is None else repr(decode(shown))}")
+            lines.append(f"  the newest that is missing ends: {shown(side.newest.tolist(), decode)}")
     return "\n".join(lines)

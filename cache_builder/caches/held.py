@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import xxhash
 
 from cache_builder.caches.inspect import fingerprint_of
-from ssd.errors import TokenizerMismatch
+from ssd.errors import StoreUnavailable, TokenizerMismatch
+from ssd.retrieval.atomic_file import open_file
+from ssd.retrieval.directory import LEARNED_NAME
 from ssd.retrieval.manifest import read_manifest
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.static import load_static_directory
+
+_MOST_LEARNED_BYTES: Final = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +59,17 @@ def open_held(paths: Sequence[Path]) -> list[Held]:
 def digest_of(sequence: Tokens) -> int:
     """A number of a sequence that another one has not: 128 bits, of which no two are expected to be alike."""
     return xxhash.xxh3_128_intdigest(sequence.tobytes())
+
+
+def read_learned(path: Path) -> bytes | None:
+    """What drafting learned, kept beside the segments in ``path``; None where nothing is. Raises StoreUnavailable."""
+    try:
+        with open_file(path / LEARNED_NAME) as file:
+            learned = file.read(_MOST_LEARNED_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreUnavailable(
+            f"{path / LEARNED_NAME} cannot be read: {error}. Remove it, or check its permissions"
+        ) from None
+    return learned[:_MOST_LEARNED_BYTES]

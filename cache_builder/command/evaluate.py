@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from cache_builder.command.logs import add_log_arguments, read_logs
 from cache_builder.command.parsers import Commands, add_command
 from cache_builder.command.progress import progress_bar
 from cache_builder.evaluation.cost_sources import add_cost_arguments, costs_of
-from cache_builder.inputs.fields import FieldNames
-from cache_builder.inputs.records import check_inputs
 from ssd.config import DRAFT_SHAPES, DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
@@ -44,13 +43,7 @@ def add(commands: Commands) -> None:
         commands, "evaluate", _run, help="what a cache would gain on your own logs", description=_DESCRIPTION + known
     )
     draft, index = DraftConfig(), IndexConfig()
-    command.add_argument("inputs", nargs="+", metavar="LOG", help="a file, also .gz; - is standard input")
-    command.add_argument(
-        "--tokenizer", required=True, metavar="DIR_OR_MODEL", help="the model's directory or id, or a tokenizer.json"
-    )
-    command.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
-    )
+    command.add_argument("inputs", nargs="+", metavar="LOG", help="as the inputs of build")
     command.add_argument(
         "--warm", action="append", default=[], type=Path, metavar="DIR", help="a cache directory to search; repeatable"
     )
@@ -75,15 +68,6 @@ def add(commands: Commands) -> None:
         "--batch", type=int, default=1, metavar="N", help="sequences decoded together (default: %(default)s)"
     )
     command.add_argument("--class-by", metavar="FIELD", help="a field of the records that names their class; a.b nests")
-    command.add_argument("--time-field", metavar="FIELD", help="order the requests by it: numbers or ISO 8601")
-    command.add_argument(
-        "--format", choices=("auto", "text", "jsonl"), default="auto", help="of all logs (default: by their names)"
-    )
-    command.add_argument(
-        "--field", action="append", default=[], metavar="OURS=THEIRS",
-        help="what records call text, prompt, completion or messages; repeatable",
-    )  # fmt: skip
-    command.add_argument("--skip-invalid", action="store_true", help="leave out lines that cannot be used")
     command.add_argument(
         "--sample-tokens", type=int, default=_SAMPLE_TOKENS, metavar="N",
         help="output tokens that each point of a curve decodes at most, of requests spread over the log; 0: no curves "
@@ -92,15 +76,16 @@ def add(commands: Commands) -> None:
     command.add_argument("--jobs", type=int, metavar="N", help="processes (default: one for each processor)")
     command.add_argument("--seed", type=int, default=0, help="of what is dealt at random (default: %(default)s)")
     command.add_argument("--json", action="store_true", help="print one JSON line alone")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots, which needs nothing else")
+    add_log_arguments(command)
     add_cost_arguments(command)
 
 
 def _run(options: argparse.Namespace) -> int:
     from cache_builder.evaluation.evaluate import evaluate, num_to_decode
+    from cache_builder.evaluation.page import page
     from cache_builder.evaluation.plan import Plan, in_batch
-    from cache_builder.evaluation.reading import read_log
     from cache_builder.evaluation.summary import summary
-    from ssd.text.codec import TextCodec
 
     _check(options)
     plan = Plan(
@@ -113,15 +98,7 @@ def _run(options: argparse.Namespace) -> int:
         sample_tokens=options.sample_tokens,
         seed=options.seed,
     )
-    fields = FieldNames.parse(options.field)
-    num_bytes = check_inputs(options.inputs)
-    template = None if options.chat_template is None else options.chat_template.read_text()
-    codec = TextCodec.load(options.tokenizer, chat_template=template)
-    with progress_bar(num_bytes, "B") as progress:
-        read = read_log(
-            options.inputs, codec, format=options.format, fields=fields, class_by=options.class_by,
-            time_by=options.time_field, skip_invalid=options.skip_invalid, progress=progress,
-        )  # fmt: skip
+    codec, read = read_logs(options, options.inputs, options.class_by)
     log = read.log
     costs = costs_of(options, lambda: _some_prompts(log), options.batch)
     if options.gpu is None:
@@ -137,6 +114,8 @@ def _run(options: argparse.Namespace) -> int:
         "class_by": options.class_by, "time_field": options.time_field, "jobs": plan.jobs,
         "records": read.num_records, "invalid_records": read.num_invalid,
     }  # fmt: skip
+    if options.html is not None:
+        options.html.write_text(page(result), "utf-8")
     print(json.dumps(result) if options.json else summary(result))
     return 0
 
@@ -160,6 +139,5 @@ def _check(options: argparse.Namespace) -> None:
 def _some_prompts(log: Log) -> list[list[int]]:
     """Prompts spread over the log."""
     numbers = log.with_prompt
-    return [
-        log.row(number).context.tolist() for number in numbers[:: max(1, len(numbers) // _MEASURED_PROMPTS)].tolist()
-    ]
+    some = numbers[:: max(1, len(numbers) // _MEASURED_PROMPTS)].tolist()
+    return [log.row(number).context.tolist() for number in some]

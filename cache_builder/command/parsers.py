@@ -53,3 +53,31 @@ def codec_of(options: argparse.Namespace) -> TextCodec | None:
     from ssd.text.codec import TextCodec
 
     return TextCodec.load(options.tokenizer)
+
+
+def add_store_arguments(command: argparse.ArgumentParser) -> None:
+    """``--redis URL`` and ``--store URL``, as the servers have ``--redis`` and ``--publish-to``."""
+    add_redis_argument(command)
+    command.add_argument("--store", metavar="URL", help="the servers' --publish-to, where they have one")
+
+
+def store_of(options: argparse.Namespace) -> tuple[str | None, str | None]:
+    """URLs of Redis and of the store; raises SSDError where there is neither."""
+    if options.redis is None and options.store is not None:
+        return os.environ.get(URL_VARIABLE) or None, str(options.store)
+    return redis_url_of(options), options.store
+
+
+def fingerprint_for(options: argparse.Namespace) -> str:
+    """Of the tokenizer whose namespace is meant: the one there is. Raises SSDError."""
+    from ssd.retrieval.names import check_fingerprint
+    from ssd.sharing.published.transfer import find_fingerprints
+
+    if options.fingerprint is not None:
+        return check_fingerprint(options.fingerprint)
+    found = find_fingerprints(*store_of(options), options.namespace)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
+    raise SSDError(f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}")

@@ -133,7 +133,7 @@ def step_costs(result: object, name: str) -> StepCosts:
         f"measured: {facts}{threads}, batch 1",
         step_ms=numbers.get("step_ms"),
         overhead=numbers.get("overhead"),
-        recycling=max(1.0, numbers.get("recycling", 1.0)),
+        recycling=numbers.get("recycling", 0.0),
     )
 
 

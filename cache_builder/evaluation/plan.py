@@ -52,5 +52,5 @@ def in_batch(costs: StepCosts, batch: int) -> StepCosts:
         source=f"{costs.source}; of {batch} rows, taken to be alike, by the cost of as many tokens",
         step_ms=None if costs.step_ms is None else costs.step_ms * of_all,
         overhead=None if costs.overhead is None else costs.overhead * batch / of_all,
-        recycling=1.0,
+        recycling=0.0,
     )

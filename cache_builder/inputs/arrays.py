@@ -22,7 +22,9 @@ def array_header(shown: str, file: IO[bytes]) -> tuple[int, np.dtype[Any]]:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
-    except (ValueError, EOFError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # it is read as Python's own text
         raise InputError(f"{shown}: no .npy file ({first_line(error)[:200]}). Write it with numpy.save") from None
     if len(shape) != 1 or dtype.kind not in "iu" or dtype.itemsize > 8:
         raise InputError(f"{shown}: an array int32[n] was expected, -1 after every sequence, got {dtype}{list(shape)}")

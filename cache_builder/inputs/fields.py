@@ -19,9 +19,10 @@ _ROLES |= {"function_call": "assistant", "observation": "tool", "function_respon
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """``names`` : of ours, how the records call it."""
+    """``names`` : of ours, how the records call it. ``others`` : what is to be read of tables beside."""
 
     names: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, options: Iterable[str]) -> FieldNames:
@@ -46,7 +47,7 @@ class FieldNames:
 
     def columns(self) -> frozenset[str]:
         """Of a table's columns those that may be of use."""
-        return frozenset((*self.names.values(), *COLUMNS) if self.names else COLUMNS)
+        return frozenset((*self.names.values(), *self.others, *COLUMNS))
 
 
 AS_WE_CALL_THEM = FieldNames()

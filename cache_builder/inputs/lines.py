@@ -58,7 +58,7 @@ def _lines(
 def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[Record]:
     """The text; beyond some 4 MB several documents, cut at ends of lines. Empty ones are left out."""
     at = _go_to_line(file, start)
-    if start and stop is not None and at >= stop:
+    if stop is not None and at >= stop:
         return
     held = b""
     has_ended = False

@@ -17,15 +17,16 @@ class StepCosts:
 
     ``curve`` : of the passes. ``source`` : where it comes from, one sentence. ``step_ms`` : milliseconds of a plain
     step, where known. ``overhead`` : what a step that may draft takes more than its pass and what surrounds a plain
-    one: looking up, verifying, learning; None where it was not measured. ``recycling`` : tokens in the time of a plain
-    step where the cache offers nothing and the target's own candidates are drafted instead, >= 1.
+    one: looking up, verifying, learning; None where it was not measured. ``recycling`` : tokens that the target's own
+    candidates, which a replay cannot know, add in the time of a plain step, >= 0. They add about as many beside a cache
+    that knows much as beside one that knows little.
     """
 
     curve: CostCurve
     source: str
     step_ms: float | None = None
     overhead: float | None = None
-    recycling: float = 1.0
+    recycling: float = 0.0
 
     def speed_up(
         self, num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], propose_s: float = 0.0
@@ -37,12 +38,10 @@ class StepCosts:
         """
         passes = self.curve.upto(len(steps_by_drafted))[1:]
         times = steps_by_drafted * (passes + (self.overhead or 0.0))
-        if len(times):
-            times[0] /= self.recycling
         time = float(times.sum())
         if self.overhead is None and self.step_ms:
             time += propose_s * 1e3 / self.step_ms
-        return num_output_tokens / time if time else 1.0
+        return num_output_tokens / time + self.recycling if time else 1.0
 
     def as_json(self) -> dict[str, Any]:
         """Its part of a report."""

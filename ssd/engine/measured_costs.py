@@ -3,9 +3,10 @@
 ``python -m ssd.engine.measured_costs MODEL [--prompts FILE] [--rounds N] [--tokens N] ...``
 
 A program of its own, because who replays loads no torch. Batch 1, greedy. Measured are passes of several widths, plain
-steps, what a step that may draft takes beside its pass, and how much faster the target's own candidates make text that
-is looked up nowhere. ``--prompts`` : JSON, a list of lists of token ids, some of the requests to be replayed; ``-`` is
-standard input. Ends stdout with one JSON line; where it cannot, that line is ``{"error": ...}`` and the status is 2.
+steps, what a step that may draft takes beside its pass, and what the target's own candidates add to drafts that come
+from text alone: a replay has no model that could say them. ``--prompts`` : JSON, a list of lists of token ids, some of
+the requests to be replayed; ``-`` is standard input. Ends stdout with one JSON line; where it cannot, that line is
+``{"error": ...}`` and the status is 2.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -65,10 +67,10 @@ class Timed:
                     self.num_tokens += len(output.token_ids)
                 is_first = False
 
-    @property
-    def seconds_per_token(self) -> float:
-        """Of the steps together."""
-        return sum(seconds for seconds, _ in self.steps) / max(1, self.num_tokens)
+    def over(self, other: Timed) -> float:
+        """How many times faster tokens come from another one."""
+        ours, theirs = (sum(seconds for seconds, _ in timed.steps) for timed in (self, other))
+        return ours * other.num_tokens / (theirs * self.num_tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,13 +91,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     prompts = _prompts(options.prompts, codec, options.context)
     _say(f"reading the weights of {options.model}")
     model = load_model(options.model, dtype=options.dtype, device=options.device)
-    seconds, plain, alone, full = _time(model, codec, prompts, options)
-    if not plain.num_tokens:
-        raise ConfigError("nothing was generated: --tokens must be at least 2")
+    seconds, plain, looked_up, full = _time(model, codec, prompts, options)
+    if not (plain.num_tokens and looked_up.num_tokens and full.num_tokens):
+        raise ConfigError("too little was generated to be timed: give more --tokens or other --prompts")
     ratios = np.maximum.accumulate(np.median(seconds / seconds[:, :1], axis=0))
     pass_s, step_s = float(np.median(seconds[:, 0])), median(took for took, _ in plain.steps)
-    expected = pass_s * np.interp([1 + drafted for _, drafted in full.steps], WIDTHS, ratios)
-    beside = float(np.median(np.array([took for took, _ in full.steps]) - expected))
+    expected = pass_s * np.interp([1 + drafted for _, drafted in looked_up.steps], WIDTHS, ratios)
+    beside = float(np.median(np.array([took for took, _ in looked_up.steps]) - expected))
     costs = 1.0 + (ratios - 1.0) * min(1.0, pass_s / step_s)
     return {
         "measured": "step-costs",
@@ -110,15 +112,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "costs": [round(cost, 4) for cost in costs],
         "step_ms": round(step_s * 1e3, 4),
         "overhead": round(max(0.0, (beside - (step_s - pass_s)) / step_s), 4),
-        "recycling": round(max(1.0, plain.seconds_per_token / alone.seconds_per_token), 4),
+        "recycling": round(max(0.0, plain.over(full) - plain.over(looked_up)), 4),
     }
 
 
 def _time(
     model: PreTrainedModel, codec: TextCodec, prompts: Sequence[list[int]], options: argparse.Namespace
 ) -> tuple[npt.NDArray[np.float64], Timed, Timed, Timed]:
-    """Seconds of passes, float64[rounds, widths]; steps of plain decoding, of the target's own candidates alone, and of
-    all that is on by default. Everything in turn, so that a machine that slows down slows all."""
+    """Seconds of passes, float64[rounds, widths]; steps of plain decoding, of drafts that are looked up, and of all
+    that is on by default. Everything in turn, so that a machine that slows down slows all."""
     longest = max(prompts, key=len)
     room = len(longest) + max(max(WIDTHS), options.tokens) + 1
     bare = open_target(model, num_slots=1, max_length=room, max_draft_tokens=max(WIDTHS))
@@ -126,24 +128,29 @@ def _time(
     text = decode(bare, longest, max(WIDTHS) + 1)
     rounds = -(-options.rounds // len(prompts))
     seconds = []
-    with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
+    with ExitStack() as resources:
+        first, second = (
+            resources.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint)) for _ in range(2)
+        )
         plain = _way(model, codec, "none", DraftConfig(), room, None)
-        alone = _way(model, codec, "ssd", DraftConfig(retrieval=False), room, None)
-        full = _way(model, codec, "ssd", DraftConfig(), room, caches)
+        looked_up = _way(model, codec, "ssd", DraftConfig(recycling=False), room, first)
+        full = _way(model, codec, "ssd", DraftConfig(), room, second)
         for number, prompt in enumerate(prompts):
             _say(f"timing steps, request {number + 1} of {len(prompts)}")
             seconds.append(time_rounds(bare, text, WIDTHS, rounds)[0])
-            ways = [plain, alone, full]
+            ways = [plain, looked_up, full]
             for place in range(len(ways)):
                 ways[(number + place) % len(ways)].complete(prompt, options.tokens)
-    return np.concatenate(seconds), plain, alone, full
+    return np.concatenate(seconds), plain, looked_up, full
 
 
 def _way(
     model: PreTrainedModel, codec: TextCodec, name: str, draft: DraftConfig, room: int, caches: CacheSet | None
 ) -> Timed:
     limit = draft.num_speculative_tokens
-    target = open_target(model, num_slots=1, max_length=room, max_draft_tokens=limit, keeps_top=name == "ssd")
+    target = open_target(
+        model, num_slots=1, max_length=room, max_draft_tokens=limit, keeps_top=draft.recycling and name == "ssd"
+    )
     drafter, config = make_drafter(name, draft), EngineConfig(max_num_seqs=1)
     engine = Engine(target, drafter=drafter, codec=codec, caches=caches, config=config, draft=draft)
     engine.warm_up()

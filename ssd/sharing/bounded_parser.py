@@ -14,6 +14,7 @@ from redis._parsers.socket import SocketBuffer
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, ReadOnlyError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.utils import SENTINEL
 
 from ssd.sharing.pages import MAX_REPLY_BYTES, OversizedReplyError
 
@@ -42,13 +43,13 @@ class BoundedBuffer(SocketBuffer):
             self._num_bytes, self._waited_s = 0, 0.0
         self._num_reads = 0
 
-    def readline(self, **settings: Any) -> bytes:  # type: ignore[override]
+    def readline(self, timeout: float | object = SENTINEL) -> bytes:
         """Up to the next end of a line, which is left out."""
         line: bytes = self._buffer.readline(_LONGEST_LINE)
         while not line.endswith(b"\r\n"):
             if len(line) >= _LONGEST_LINE:
                 raise InvalidResponse(f"a line of more than {_LONGEST_LINE} bytes")
-            self._read_from_socket(**settings)
+            self._read_from_socket(timeout=timeout)
             line += self._buffer.readline(_LONGEST_LINE - len(line))
         return line[:-2]
 

@@ -32,6 +32,8 @@ from ssd.sharing.stream import PAGE, Stream
 _COMPARE_S = 2.0
 _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each
 _SLOW_S = 0.25
+GATHER_S = 0.05
+"""What comes within so long after entries is taken in one reply: many small ones are what a fleet costs its server."""
 _SUSPEND_S = 5.0
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
 
@@ -239,6 +241,9 @@ class LogReader:
         for stream in streams:
             if stream.is_refused and not stream.is_resting:
                 stream.wake()
+        if answer and all(len(entries) < count for _, entries in answer):  # they have been read up to now
+            self._is_changed.wait(GATHER_S)
+            self._is_changed.clear()
 
     def _read_alone(self, stream: Stream) -> None:
         page = entries_after(self._client, stream.key, stream.last_id or BEGINNING, stream.page)

@@ -90,6 +90,10 @@ class PublishedText(Protocol):
         """Bring it what is published, then have the reader go on with ``stream``; publish it. Returns at once."""
         ...
 
+    def obey(self, discard: Callable[[str], None]) -> None:
+        """Forget a namespace with ``discard`` where that is demanded."""
+        ...
+
     def leave(self, namespace: str) -> None:
         """Do neither from now on. O(1)."""
         ...
@@ -163,6 +167,19 @@ class RedisLog:
         stream = self._reader.follow(key, cache, bookmark, wait_s=wait_s)
         if self._published is not None:
             self._published.attach(cache, bookmark, stream)
+
+    def obey(self, discard: Callable[[str], None]) -> None:
+        """Forget a namespace where that is demanded of all servers: ``discard``, then what is shared of it.
+
+        ``discard`` : of the caches; raises CacheError where files are left over, and ConfigError for one that stays.
+        """
+
+        def forget(namespace: str) -> None:
+            discard(namespace)
+            self.forget(namespace)
+
+        if self._published is not None:
+            self._published.obey(forget)
 
     def detach(self, cache: SuffixCache) -> None:
         """Read its stream no more: the cache is being closed. What it has queued is written. O(1)."""

@@ -1,0 +1,1 @@
+"""How fast a corpus becomes a cache, and in how much memory."""

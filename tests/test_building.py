@@ -1,0 +1,355 @@
+"""Builds in blocks: the same on any number of cores, and after any end."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ssd
+from cache_builder.building.block import BlockOptions, BlockResult, build_block, codec_of
+from cache_builder.building.build import BuildOptions, build
+from cache_builder.building.counts import BuildResult
+from cache_builder.building.journal import Finished, Journal
+from cache_builder.building.neighbours import neighbours_of
+from cache_builder.building.plan import Block, plan_of
+from cache_builder.building.stored import Stored
+from cache_builder.building.unfinished import unfinished_directory, working_directory
+from cache_builder.building.workers import run
+from cache_builder.inputs.record import InputError
+from cache_builder.inputs.sources import find_sources
+from ssd.errors import CacheLocked, SSDError
+from ssd.retrieval.manifest import read_manifest
+from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.static import load_static_directory
+from tests.tokenizers_for_tests import write_model_directory
+
+ROOT = Path(ssd.__file__).parent.parent
+SEGMENT_TOKENS = 4000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model_directory(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Some 60,000 tokens: token ids in lines, a few texts, and prompts that repeat."""
+    random = np.random.default_rng(1)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        with (folder / name).open("w") as file:
+            for _ in range(250):
+                ids = random.integers(5, 400, int(random.integers(1, 200))).tolist()
+                file.write(json.dumps({"token_ids": ids}) + "\n")
+    prompt = "a prompt of many requests, which is rather long. " * 12
+    with (folder / "c.jsonl").open("w") as file:
+        for number in range(80):
+            file.write(json.dumps({"prompt": prompt, "completion": f"answer {number % 60}"}) + "\n")
+    (folder / "d.txt").write_text("a document\n" * 300)
+    return folder
+
+
+def options_for(model: str, **changes: Any) -> BuildOptions:
+    small = BuildOptions(
+        namespace="default", tokenizer=model, segment_tokens=SEGMENT_TOKENS, block_bytes=20_000, jobs=1
+    )
+    return replace(small, **changes)
+
+
+def ids_of(directory: Path) -> tuple[str, ...]:
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    return manifest.segment_ids
+
+
+def sequences(directory: Path, model: str) -> list[list[int]]:
+    segments = load_static_directory(directory, fingerprint=codec_of(model, None).fingerprint)
+    return [sequence.tolist() for sequence in sequences_of(segments)]
+
+
+def test_blocks_are_the_same_and_hold_everything_once(corpus: Path) -> None:
+    sources = find_sources([str(corpus)])
+    assert plan_of(sources, "how", 20_000) == plan_of(sources, "how", 20_000)
+    for size in (3_000, 20_000, 1 << 30):
+        blocks = plan_of(sources, "how", size)
+        assert [block.number for block in blocks] == list(range(len(blocks)))
+        assert len({block.key for block in blocks}) == len({block.place for block in blocks}) == len(blocks)
+        parts = [part for block in blocks for part in block.parts]
+        for source in sources:
+            bounds = [(part.start, part.stop) for part in parts if part.name == source.name]
+            assert bounds[0][0] == 0 and bounds[-1][1] is None
+            assert [stop for _, stop in bounds[:-1]] == [start for start, _ in bounds[1:]]
+    (corpus / "d.txt").write_text("changed")
+    changed = plan_of(find_sources([str(corpus)]), "how", 20_000)
+    assert changed[0].key == plan_of(sources, "how", 20_000)[0].key, "a block of files that did not change stays"
+    assert changed[-1].key != plan_of(sources, "how", 20_000)[-1].key
+    assert plan_of(sources, "other", 20_000)[0].key != plan_of(sources, "how", 20_000)[0].key
+
+
+def test_one_process_and_several_make_the_same_cache(corpus: Path, model: str, tmp_path: Path) -> None:
+    result = build([str(corpus)], tmp_path / "one", options_for(model))
+    again = build([str(corpus)], tmp_path / "two", options_for(model, jobs=3))
+    assert result == again
+    assert ids_of(tmp_path / "one") == ids_of(tmp_path / "two")
+    assert len(ids_of(tmp_path / "one")) == result.num_segments
+    whole = build([str(corpus)], tmp_path / "whole", options_for(model, block_bytes=1 << 30, segment_tokens=1 << 20))
+    assert whole.num_segments == 1 and whole.num_records == result.num_records
+    found = sequences(tmp_path / "one", model)
+    assert len(found) == result.num_sequences and sum(map(len, found)) == result.num_tokens
+    ids = [sequence for sequence in found if len(sequence) < 201][:499]
+    assert ids[:100] == sequences(tmp_path / "whole", model)[:100], "in the order of the inputs"
+
+
+def test_segments_hold_no_more_than_they_may_and_few_are_small(corpus: Path, model: str, tmp_path: Path) -> None:
+    build([str(corpus)], tmp_path / "out", options_for(model, block_bytes=2_000))
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    sizes = [segment["num_tokens"] for segment in manifest.segments]
+    assert max(sizes) <= SEGMENT_TOKENS
+    pairs = itertools.pairwise(sizes)
+    assert all(one + other > SEGMENT_TOKENS or min(one, other) * 4 >= SEGMENT_TOKENS for one, other in pairs)
+
+
+def test_neighbours_are_joined_while_they_are_small() -> None:
+    sizes = [100, 200, 800, 900, 50, 40, 990, 5]
+    joined = list(neighbours_of([(str(place), size) for place, size in enumerate(sizes)], 1000))
+    assert [[size for _, size in one.segments] for one in joined] == [[100, 200], [800], [900, 50, 40], [990, 5]]
+    assert joined[1].segment_id == "2" and len({one.segment_id for one in joined}) == 4
+
+
+# -- ends -------------------------------------------------------------------------------------------------------------
+
+
+def _fail_at(number: int, block: Block, options: BlockOptions, progress: Callable[[int, int], None]) -> BlockResult:
+    if block.number == number:
+        raise KeyboardInterrupt
+    return build_block(block, options, progress)
+
+
+def test_a_build_that_ended_goes_on_without_doing_a_segment_again(corpus: Path, model: str, tmp_path: Path) -> None:
+    options = options_for(model)
+    build([str(corpus)], tmp_path / "undisturbed", options)
+    executor: Any = lambda blocks, block_options, progress: run(  # noqa: E731
+        functools.partial(_fail_at, 3), blocks, block_options, progress, jobs=1
+    )
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        build([str(corpus)], out, options, executor=executor)
+    left = {path.name: path.stat().st_ino for path in (unfinished_directory(out) / "new").glob("*.seg")}
+    assert len(left) >= 3 and not out.exists()
+    result = build([str(corpus)], out, options)
+    assert 0 < result.num_reused_tokens < result.num_tokens
+    assert ids_of(out) == ids_of(tmp_path / "undisturbed")
+    kept = {path.name: path.stat().st_ino for path in out.glob("*.seg")}
+    assert any(kept.get(name) == inode for name, inode in left.items()), "the very files"
+    assert not unfinished_directory(out).exists()
+    assert build([str(corpus)], out, replace(options, force=True)).num_reused_tokens == 0
+
+
+def test_a_long_block_goes_on_behind_its_last_segment(corpus: Path, model: str, tmp_path: Path) -> None:
+    options = options_for(model, block_bytes=1 << 30)
+    blocks = plan_of(find_sources([str(corpus)]), "how", 1 << 30)
+    codec = codec_of(model, None)
+    for name in ("whole", "cut"):
+        for folder in ("new", "journal"):
+            (tmp_path / name / folder).mkdir(parents=True)
+
+    def block_options(name: str) -> BlockOptions:
+        return BlockOptions(
+            directory=tmp_path / name, tokenizer=model, fingerprint=codec.fingerprint, namespace="default",
+            segment_tokens=options.segment_tokens,
+        )  # fmt: skip
+
+    whole = build_block(blocks[0], block_options("whole"))
+    assert len(whole.segments) > 10
+    journal = Journal(tmp_path / "cut" / "journal", blocks[0].key)
+    entries = Journal(tmp_path / "whole" / "journal", blocks[0].key).read()
+    for number in (0, 1, 7, len(entries) - 1, len(entries)):
+        for file in (tmp_path / "cut" / "new").iterdir():
+            file.unlink()
+        for segment_id, _ in whole.segments[:number]:
+            (tmp_path / "cut" / "new" / f"{segment_id}.seg").write_bytes(
+                (tmp_path / "whole" / "new" / f"{segment_id}.seg").read_bytes()
+            )
+        journal.begin(entries[:number])
+        went_on = build_block(blocks[0], block_options("cut"))
+        assert went_on.segments == whole.segments
+        assert replace(went_on.counts, num_reused_tokens=0) == whole.counts
+        assert went_on.counts.num_reused_tokens == sum(entry.counts.num_tokens for entry in entries[:number])
+    # A finished segment that was damaged since is made again.
+    file = tmp_path / "cut" / "new" / f"{whole.segments[4][0]}.seg"
+    file.write_bytes(file.read_bytes()[:-9])
+    assert build_block(blocks[0], block_options("cut")).segments == whole.segments
+
+
+def test_a_sequence_longer_than_a_segment_is_begun_again(model: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"token_ids": [7] * size}) + "\n" for size in (9, 9000, 50)))
+    result = build([str(tmp_path / "in.jsonl")], tmp_path / "out", options_for(model))
+    assert result.num_records == 3
+    found = sequences(tmp_path / "out", model)
+    assert len(found[0]) == 9 and len(found[-1]) == 50 and sum(map(len, found)) >= 9059
+    assert max(map(len, found)) < SEGMENT_TOKENS
+
+
+def test_a_torn_journal_is_read_up_to_where_it_is_whole(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "key")
+    entries = [Finished(f"static-{n}", n, n, False, BuildResult(num_tokens=n)) for n in range(4)]
+    journal.begin(entries[:2])
+    for entry in entries[2:]:
+        journal.append(entry)
+    assert journal.read() == entries
+    data = (tmp_path / "key").read_bytes()
+    random = np.random.default_rng(3)
+    for _ in range(200):
+        torn = bytearray(data[: int(random.integers(len(data)))])
+        if torn and random.random() < 0.5:
+            torn[int(random.integers(len(torn)))] ^= 1 + int(random.integers(255))
+        (tmp_path / "key").write_bytes(torn)
+        found = journal.read()
+        assert found == entries[: len(found)]
+
+
+def test_another_build_of_the_same_directory_is_refused(tmp_path: Path) -> None:
+    with (
+        working_directory(tmp_path / "out", fresh=False),
+        pytest.raises(CacheLocked, match="another process builds"),
+        working_directory(tmp_path / "out", fresh=False),
+    ):
+        pass
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_cache_that_was_being_replaced_is_put_back(corpus: Path, model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build([str(corpus / "d.txt")], out, options_for(model))
+    before = ids_of(out)
+    unfinished_directory(out).mkdir()
+    out.rename(unfinished_directory(out) / "old")
+    with pytest.raises(InputError, match="no such file"):
+        build([str(corpus / "none")], out, options_for(model, force=True))
+    with working_directory(out, fresh=True):
+        assert ids_of(out) == before
+
+
+def test_what_is_finished_is_kept_where_a_later_line_is_wrong(corpus: Path, model: str, tmp_path: Path) -> None:
+    (corpus / "z.jsonl").write_text("{broken")
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match=r"z\.jsonl:1: not JSON"):
+        build([str(corpus)], out, options_for(model))
+    (corpus / "z.jsonl").write_text('{"text": "mended"}')
+    assert build([str(corpus)], out, options_for(model)).num_reused_tokens > 10_000
+    with pytest.raises(InputError):
+        (corpus / "z.jsonl").write_text("{broken")
+        build([str(corpus)], out, options_for(model, force=True))
+    (corpus / "z.jsonl").write_text('{"text": "mended"}')
+    assert build([str(corpus)], out, options_for(model, force=True, fresh=True)).num_reused_tokens == 0
+
+
+def test_errors_of_workers_are_told_as_they_are(corpus: Path, model: str, tmp_path: Path) -> None:
+    (corpus / "a.jsonl").write_text('{"text": 7}\n' * 9_000)
+    with pytest.raises(InputError, match=r'a\.jsonl:1: "text" must be a string, got int'):
+        build([str(corpus)], tmp_path / "out", options_for(model, jobs=2))
+
+
+def _end_hard(block: Block, options: BlockOptions, progress: Callable[[int, int], None]) -> BlockResult:
+    if block.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return build_block(block, options, progress)
+
+
+def test_a_worker_that_is_killed_ends_the_build_with_one_line(corpus: Path, model: str, tmp_path: Path) -> None:
+    executor: Any = lambda blocks, options, progress: run(_end_hard, blocks, options, progress, jobs=2)  # noqa: E731
+    with pytest.raises(SSDError, match=r"a worker was ended \(status -9\)"):
+        build([str(corpus)], tmp_path / "out", options_for(model, jobs=2), executor=executor)
+
+
+SCRIPT = f"""
+import sys
+from pathlib import Path
+from cache_builder.building.build import BuildOptions, build
+from ssd.text.torchless import hide_torch
+if __name__ == "__main__":
+    hide_torch()
+    corpus, out, model, jobs = sys.argv[1:]
+    build([corpus], Path(out), BuildOptions(
+        namespace="default", tokenizer=model, segment_tokens={SEGMENT_TOKENS}, block_bytes=5_000, jobs=int(jobs)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_build_killed_at_any_moment_ends_as_if_it_was_not(
+    jobs: int, corpus: Path, model: str, tmp_path: Path
+) -> None:
+    build([str(corpus)], tmp_path / "undisturbed", options_for(model, block_bytes=5_000))
+    random = np.random.default_rng(jobs)
+    out = tmp_path / "out"
+    program = tmp_path / "program.py"
+    program.write_text(SCRIPT)
+    command = [sys.executable, str(program), str(corpus), str(out), model, str(jobs)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    inodes: dict[str, int] = {}
+    for _ in range(4):
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        segments = unfinished_directory(out) / "new"
+        begun = len([*segments.glob("*.seg")]) if segments.exists() else 0
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if segments.exists() and len([*segments.glob("*.seg")]) > begun:
+                break
+            time.sleep(0.01)
+        time.sleep(float(random.random()) * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if out.exists():
+            break
+        assert not out.exists()
+        for name, inode in inodes.items():
+            assert not (segments / name).exists() or (segments / name).stat().st_ino == inode
+        inodes |= {path.name: path.stat().st_ino for path in segments.glob("*.seg")}
+    assert subprocess.run(command, env=environment).returncode == 0 or out.exists()
+    assert ids_of(out) == ids_of(tmp_path / "undisturbed")
+    assert len(inodes) > 2
+
+
+# -- what is there already --------------------------------------------------------------------------------------------
+
+
+def test_adding_again_stores_nothing_however_the_blocks_fall(corpus: Path, model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build([str(corpus)], out, options_for(model))
+    before = ids_of(out)
+    for size, jobs in ((3_000, 1), (1 << 30, 1), (20_000, 2)):
+        result = build([str(corpus)], out, options_for(model, add=True, block_bytes=size, jobs=jobs))
+        assert (result.num_tokens, result.num_records) == (0, 581) and ids_of(out) == before
+    (corpus / "e.jsonl").write_text('{"text": "new"}\n')
+    result = build([str(corpus)], out, options_for(model, add=True))
+    assert result.num_sequences == 1 and ids_of(out)[:-1] == before
+
+
+def test_stored_sequences_are_each_good_for_one(model: str, corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build([str(corpus)], out, options_for(model))
+    Stored.of(out, fingerprint=codec_of(model, None).fingerprint).save(tmp_path / "stored.npy")
+    taken = Stored.open(tmp_path / "stored.npy").taken()
+    there = [np.array(sequence, np.int32) for sequence in sequences(out, model)]
+    assert all(taken.take(sequence) for sequence in there)
+    assert not any(taken.take(sequence) for sequence in there)
+    fresh = Stored.open(tmp_path / "stored.npy").taken()
+    assert fresh.take(np.concatenate([[5, 6], there[0]]).astype(np.int32)), "its beginning may be stored elsewhere"
+    assert not fresh.take(np.array([1, 2, 3], np.int32))

@@ -1,0 +1,180 @@
+"""``ssd-cache explain``, run as a user would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_builder.__main__ import main
+from ssd.config import CacheConfig
+from ssd.drafting.protocol import DraftRequest
+from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.static import StaticWriter
+from ssd.text.codec import TextCodec
+from tests.tokenizers_for_tests import write_model_directory
+
+SAID = "the cat sat on the mat and looked at the dog"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def codec(model: Path) -> TextCodec:
+    return TextCodec.load(str(model))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory, codec: TextCodec) -> Path:
+    path = tmp_path_factory.mktemp("cache") / "warm"
+    with StaticWriter(path, fingerprint=codec.fingerprint) as writer:
+        for text in (SAID, SAID, "the cat sat on the roof"):
+            writer.append(codec.encode_completion(text))
+    return path
+
+
+def write(path: Path, content: str) -> str:
+    path.write_text(content)
+    return str(path)
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["explain", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_a_draft_is_shown_with_its_places_and_why_it_ends(
+    cache: Path, model: Path, codec: TextCodec, tmp_path: Path, shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = write(tmp_path / "prompt.txt", "once the cat sat on the")
+    text = explained(capsys, str(cache), "--prompt", prompt, "--tokenizer", str(model), "--shape", shape)
+    assert "by rule of thumb" in text
+    assert f"draft: a {shape} of" in text
+    assert "it ends here: " in text
+    assert "stands as well" in text
+    assert "what each view says" in text
+    body = explained(capsys, str(cache), "--prompt", prompt, "--tokenizer", str(model), "--shape", shape, "--json")
+    found = json.loads(body)
+    assert found["shape"] == shape
+    first = found["positions"][0]["candidates"]
+    assert first[0]["chance"] > first[1]["chance"]
+    assert first[0]["text"] == found["draft"]["texts"][0]
+    votes = {candidate["token_id"]: candidate["index_votes"][0] for candidate in first}
+    stop = len(codec.encode_completion("the cat sat on the"))
+    mat, roof = (codec.encode_completion(said)[stop] for said in (SAID, "the cat sat on the roof"))
+    assert (votes[mat], votes[roof]) == (2, 1)
+    assert {place["goes_on_text"][:4] for place in found["lookups"][0]["places"]} >= {" mat", " roo"}
+
+
+def test_the_draft_is_the_drafters_own_and_learned_bin_is_used(
+    codec: TextCodec, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = codec.encode_completion(SAID)
+    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint, inline=True) as caches:
+        caches.get("served").append(said)
+    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint, inline=True) as caches:
+        snapshot, learned = caches.get("served").snapshot(), caches.get("served").learned
+        drafter = SuffixDrafter()
+        for number in range(30):  # what stands there comes every time
+            for length in (6, 9, 12):
+                context = np.array(said[:length], np.int32)
+                drafter.propose([DraftRequest(str(number), context, 0, snapshot, 8, learned=learned)])
+            drafter.finish(str(number))
+        drafter.publish()
+    ids = write(tmp_path / "ids.json", json.dumps(said[:6]))
+    arguments = [str(tmp_path / "served"), "--token-ids", ids, "--draft-limit", "4", "--price", "0.05"]
+    found = json.loads(explained(capsys, *arguments, "--shape", "chain", "--json"))
+    stored = AcceptanceModel.from_bytes((tmp_path / "served/learned.bin").read_bytes())
+    assert found["learned_from"] == stored.num_learned > 0
+    request = DraftRequest("x", np.array(said[:6], np.int32), 6, snapshot, 4, prices=np.array([0.05]), learned=learned)
+    draft = SuffixDrafter(recycling=False).propose([request])[0]
+    assert draft.probabilities is not None
+    assert found["draft"]["token_ids"] == draft.token_ids.tolist()
+    assert found["draft"]["chances"] == pytest.approx(draft.probabilities.tolist(), rel=1e-4)  # kept as float32
+    text = explained(capsys, *arguments)
+    assert "chances as learned from" in text
+    assert "the draft limit of 4 tokens is reached" in text
+
+
+def test_prompts_come_as_text_messages_bodies_and_ids(
+    cache: Path, model: Path, codec: TextCodec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [{"role": "user", "content": "the cat sat"}]
+    for content, ids in (
+        ({"prompt": "the cat"}, codec.encode_prompt("the cat")),
+        ({"messages": messages, "model": "m"}, codec.encode_chat(messages)),
+        (messages, codec.encode_chat(messages)),
+    ):
+        prompt = write(tmp_path / "prompt.json", json.dumps(content))
+        output = write(tmp_path / "output.txt", " on")
+        arguments = [str(cache), "--prompt", prompt, "--output", output, "--tokenizer", str(model), "--json"]
+        found = json.loads(explained(capsys, *arguments))
+        assert (found["prompt_tokens"], found["output_tokens"]) == (len(ids), len(codec.encode_completion(" on")))
+
+
+def test_where_nothing_stands_that_is_said(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained(capsys, str(cache), "--token-ids", write(tmp_path / "ids.json", "[399]"))
+    assert "no draft: the last token stands nowhere else" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "message"),
+    [
+        ("[1, -1]", (), "expected one JSON array of token ids"),
+        ("[1, 3000000000]", (), "expected one JSON array of token ids"),
+        ("[]", (), "give a prompt of at least one token"),
+        ("{", (), "not JSON"),
+        ("[" * 100_000, (), "not JSON"),
+        ("[1]", ("--draft-limit", "0"), "draft limit must be within"),
+        ("[1]", ("--price", "nan"), "price of a token must be above"),
+        ("[1]", ("--output", "x"), "--output goes with --prompt"),
+    ],
+)
+def test_what_cannot_be_explained_is_one_line(
+    cache: Path, tmp_path: Path, content: str, more: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(cache), "--token-ids", write(tmp_path / "ids.json", content), *more]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_cache_of_another_tokenizer_or_a_prompt_without_one_is_refused(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = write(tmp_path / "prompt.txt", "the cat")
+    other = write_model_directory(tmp_path / "other", num_tokens=390)
+    assert main(["explain", str(cache), "--prompt", prompt, "--tokenizer", str(other)]) == 2
+    assert "was made with tokenizer" in capsys.readouterr().err
+    assert main(["explain", str(cache), "--prompt", prompt]) == 2
+    assert "give the model's --tokenizer" in capsys.readouterr().err
+
+
+@given(st.integers(0, 4), st.lists(st.tuples(st.integers(0, 1 << 32), st.integers(1, 255)), min_size=1, max_size=3))
+@settings(max_examples=40)
+def test_a_damaged_cache_is_refused_or_explained(
+    tmp_path_factory: pytest.TempPathFactory, number: int, flips: list[tuple[int, int]]
+) -> None:
+    base = tmp_path_factory.mktemp("flip")
+    with StaticWriter(base / "a", fingerprint="0123456789abcdef" * 2, segment_tokens=12) as writer:
+        for _ in range(3):
+            writer.append([1, 2, 3, 4, 5, 6, 7])
+    (base / "a/learned.bin").write_bytes(AcceptanceModel().to_bytes())
+    files = [base / "a/manifest.json", base / "a/learned.bin", *sorted((base / "a").glob("*.seg"))]
+    file = files[number % len(files)]
+    content = bytearray(file.read_bytes())
+    for at, flipped in flips:
+        content[at % len(content)] ^= flipped
+    file.write_bytes(content)
+    ids = write(base / "ids.json", "[9, 1, 2, 3]")
+    assert main(["explain", str(base / "a"), "--token-ids", ids]) in (0, 2)

@@ -1,0 +1,433 @@
+"""What the builder reads: formats, places, what is damaged, and records as they become token ids."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import http.server
+import io
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_builder.inputs import lines, streams
+from cache_builder.inputs.examples import examples_of
+from cache_builder.inputs.fields import FieldNames
+from cache_builder.inputs.record import Format, InputError, Record
+from cache_builder.inputs.records import read_part, read_records, read_sources
+from cache_builder.inputs.sources import Source, find_sources, parts_of
+from ssd.text.codec import TextCodec
+from tests.tokenizers_for_tests import write_model_directory
+
+USER = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "hi there"}
+TEXTS = [f"document {number} of a few words" for number in range(50)]
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec.load(str(write_model_directory(tmp_path_factory.mktemp("model"))))
+
+
+def records(name: str | Path, format: Format = "auto", **options: Any) -> list[Record]:
+    return list(read_records(str(name), format, lambda num_bytes: None, **options))
+
+
+def texts(name: str | Path, **options: Any) -> list[str]:
+    return [str((record.line or json.loads(record.text))["text"]) for record in records(name, **options)]
+
+
+def jsonl(*values: Any) -> bytes:
+    return b"".join(json.dumps(value).encode() + b"\n" for value in values)
+
+
+def zst(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+TEXT_LINES = jsonl(*({"text": text} for text in TEXTS))
+
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+
+def test_tables_hold_what_lines_hold(tmp_path: Path, codec: TextCodec) -> None:
+    import pyarrow as pa
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    rows: list[dict[str, Any]] = [
+        {"messages": [USER, ANSWER], "text": None, "image": b"\x00", "token_ids": None},
+        {"messages": None, "text": "a document", "image": b"\x01", "token_ids": None},
+        {"messages": None, "text": None, "image": None, "token_ids": [5, 6, 7]},
+    ]
+    table = pa.Table.from_pylist(rows)
+    pa.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=1)
+    pa.feather.write_feather(table, tmp_path / "rows.arrow", compression="uncompressed")
+    expected = [codec.encode_chat_examples([USER, ANSWER]), [codec.encode_text_example("a document")], [([5, 6, 7], 0)]]
+    for name in ("rows.parquet", "rows.arrow"):
+        found = records(tmp_path / name)
+        assert [examples_of(record, codec) for record in found] == expected
+        assert "image" not in (found[0].line or {}), "columns of no use are not read"
+        assert found[2].where.endswith(f"{name}: row 3")
+
+
+def test_lists_of_token_ids_come_as_arrays(tmp_path: Path, codec: TextCodec) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    rows = [list(range(number)) for number in (3, 0, 40)]
+    table = pa.table({"input_ids": pa.array(rows, pa.list_(pa.uint16())), "n": pa.array([1, 0, 7])})
+    pa.parquet.write_table(table, tmp_path / "ids.parquet")
+    fields = FieldNames.parse(["token_ids=input_ids", "prompt_length=n"])
+    found = records(tmp_path / "ids.parquet", fields=fields)
+    assert [examples_of(record, codec, fields)[0] for record in found] == [
+        (row, length) for row, length in zip(rows, [1, 0, 7], strict=True)
+    ]
+
+
+def test_a_dataset_on_disk_is_read_by_its_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"text": TEXTS})
+    data.save_to_disk(tmp_path / "plain", num_shards=3)
+    assert texts(tmp_path / "plain") == TEXTS
+    datasets.DatasetDict({"train": data, "test": data.select([4])}).save_to_disk(tmp_path / "split")
+    assert texts(tmp_path / "split", split="train") == TEXTS
+    assert texts(tmp_path / "split", split="test") == TEXTS[4:5]
+    with pytest.raises(InputError, match="give --split, one of train, test"):
+        texts(tmp_path / "split")
+    (tmp_path / "plain" / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../../etc/passwd"}]}))
+    with pytest.raises(InputError, match="names no files beside it"):
+        texts(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint16", "int64"])
+def test_an_array_of_token_ids_is_cut_at_its_marks(dtype: str, tmp_path: Path, codec: TextCodec) -> None:
+    if dtype == "uint16":
+        np.save(tmp_path / "ids.npy", np.array([1, 2, 3], dtype))
+        expected = [[1, 2, 3]]
+    else:
+        np.save(tmp_path / "ids.npy", np.array([1, 2, -1, 3, -1, -1, 4, 5], dtype))
+        expected = [[1, 2], [3], [], [4, 5]]
+    found = [examples_of(record, codec)[0].token_ids for record in records(tmp_path / "ids.npy")]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"token_ids": [1, -1]}, "within 0..399, got -1..1"),
+        ({"token_ids": [400]}, "within 0..399"),
+        ({"token_ids": [1.5]}, "one list of integers"),
+        ({"token_ids": "abc"}, "one list of integers"),
+        ({"token_ids": [[1], [2, 3]]}, "one list of integers"),
+        ({"token_ids": [True]}, "one list of integers"),
+        ({"token_ids": [1 << 80]}, "one list of integers"),
+        ({"token_ids": None}, "one list of integers"),
+        ({"token_ids": {"a": 1}}, "one list of integers"),
+        ({"token_ids": [1], "prompt_length": 2}, '"prompt_length" must be within 0..1'),
+        ({"token_ids": [1], "prompt_length": "x"}, '"prompt_length" must be within 0..1'),
+    ],
+)
+def test_token_ids_that_are_none_are_refused(line: Any, message: str, tmp_path: Path, codec: TextCodec) -> None:
+    (tmp_path / "ids.jsonl").write_bytes(jsonl(line))
+    with pytest.raises(InputError, match=message):
+        examples_of(records(tmp_path / "ids.jsonl")[0], codec)
+
+
+def batch_line(custom_id: str, text: str) -> dict[str, Any]:
+    body = {"choices": [{"message": {"role": "assistant", "content": text}}]}
+    return {"id": "x", "custom_id": custom_id, "response": {"status_code": 200, "body": body}, "error": None}
+
+
+def test_a_batchs_two_files_are_joined(tmp_path: Path, codec: TextCodec) -> None:
+    def request(custom_id: str, text: str) -> dict[str, Any]:
+        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    (tmp_path / "a_in.jsonl").write_bytes(jsonl(request("1", "hello"), request("2", "and?"), request("3", "bye")))
+    failed = {"custom_id": "3", "response": None, "error": {"code": "expired"}}
+    (tmp_path / "a_out.jsonl").write_bytes(jsonl(batch_line("2", "two"), batch_line("1", "hi there"), failed))
+    (tmp_path / "b_in.jsonl.gz").write_bytes(gzip.compress(jsonl(request("1", "other"))))
+    (tmp_path / "b_out.jsonl").write_bytes(jsonl(batch_line("1", "of b"), batch_line("9", "of nobody")))
+    sources = find_sources([str(tmp_path)])
+    assert [Path(source.name).name for source in sources] == ["a_out.jsonl", "b_out.jsonl"]
+    found = [examples_of(record, codec)[0] for record in read_sources(sources, lambda num_bytes: None)]
+
+    def chat(question: str, answer: str) -> Any:
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return codec.encode_chat_examples(turns)[0]
+
+    assert found == [
+        chat("and?", "two"),
+        chat("hello", "hi there"),
+        chat("other", "of b"),
+        codec.encode_text_example("of nobody"),
+    ]
+
+
+VLLM = """\
+INFO 11-22 10:00:00 [api_server.py:1] Started server process
+INFO 11-22 10:00:01 [logger.py:43] Received request chatcmpl-1: prompt: "<|user|>it's\\n'me'<|assistant|>", params: \
+SamplingParams(n=1, stop=[], temperature=0.0), prompt_token_ids: None, prompt_embeds shape: None, lora_request: None.
+INFO 11-22 10:00:01 [logger.py:43] Received request cmpl-2-0: prompt: 'two', params: SamplingParams(), \
+prompt_token_ids: [7, 8, 9], prompt_embeds shape: None, lora_request: None.
+INFO 11-22 10:00:02 [logger.py:67] Generated response chatcmpl-1 (streaming delta): output: 'hi', output_token_ids: \
+[1], finish_reason: streaming_delta
+INFO 11-22 10:00:02 [logger.py:67] Generated response chatcmpl-1 (streaming complete): output: 'hi there', \
+output_token_ids: None, finish_reason: streaming_complete
+INFO 11-22 10:00:02 [logger.py:67] Generated response cmpl-2: output: 'a\\tb', output_token_ids: \
+[1], finish_reason: stop
+DEBUG 11-22 10:00:03 [logger.py:50] Request cmpl-3 details: prompt: 'three', prompt_token_ids: [5], \
+prompt_embeds shape: None.
+INFO 11-22 10:00:03 [logger.py:60] Received request cmpl-3: params: SamplingParams(), lora_request: None.
+INFO 11-22 10:00:04 [logger.py:67] Generated response cmpl-3: output: 'said', finish_reason: stop
+INFO 11-22 10:00:04 [logger.py:67] Generated response cmpl-4: output: 'alone', finish_reason: stop
+INFO 11-22 10:00:04 [logger.py:67] Generated response cmpl-5: output: '', finish_reason: stop
+INFO 11-22 10:00:05 [logger.py:67] Generated response cmpl-6: output: 'cut of
+"""
+
+
+def test_a_log_of_vllm_gives_its_exchanges(tmp_path: Path, codec: TextCodec) -> None:
+    (tmp_path / "vllm.log").write_text(VLLM)
+    found = [examples_of(record, codec)[0] for record in records(tmp_path / "vllm.log")]
+    rendered = codec.encode_completion("<|user|>it's\n'me'<|assistant|>")
+    assert found == [
+        codec.encode_answer_example(rendered, "hi there"),
+        codec.encode_answer_example([7, 8, 9], "a\tb"),
+        codec.encode_answer_example([5], "said"),
+        codec.encode_text_example("alone"),
+    ]
+    asked = codec.encode_chat([{"role": "user", "content": "it's\n'me'"}])
+    assert rendered == asked, "a chat is what the server would have made of it"
+    (tmp_path / "other.log").write_text("a plain log\n")
+    assert [record.text for record in records(tmp_path / "other.log")] == ["a plain log\n"]
+    with pytest.raises(InputError, match="run vLLM with --enable-log-outputs"):
+        records(tmp_path / "other.log", "vllm")
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+def test_directories_and_patterns_give_each_file_once_in_order(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "a/1.jsonl.zst", "a/3.jsonl.gz", "c.jsonl", ".hidden/4.jsonl", "picture.png"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        data = jsonl({"text": name})
+        path.write_bytes(zst(data) if name.endswith("zst") else gzip.compress(data) if name.endswith("gz") else data)
+    assert texts(tmp_path) == ["a/1.jsonl.zst", "a/3.jsonl.gz", "b/2.jsonl", "c.jsonl"]
+    assert texts(f"{tmp_path}/**/*.jsonl") == ["b/2.jsonl", "c.jsonl"]
+    names = [f"{tmp_path}/c.jsonl", str(tmp_path), f"{tmp_path}/*.jsonl"]
+    assert Path(find_sources(names)[0].name).name == "c.jsonl"
+    assert len(find_sources(names)) == 4
+
+
+def test_urls_are_read_as_files_are(tmp_path: Path) -> None:
+    import fsspec
+
+    (tmp_path / "in.jsonl").write_bytes(TEXT_LINES)
+    assert texts(f"file://{tmp_path}/in.jsonl") == TEXTS
+    assert texts(f"file://{tmp_path}/*.jsonl") == TEXTS
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/logs/b.jsonl.zst", zst(TEXT_LINES))
+    memory.pipe("/logs/a.jsonl", jsonl({"text": "first"}))
+    memory.pipe("/logs/c.png", b"")
+    try:
+        assert texts("memory://logs") == ["first", *TEXTS]
+        assert texts("memory://logs/*.zst") == TEXTS
+        with pytest.raises(InputError, match="no such file"):
+            texts("memory://logs/none.jsonl")
+    finally:
+        memory.rm("/logs", recursive=True)
+
+
+def test_a_url_without_its_package_names_it() -> None:
+    with pytest.raises(InputError, match="needs the package s3fs: pip install s3fs"):
+        pytest.importorskip("fsspec")
+        if __import__("importlib.util").util.find_spec("s3fs"):
+            pytest.skip("it is there")
+        records("s3://bucket/logs.jsonl")
+    with pytest.raises(InputError, match="nowhere://x: "):
+        records("nowhere://x")
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    handler = functools.partial(_Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_web_server_is_read(web: str, tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    (tmp_path / "in.jsonl").write_bytes(TEXT_LINES)
+    (tmp_path / "in.jsonl.zst").write_bytes(zst(TEXT_LINES))
+    assert texts(f"{web}/in.jsonl") == texts(f"{web}/in.jsonl.zst?key=1") == TEXTS
+    with pytest.raises(InputError, match=r"none\.jsonl: "):
+        texts(f"{web}/none.jsonl")
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_zstd_frames_follow_each_other_and_a_torn_one_is_noticed(tmp_path: Path) -> None:
+    data = zst(TEXT_LINES) + zst(jsonl({"text": "second frame"}))
+    (tmp_path / "two.jsonl.zst").write_bytes(data)
+    assert texts(tmp_path / "two.jsonl.zst") == [*TEXTS, "second frame"]
+    (tmp_path / "hidden.jsonl").write_bytes(data)
+    assert texts(tmp_path / "hidden.jsonl") == [*TEXTS, "second frame"], "known by its first bytes"
+    for size in (5, len(data) - 3, len(zst(TEXT_LINES)) - 1):
+        (tmp_path / "torn.jsonl.zst").write_bytes(data[:size])
+        with pytest.raises(InputError, match=r"torn\.jsonl\.zst: damaged zstd data \(it ends too early\)"):
+            texts(tmp_path / "torn.jsonl.zst")
+    (tmp_path / "none.jsonl.zst").write_bytes(b"not zstd at all")
+    with pytest.raises(InputError, match="damaged zstd"):
+        texts(tmp_path / "none.jsonl.zst")
+
+
+def test_a_line_without_end_is_refused_whatever_it_was_packed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "LONGEST_RECORD", 1 << 20)
+    bomb = b"x" * (64 << 20)
+    for name, packed in (("bomb.jsonl.zst", zst(bomb)), ("bomb.jsonl.gz", gzip.compress(bomb, 1))):
+        (tmp_path / name).write_bytes(packed)
+        with pytest.raises(InputError, match=f"{name}:1: a line of more than 1 MiB"):
+            records(tmp_path / name)
+
+
+KINDS = ["a.parquet", "a.arrow", "a.npy", "a.jsonl", "a.jsonl.zst", "a.jsonl.gz", "a.txt", "a.log"]
+
+
+def good_bytes(name: str) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    table = pa.table({"text": TEXTS[:5], "token_ids": [[1, 2], [3], [], [4], [5, 6]]})
+    out = io.BytesIO()
+    if name == "a.parquet":
+        pa.parquet.write_table(table, out)
+    elif name == "a.arrow":
+        with pa.ipc.new_stream(out, table.schema) as writer:
+            writer.write_table(table)
+    elif name == "a.npy":
+        np.save(out, np.array([1, 2, -1, 3, -1], np.int32))
+    else:
+        data = VLLM.encode() if name == "a.log" else jsonl(*({"text": text} for text in TEXTS[:5]))
+        out.write(zst(data) if name.endswith("zst") else gzip.compress(data) if name.endswith("gz") else data)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_damage_is_one_line_or_nothing(name: str, tmp_path: Path, codec: TextCodec) -> None:
+    random = np.random.default_rng(1)
+    good = good_bytes(name)
+    path = tmp_path / name
+    for _ in range(150):
+        data = bytearray(good)
+        kind = random.integers(4)
+        if kind == 0:
+            del data[int(random.integers(len(data))) :]
+        elif kind == 1:
+            data = bytearray(random.bytes(int(random.integers(1, 200))))
+        else:
+            for place in random.integers(len(data), size=int(random.integers(1, 6))):
+                data[int(place)] = int(random.integers(256))
+        path.write_bytes(bytes(data))
+        try:
+            for record in records(path):
+                examples_of(record, codec)
+        except InputError as error:
+            assert str(path) in str(error)
+
+
+@given(st.binary(max_size=300), st.sampled_from(KINDS))
+def test_any_bytes_are_read_or_refused(data: bytes, name: str) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe(f"/any/{name}", data)
+    try:
+        for _ in read_records(f"memory://any/{name}", "auto", lambda num_bytes: None):
+            pass
+    except InputError:
+        pass
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(["", "a", "{}", "é" * 9, "x" * 40]), max_size=30), st.integers(1, 12), st.booleans())
+def test_ranges_of_a_file_hold_every_line_once(found: list[str], count: int, has_end: bool) -> None:
+    data = ("\n".join(found) + ("\n" if has_end else "")).encode()
+    whole = [line for _, line in lines.lines_of("a", io.BytesIO(data))]
+    bounds = [len(data) * number // count for number in range(count)]
+    parts = [
+        record.text.encode()
+        for start, stop in zip(bounds, [*bounds[1:], None], strict=True)
+        for record in lines.json_lines("a", io.BytesIO(data), start, stop)
+    ]
+    assert parts == whole
+    if data.strip():
+        texts = [
+            record.text
+            for start, stop in zip(bounds, [*bounds[1:], None], strict=True)
+            for record in lines.documents("a", io.BytesIO(data), start, stop)
+        ]
+        assert "".join(texts).split() == data.decode().split()
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet", "in.arrow", "in.npy"])
+def test_parts_of_a_file_hold_its_records_in_order(name: str, tmp_path: Path, codec: TextCodec) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    rows = [[number % 400, number % 7, 3] * (1 + number % 5) for number in range(400)]
+    table = pa.table({"token_ids": rows})
+    path = tmp_path / name
+    if name == "in.parquet":
+        pa.parquet.write_table(table, path, row_group_size=17)
+    elif name == "in.arrow":
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=13)
+    elif name == "in.npy":
+        np.save(path, np.concatenate([[*row, -1] for row in rows]).astype(np.int32))
+    else:
+        path.write_bytes(jsonl(*({"token_ids": row} for row in rows)))
+    (source,) = find_sources([str(path)])
+    for weight in (200, 1000, 1 << 30):
+        parts = parts_of(source, weight)
+        assert len(parts) > 5 or weight > 200
+        found = [
+            examples_of(record, codec)[0].token_ids
+            for part, _ in parts
+            for record in read_part(part, lambda num_bytes: None)
+        ]
+        assert found == rows
+
+
+def test_what_cannot_be_cut_stays_whole(tmp_path: Path) -> None:
+    (tmp_path / "array.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+    (tmp_path / "packed.jsonl").write_bytes(gzip.compress(TEXT_LINES))
+    (tmp_path / "lines.jsonl").write_bytes(TEXT_LINES)
+    counts = {Path(s.name).name: len(parts_of(s, 10)) for s in find_sources([str(tmp_path)])}
+    assert counts["array.json"] == counts["packed.jsonl"] == 1 < counts["lines.jsonl"]
+    assert parts_of(Source("-", "auto", None, ""), 10)[0][0].stop is None
+    assert streams.is_url("s3://a/b") and not streams.is_url("a/b") and not streams.is_url("C:/b")
