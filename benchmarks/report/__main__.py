@@ -24,6 +24,7 @@ from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
 from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
+from benchmarks.report.joining import joining_section
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
 from benchmarks.report.rollouts import rollouts_section
@@ -33,7 +34,7 @@ from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, ROLLOUTS, SERVING, TUNING = (
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, JOINING, ROLLOUTS, SERVING, TUNING = (
     f"docs/{name}.md"
     for name in (
         "api",
@@ -42,6 +43,7 @@ API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, ROLLOUTS, SERVING, TUNING = (
         "coupled-sampling",
         "engines",
         "head-training",
+        "joining",
         "rollouts",
         "serving",
         "tuning",
@@ -68,6 +70,7 @@ def pages() -> dict[str, str]:
             COUPLED,
             ENGINES,
             HEADS,
+            JOINING,
             ROLLOUTS,
             SERVING,
             TUNING,
@@ -124,6 +127,8 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "soak", soak_section(soak))
     if (heads := _result("heads-training")) is not None:
         put(HEADS, "heads-training", heads_section(heads))
+    if (joining := _result("joining")) is not None:
+        put(JOINING, "joining", joining_section(joining))
     if rollouts := [run for name in ("rollouts", "rollouts-fast") if (run := _result(name)) is not None]:
         put(ROLLOUTS, "rollouts", rollouts_section(rollouts))
     put(SERVING, "flags", flags_section())
