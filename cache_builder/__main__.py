@@ -16,9 +16,11 @@ from cache_builder.command import (
     export,
     inspect,
     merge,
+    prune,
     pull,
     purge,
     push,
+    redis_status,
 )
 from ssd import __version__
 from ssd.errors import SSDError
@@ -41,6 +43,7 @@ examples:
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
   ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
   ssd-cache purge --namespace old-tenant --redis redis://localhost:6379/0 --directory cache/
+  ssd-cache prune warm/ --budget 4M --logs logs.jsonl --tokenizer ./my-model --out small/
 """
 
 
@@ -55,7 +58,9 @@ COMMANDS = (
     explain,
     push,
     pull,
+    redis_status,
     purge,
+    prune,
 )
 
 
