@@ -18,7 +18,9 @@ from cache_builder.command import (
     merge,
     prune,
     pull,
+    purge,
     push,
+    redis_status,
 )
 from ssd import __version__
 from ssd.errors import SSDError
@@ -35,12 +37,13 @@ examples:
   ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
   ssd-cache check warm/ --tokenizer ./my-model
   ssd-cache merge warm/ cache/support --out merged/ --namespace support
-  ssd-cache prune warm/ --budget 4M --logs logs.jsonl --tokenizer ./my-model --out small/
   ssd-cache diff merged/ warm/
   ssd-cache export warm/ --out warm.jsonl.gz
   ssd-cache explain warm/ --prompt question.txt --tokenizer ./my-model
   ssd-cache push warm/ --redis redis://localhost:6379/0 --namespace default
   ssd-cache pull --redis redis://localhost:6379/0 --namespace default --out saved/
+  ssd-cache purge --namespace old-tenant --redis redis://localhost:6379/0 --directory cache/
+  ssd-cache prune warm/ --budget 4M --logs logs.jsonl --tokenizer ./my-model --out small/
 """
 
 
@@ -50,12 +53,14 @@ COMMANDS = (
     inspect,
     check,
     merge,
-    prune,
     diff,
     export,
     explain,
     push,
     pull,
+    redis_status,
+    purge,
+    prune,
 )
 
 
