@@ -19,7 +19,7 @@ from benchmarks.report.constants import constants_section
 from benchmarks.report.coupled import coupled_section, window_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.evaluate import evaluate_section
-from benchmarks.report.faults import faults_section
+from benchmarks.report.faults import faults_section, fleet_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
@@ -115,6 +115,8 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "start", start_section(start))
     if (faults := _result("faults")) is not None:
         put("SECURITY.md", "faults", faults_section(faults))
+    if (fleet_faults := _result("fleet-faults")) is not None:
+        put("SECURITY.md", "fleet-faults", fleet_section(fleet_faults))
     if (side_channels := _result("side-channels")) is not None:
         put("SECURITY.md", "side-channels", side_channels_section(side_channels))
     if (connections := _result("connections")) is not None:

@@ -76,8 +76,8 @@ def add(commands: Commands) -> None:
     command.add_argument("--jobs", type=int, metavar="N", help="processes (default: one for each processor)")
     command.add_argument("--seed", type=int, default=0, help="of what is dealt at random (default: %(default)s)")
     command.add_argument("--json", action="store_true", help="print one JSON line alone")
-    add_log_arguments(command)
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots, which needs nothing else")
+    add_log_arguments(command)
     add_cost_arguments(command)
 
 
