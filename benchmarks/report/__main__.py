@@ -18,6 +18,7 @@ from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
 from benchmarks.report.coupled import coupled_section, window_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
+from benchmarks.report.evaluate import evaluate_section
 from benchmarks.report.faults import faults_section, fleet_section
 from benchmarks.report.fleet import latency_section, limits_section, shares_section
 from benchmarks.report.gains import gains_section
@@ -106,6 +107,8 @@ def pages() -> dict[str, str]:
     if (replay := _result("replay")) is not None:
         curves = curve_section(curve, _result("replay-tree")) if curve is not None else ""
         put(BENCHMARKS, "replay", "\n".join([replay_section(replay), "", curves]))
+    if evaluated := _results("evaluate", "evaluate-gemma"):
+        put(BENCHMARKS, "evaluate", evaluate_section(evaluated))
     if (hybrid := _result("hybrid")) is not None:
         put(BENCHMARKS, "hybrid", hybrid_section(hybrid))
     if (clients := _result("clients")) is not None:
