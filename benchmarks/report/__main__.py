@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report.api import api_section
+from benchmarks.report.building import building_section
 from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
 from benchmarks.report.coupled import coupled_section, window_section
@@ -132,6 +133,8 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "http", http_section(http))
     if (soak := _result("soak")) is not None:
         put(BENCHMARKS, "soak", soak_section(soak))
+    if (building := _result("building")) is not None:
+        put(BENCHMARKS, "building", building_section(building))
     if (heads := _result("heads-training")) is not None:
         put(HEADS, "heads-training", heads_section(heads))
     if (joining := _result("joining")) is not None:
