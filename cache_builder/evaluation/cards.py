@@ -85,9 +85,12 @@ def _positions(evaluation: Row) -> Iterator[str]:
         (count(row["position"]), count(row["drafted"]), count(row["accepted"]), percent(share))
         for row, (_, share) in zip(rows, points, strict=True)
     ]
+    parameters = evaluation.get("parameters")
+    is_tree = isinstance(parameters, Mapping) and parameters.get("shape") == "tree"
     yield section(
         "How far drafts hold",
-        "Of the tokens drafted at each place of a draft, the share that the model agreed with.",
+        "Of the tokens drafted at each place of a draft, the share that the model agreed with."
+        + (" Drafts branch: of several candidates for a place one at most can be right." if is_tree else ""),
         bar_plot(
             "positions",
             "Acceptance by position",
