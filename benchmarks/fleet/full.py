@@ -69,6 +69,7 @@ class Replica:
         began = time.process_time()
         while True:
             num_read = self._num_read()
+            self.reader._is_changed.set()  # nothing to gather: the clock stands still
             self.reader._exchange()
             if self._num_read() == num_read:
                 break

@@ -23,7 +23,7 @@ from benchmarks.faults.store import note, notes_on_disk
 from benchmarks.fleet_faults.proxy import FaultProxy
 from server.tenants.namespace_names import NamespaceNames
 from server.tenants.rules import digest_of
-from ssd.sharing.keys import stream_key
+from ssd.sharing.keys import chunks_key, head_key, stream_key
 from ssd.text.codec import TextCodec
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ USER, PASSWORD = "ssd", "the password"
 RIGHTS: Final = (
     "~ssd:1:*",
     *("+xadd", "+xread", "+xrange", "+xrevrange", "+xtrim", "+ping", "+watch", "+multi", "+exec", "+del"),
-    *("+hmget", "+hincrby"),
+    *("+hmget", "+hincrby", "+getrange", "+set", "+get", "+incr", "+pexpire", "+unwatch"),
+    *("+hget", "+hset", "+hkeys", "+hdel", "+hlen"),
 )
 """What docs/sharing.md says that a user needs."""
 
@@ -43,6 +44,9 @@ _SECRET = b"the secret of the fleet"
 _CACHE_TOKENS = 1 << 20
 _PROBE_TOKENS = 16
 _DRAFTED = 8  # of them: what a server drafts that never saw the text is one or two
+_FILL_TOKENS = 24_000  # more than the least that is published
+_FILL_PROMPT = 200
+_FILL_FROM = 300  # special tokens lie below
 _PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 
 
@@ -103,6 +107,8 @@ class Fleet:
             member.server.start(wait=False)
         for member in self.members:
             member.server.wait_ready()
+        for key in KEYS:
+            self._fill(key)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,6 +123,12 @@ class Fleet:
     def counts(self) -> Counter[str]:
         """What became of all requests so far."""
         return sum((load.counts for load in self.loads), Counter())
+
+    @property
+    def published(self) -> list[tuple[str, str]]:
+        """The keys of both tenants' published heads, and of their chunks."""
+        fingerprint = self._codec.fingerprint
+        return [(head_key(fingerprint, name), chunks_key(fingerprint, name)) for name in self.namespaces]
 
     @property
     def streams(self) -> list[str]:
@@ -211,6 +223,12 @@ class Fleet:
         member.server.post(body, key=key)
         member.history.acknowledge(number)
         return body
+
+    def _fill(self, key: str) -> None:
+        """Enough text of random tokens that the tenant's cache is published."""
+        for number in range(_FILL_TOKENS // _FILL_PROMPT):
+            prompt = [self.chance.randrange(_FILL_FROM, self._codec.vocab_size) for _ in range(_FILL_PROMPT)]
+            self.members[number % len(self.members)].server.post({"prompt": prompt, "max_tokens": 1}, key=key)
 
     def _options(self, directory: Path) -> list[str]:
         options = ["--cache-dir", str(directory), "--namespace", _BASE, "--secret-file", str(self._home / "secret")]

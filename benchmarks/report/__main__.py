@@ -19,12 +19,13 @@ from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
 from benchmarks.report.coupled import coupled_section, window_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
-from benchmarks.report.faults import faults_section
+from benchmarks.report.faults import faults_section, fleet_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
 from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
+from benchmarks.report.joining import joining_section
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
 from benchmarks.report.rollouts import rollouts_section
@@ -34,7 +35,7 @@ from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, ROLLOUTS, SERVING, TUNING = (
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, JOINING, ROLLOUTS, SERVING, TUNING = (
     f"docs/{name}.md"
     for name in (
         "api",
@@ -43,6 +44,7 @@ API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, ROLLOUTS, SERVING, TUNING = (
         "coupled-sampling",
         "engines",
         "head-training",
+        "joining",
         "rollouts",
         "serving",
         "tuning",
@@ -69,6 +71,7 @@ def pages() -> dict[str, str]:
             COUPLED,
             ENGINES,
             HEADS,
+            JOINING,
             ROLLOUTS,
             SERVING,
             TUNING,
@@ -113,6 +116,8 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "start", start_section(start))
     if (faults := _result("faults")) is not None:
         put("SECURITY.md", "faults", faults_section(faults))
+    if (fleet_faults := _result("fleet-faults")) is not None:
+        put("SECURITY.md", "fleet-faults", fleet_section(fleet_faults))
     if (side_channels := _result("side-channels")) is not None:
         put("SECURITY.md", "side-channels", side_channels_section(side_channels))
     if (connections := _result("connections")) is not None:
@@ -125,6 +130,8 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "building", building_section(building))
     if (heads := _result("heads-training")) is not None:
         put(HEADS, "heads-training", heads_section(heads))
+    if (joining := _result("joining")) is not None:
+        put(JOINING, "joining", joining_section(joining))
     if rollouts := [run for name in ("rollouts", "rollouts-fast") if (run := _result(name)) is not None]:
         put(ROLLOUTS, "rollouts", rollouts_section(rollouts))
     put(SERVING, "flags", flags_section())

@@ -28,8 +28,8 @@ def building_section(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"`python -m benchmarks.building` on {result['date']}, {where['cpu']}, {where['cores']} cores: from the start "
-        "of the command to the finished directory; a core's rate by processor time; the peak of the process with the most "
-        "private memory, less what a build of a few tokens takes, over its largest segment. "
+        "of the command to the finished directory; a core's rate by processor time; the peak of the process with the "
+        "most private memory, less what a build of a few tokens takes, over its largest segment. "
         f"{checked} lookups were compared with a slow count.",
     ]
     return "\n".join(lines)

@@ -67,7 +67,7 @@ class CheckReport:
             lines.append(f"  {LEARNED_NAME}: learned from {self.learned:,} candidates")
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  FAULT: {fault}" for fault in self.faults]
-        lines.append(f"  {len(self.faults)} faults" if self.faults else "  sound")
+        lines.append(f"  faults: {len(self.faults)}" if self.faults else "  sound")
         return "\n".join(lines)
 
 

@@ -45,8 +45,8 @@ def _head(explanation: Explanation, decode: Decode) -> Iterator[str]:
         if own + index == 0:
             continue  # the places of the longer match
         yield (
-            f"  its last {length} tokens {shown(context[-min(length, _TAIL_TOKENS) :], decode)} stand in "
-            f"{index:.0f}{' more' if level else ''} places of the cache and {own:.0f} of the text itself"
+            f"  its last {length} tokens {shown(context[-min(length, _TAIL_TOKENS) :], decode)} stand elsewhere"
+            f"{' too' if level else ''}: {index:.0f} in the cache, {own:.0f} in the text itself"
         )
 
 
