@@ -16,7 +16,7 @@ from cache_builder.shared.text import shown
 from ssd.errors import StoreUnavailable
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import connect
-from ssd.sharing.keys import head_key, lease_key, stream_key
+from ssd.sharing.keys import head_key, lease_key, member_key, purge_key, stream_key
 from ssd.sharing.push import push_segments
 from ssd.sharing.shared_root import KEY as NOISE
 from tests.redis_server import RedisServer, redis_server
@@ -37,6 +37,9 @@ def test_it_says_what_is_there_and_changes_nothing(
             one.append([7, number])
         eventually(lambda: client.xlen(KEY) == 200)
         client.set(lease_key(FINGERPRINT, "default"), b"somebody", px=60_000)
+        client.set(member_key(FINGERPRINT, "default", "0a"), b"")
+        client.set(member_key(FINGERPRINT, "default", "0b"), b"")
+        client.set(purge_key(FINGERPRINT, "pushed"), b"")
         client.set(NOISE, b"secret" * 6)
         client.hset("ssd:1:generations", "a", 3)
         before = {key: client.dump(key) for key in client.scan_iter()}
@@ -54,6 +57,7 @@ def test_it_says_what_is_there_and_changes_nothing(
     )
     assert len(default["last_writer"]) == 16 and 0 <= default["newest_age_s"] <= default["oldest_age_s"] < 60
     assert default["bytes"] > 200 and 0 < default["lease_ms"] <= 60_000
+    assert (default["servers"], default["is_being_purged"], spaces["pushed"]["is_being_purged"]) == (2, False, True)
     assert said["generations"] == 1 and said["has_noise_root"] is True
     assert "secret" not in json.dumps(said)
     assert (said["user"], said["servers"][0]["role"]) == ("default", "master")

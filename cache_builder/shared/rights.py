@@ -55,6 +55,7 @@ _NEEDED: tuple[tuple[str, tuple[tuple[str | int, ...], ...]], ...] = (
         ),
     ),
     ("API keys", (("HMGET", _KEY, "a"), ("HINCRBY", _KEY, "a", 1))),
+    ("purge and this list", (("SCAN", 0),)),
     ("the delay in /metrics", (("TIME",),)),
 )
 

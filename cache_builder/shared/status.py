@@ -152,5 +152,9 @@ def _namespace_lines(space: NamespaceFacts) -> Iterator[str]:
         if head is not None:
             size = f"{head.tokens:,} tokens, {head.chunks:,} chunks, {spelled_bytes(head.bytes)}"
             yield f"{name:<10} {size}" + (f"; {head.about}" if head.about else "")
+    if space.servers:
+        yield f"servers    {space.servers} have it open"
+    if space.is_being_purged:
+        yield "purge      demanded: servers that have it open forget it"
     if space.lease_ms is not None:
         yield f"lease      held, for {space.lease_ms / 1000:.1f} s unless it is renewed"
