@@ -23,6 +23,7 @@ from tests.redis_server import RedisServer, redis_server
 from tests.redis_topologies import Cluster, started
 from tests.sharing_replica import FINGERPRINT, KEY, entry, eventually, replica
 from tests.test_sharing import write_directory
+from tests.test_topologies import liar, nonsense
 
 __all__ = ["redis_server"]  # the fixture
 
@@ -122,6 +123,18 @@ def test_no_server_is_one_line_without_a_password(capsys: pytest.CaptureFixture[
     assert main(["redis-status", "redis-cluster://:hidden@127.0.0.1:1"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "hidden" not in said
+
+
+@pytest.mark.parametrize(
+    "form", ["redis://127.0.0.1:{}", "redis-cluster://127.0.0.1:{}", "redis-sentinel://127.0.0.1:{}/s"]
+)
+def test_a_server_that_answers_nonsense_is_shown_escaped_or_told_in_one_line(form: str) -> None:
+    with liar(nonsense()) as port:
+        for _ in range(8):
+            try:
+                assert read_status(form.format(port)).as_text().replace("\n", "").isprintable()
+            except StoreUnavailable as error:
+                assert str(error).isprintable()
 
 
 def test_a_cluster_is_told_node_by_node(tmp_path: Path) -> None:
