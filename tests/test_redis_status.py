@@ -16,13 +16,14 @@ from cache_builder.shared.text import shown
 from ssd.errors import StoreUnavailable
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import connect
-from ssd.sharing.keys import head_key, lease_key, stream_key
+from ssd.sharing.keys import head_key, lease_key, member_key, purge_key, stream_key
 from ssd.sharing.push import push_segments
 from ssd.sharing.shared_root import KEY as NOISE
 from tests.redis_server import RedisServer, redis_server
 from tests.redis_topologies import Cluster, started
 from tests.sharing_replica import FINGERPRINT, KEY, entry, eventually, replica
 from tests.test_sharing import write_directory
+from tests.test_topologies import liar, nonsense
 
 __all__ = ["redis_server"]  # the fixture
 
@@ -37,6 +38,9 @@ def test_it_says_what_is_there_and_changes_nothing(
             one.append([7, number])
         eventually(lambda: client.xlen(KEY) == 200)
         client.set(lease_key(FINGERPRINT, "default"), b"somebody", px=60_000)
+        client.set(member_key(FINGERPRINT, "default", "0a"), b"")
+        client.set(member_key(FINGERPRINT, "default", "0b"), b"")
+        client.set(purge_key(FINGERPRINT, "pushed"), b"")
         client.set(NOISE, b"secret" * 6)
         client.hset("ssd:1:generations", "a", 3)
         before = {key: client.dump(key) for key in client.scan_iter()}
@@ -54,6 +58,7 @@ def test_it_says_what_is_there_and_changes_nothing(
     )
     assert len(default["last_writer"]) == 16 and 0 <= default["newest_age_s"] <= default["oldest_age_s"] < 60
     assert default["bytes"] > 200 and 0 < default["lease_ms"] <= 60_000
+    assert (default["servers"], default["is_being_purged"], spaces["pushed"]["is_being_purged"]) == (2, False, True)
     assert said["generations"] == 1 and said["has_noise_root"] is True
     assert "secret" not in json.dumps(said)
     assert (said["user"], said["servers"][0]["role"]) == ("default", "master")
@@ -118,6 +123,18 @@ def test_no_server_is_one_line_without_a_password(capsys: pytest.CaptureFixture[
     assert main(["redis-status", "redis-cluster://:hidden@127.0.0.1:1"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "hidden" not in said
+
+
+@pytest.mark.parametrize(
+    "form", ["redis://127.0.0.1:{}", "redis-cluster://127.0.0.1:{}", "redis-sentinel://127.0.0.1:{}/s"]
+)
+def test_a_server_that_answers_nonsense_is_shown_escaped_or_told_in_one_line(form: str) -> None:
+    with liar(nonsense()) as port:
+        for _ in range(8):
+            try:
+                assert read_status(form.format(port)).as_text().replace("\n", "").isprintable()
+            except StoreUnavailable as error:
+                assert str(error).isprintable()
 
 
 def test_a_cluster_is_told_node_by_node(tmp_path: Path) -> None:

@@ -17,16 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import ClusterError
 
+from cache_builder.__main__ import main
 from ssd.errors import ConfigError
 from ssd.sharing.addresses import read_url
 from ssd.sharing.append import FIELD, append
 from ssd.sharing.connection import address_of, connect, hide_password
 from ssd.sharing.counters import RedisCounters
-from ssd.sharing.keys import stream_key
+from ssd.sharing.keys import all_keys, stream_key
 from ssd.sharing.nodes import masters_of
 from ssd.sharing.slots import NUM_SLOTS, read_slots, slot_of, slot_of_key
 from tests.redis_topologies import Cluster, Watched, started
-from tests.sharing_replica import FINGERPRINT, eventually, replica, stored
+from tests.sharing_replica import FINGERPRINT, KEY, eventually, replica, stored
+from tests.test_published import member, published
 
 NAMES = [f"n{number}" for number in range(12)]
 
@@ -365,3 +367,46 @@ def test_a_lost_node_holds_up_no_other_and_its_replica_takes_over(tmp_path: Path
         eventually(lambda: have_all(replicas, texts), within_s=30)
         eventually(lambda: one.log.stats().is_connected and two.log.stats().is_connected)
         assert one.log.stats().num_reconnects + two.log.stats().num_reconnects
+
+
+# Published text
+
+
+def test_joining_warm_and_purging_work_in_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = [[number, number % 7, 3, 4] for number in range(150)]
+    with (
+        started(Cluster(tmp_path, has_replicas=False)) as cluster,
+        closing(connect(cluster.url)) as client,
+        member(cluster.url) as first,
+    ):
+        first.log.obey(first.caches.discard)
+        first.append(*said)
+        first.caches.get("tenant").append(list(range(50)))
+        first.caches.flush()
+        eventually(lambda: published(cluster.url) and first.log.stats().num_published == 151)
+        client.xtrim(KEY, maxlen=10, approximate=False)
+        with member(cluster.url) as second:
+            eventually(lambda: len(second.stored()) >= 150)
+            assert sorted(second.stored()) == sorted(said)
+            assert second.log.stats().num_taken_tokens > 0
+        keys = all_keys(FINGERPRINT, "tenant")
+        eventually(lambda: client.exists(*keys) >= 4)
+        assert main(["purge", "--namespace", "tenant", "--redis", cluster.url]) == 0
+        assert "nothing is left" in capsys.readouterr().out
+        assert client.exists(*keys) == 0
+
+
+@pytest.mark.slow
+def test_after_a_failover_others_join_warm(tmp_path: Path) -> None:
+    said = [[number, number % 7, 3, 4] for number in range(150)]
+    with started(Watched(tmp_path)) as watched, member(watched.url) as first:
+        first.append(*said[:100])
+        first.caches.flush()
+        eventually(lambda: published(watched.url))
+        watched.master.kill()
+        first.append(*said[100:])
+        first.caches.flush()
+        eventually(lambda: first.log.stats().num_published >= 150)
+        with member(watched.url) as second:
+            eventually(lambda: len(second.stored()) >= 150)
+            assert sorted(second.stored()) == sorted(said)

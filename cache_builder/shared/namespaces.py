@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import redis
 
 MOST_KEYS = 20_000
-_NAME = re.compile(rf"ssd:{KEYS_VERSION}:\{{([0-9a-f]{{32}}):([A-Za-z0-9_.-]{{1,64}})\}}(?::[a-z]+)?")
+_NAME = re.compile(rf"ssd:{KEYS_VERSION}:\{{([0-9a-f]{{32}}):([A-Za-z0-9_.-]{{1,64}})\}}(:[a-z0-9:]{{1,80}})?")
 _SAMPLE = 64
 _PAGE = 256
 _ANY_TOKEN = 1 << 31
@@ -57,6 +58,10 @@ class NamespaceFacts:
     pushed: HeadFacts | None = None
     lease_ms: int | None = None
     """For how long somebody holds the right to publish."""
+    servers: int = 0
+    """Servers that said within half a minute that they have it open, as far as they take part in purging."""
+    is_being_purged: bool = False
+    """Whether a demand to forget it stands."""
     error: str = ""
 
 
@@ -65,15 +70,23 @@ def namespaces_in(client: redis.Redis, *, exact: bool) -> tuple[list[NamespaceFa
 
     ``exact`` : read all entries. O(keys), and a few commands for each namespace.
     """
-    found: set[tuple[str, str]] = set()
+    found: dict[tuple[str, str], list[str]] = {}
     num_keys = 0
     for key in _keys(client):
         num_keys += 1
         if match := _NAME.fullmatch(key.decode("utf-8", "replace") if isinstance(key, bytes) else ""):
-            found.add((match[1], match[2]))
+            found.setdefault((match[1], match[2]), []).append(match[3] or "")
         if num_keys >= MOST_KEYS:
             break
-    return [_facts(client, *names, exact=exact) for names in sorted(found)], num_keys < MOST_KEYS
+    facts = [
+        dataclasses.replace(
+            _facts(client, *names, exact=exact),
+            servers=sum(suffix.startswith(":member:") for suffix in suffixes),
+            is_being_purged=":purge" in suffixes,
+        )
+        for names, suffixes in sorted(found.items())
+    ]
+    return facts, num_keys < MOST_KEYS
 
 
 def _keys(client: redis.Redis) -> Iterator[Any]:

@@ -36,6 +36,7 @@ _NEEDED: tuple[tuple[str, tuple[tuple[str | int, ...], ...]], ...] = (
             ("XREVRANGE", _KEY, "+", "-", "COUNT", 1),
             ("XTRIM", _KEY, "MAXLEN", 1),
             ("DEL", _KEY),
+            ("UNWATCH",),
             ("PING",),
         ),
     ),
@@ -54,7 +55,11 @@ _NEEDED: tuple[tuple[str, tuple[tuple[str | int, ...], ...]], ...] = (
             ("HLEN", _KEY),
         ),
     ),
-    ("API keys", (("HMGET", _KEY, "a"), ("HINCRBY", _KEY, "a", 1))),
+    (
+        "API keys",
+        (("HMGET", _KEY, "a"), ("HINCRBY", _KEY, "a", 1), ("HGET", _KEY, "a"), ("HSET", _KEY, "a", "")),
+    ),
+    ("purge and this list", (("SCAN", 0),)),
     ("the delay in /metrics", (("TIME",),)),
 )
 

@@ -71,7 +71,7 @@ class Status:
 def read_status(url: str, *, exact: bool = False) -> Status:
     """What is at ``url``. Writes nothing. ``exact`` : read all entries for their tokens.
 
-    Raises ConfigError, and StoreUnavailable where nothing answers.
+    Raises ConfigError, and StoreUnavailable where nothing answers, or nonsense.
     """
     client = connect(url)
     try:
@@ -97,9 +97,7 @@ def read_status(url: str, *, exact: bool = False) -> Status:
             user=user,
             rights=rights,
         )
-    except Exception as error:
-        if not _is_lost(error):
-            raise
+    except Exception as error:  # a server that talks nonsense raises whatever it likes
         reason = shown(hide_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
             f"{address_of(url)} does not answer ({reason}): check the address and the user"
@@ -152,5 +150,9 @@ def _namespace_lines(space: NamespaceFacts) -> Iterator[str]:
         if head is not None:
             size = f"{head.tokens:,} tokens, {head.chunks:,} chunks, {spelled_bytes(head.bytes)}"
             yield f"{name:<10} {size}" + (f"; {head.about}" if head.about else "")
+    if space.servers:
+        yield f"servers    {space.servers} have it open"
+    if space.is_being_purged:
+        yield "purge      demanded: servers that have it open forget it"
     if space.lease_ms is not None:
         yield f"lease      held, for {space.lease_ms / 1000:.1f} s unless it is renewed"
