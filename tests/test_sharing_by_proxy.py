@@ -114,6 +114,7 @@ def test_connections_that_are_cut_again_and_again_lose_nothing(pair: Pair, reset
     eventually(lambda: sorted(pair.one.stored()) == sorted(pair.two.stored()))
 
 
+@pytest.mark.slow
 def test_sharing_comes_back_after_wrong_answers(pair: Pair) -> None:
     for answer in (*WRONG_ANSWERS, *OVERSIZED_ANSWERS):
         pair.proxy.weather = Weather(answer=answer)
