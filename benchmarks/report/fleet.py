@@ -150,6 +150,9 @@ def latency_section(result: dict[str, Any]) -> str:
     if (steps := result.get("steps")) is not None:
         least, most = steps["ratio_95"]
         lines.append(f"| engine step while receiving, over not | {steps['ratio']:.3f} ({least:.3f} ... {most:.3f}) |")
+        least, most = steps["ratio_by_cpu_time_95"]
+        ratio = steps["ratio_by_cpu_time"]
+        lines.append(f"| by CPU time of all the process | {ratio:.3f} ({least:.3f} ... {most:.3f}) |")
     if (servers := result.get("servers")) is not None:
         lines.append(
             f"| passes for {servers['prompts']} answers of {servers['max_tokens']} tokens: first server, then another "
