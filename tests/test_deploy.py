@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 import urllib.parse
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.faults.processes import find_redis_server, free_port
 from server.command.arguments import Options, parse_arguments
+from ssd.sharing.reception import Delays, StreamStats
 from ssd.sharing.redis_log import SharingStats
+from ssd.sharing.refusals import all_reasons
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import ask, get, wait_until
 from tests.server.failing_engine import RunningServer, serving
@@ -88,7 +91,8 @@ def expressions() -> list[str]:
 def sharing_stats() -> dict[str, SharingStats]:
     """Of a server whose Redis answers and has nothing to say."""
     nothing: dict[str, Any] = dict.fromkeys(SharingStats.__dataclass_fields__, 0)
-    return {"default": SharingStats(**nothing | {"is_connected": True})}
+    shown = {"streams": {"default": StreamStats()}, "delays": Delays(), "refusals": all_reasons(Counter(), Counter())}
+    return {"default": SharingStats(**nothing | {"is_connected": True} | shown)}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_builder.evaluation.page import page
@@ -39,7 +39,10 @@ EVALUATION: dict[str, Any] = {
         {"name": "new text", "requests": 1000, "output_tokens": 200_000, "tokens_per_step": 1.1, "speedup": 0.97},
     ],
     "acceptance_by_position": [{"position": at, "drafted": 100, "accepted": 60 - at} for at in range(1, 20)],
-    "growth": [{"requests": 300, "tokens_per_step": 2.0, "speedup": 1.2 + at} for at in range(4)],
+    "class_definitions": {"asked again": "the same prompt came before"},
+    "by_cache": [{"cache": "none", "speedup": 1.3}, {"cache": "growing", "speedup": 1.84}],
+    "by_source": [{"source": "own", "drafted": 90, "accepted": 30}, {"source": "tail", "drafted": 9, "accepted": 9}],
+    "growth": [{"requests": 300 * (1 + at), "tokens_per_step": 2.0, "speedup": 1.2 + at} for at in range(4)],
     "by_capacity": [{"capacity_tokens": 10**at, "speedup": 1.2, "bytes": 10 * 10**at} for at in (4, 5)],
     "by_draft_limit": [{"limit": 2**at, "drafted_per_step": 3.0, "speedup": 1.5} for at in range(2, 7)],
     "sharing": [
@@ -54,6 +57,8 @@ TITLES = {
     "By class of traffic": "classes",
     "It grows with use": "growth",
     "How far drafts hold": "acceptance_by_position",
+    "What the cache adds": "by_cache",
+    "Where drafts come from": "by_source",
     "How large the cache should be": "by_capacity",
     "How long drafts may be": "by_draft_limit",
     "What sharing brings": "sharing",
@@ -107,7 +112,7 @@ def test_it_is_sound_html_with_a_plot_and_a_table_for_every_part() -> None:
     for attributes in plots:  # said to who does not see it
         assert attributes["role"] == "img"
         assert set(str(attributes["aria-labelledby"]).split()) <= set(ids)
-    assert sum(tag == "table" for tag, _ in found.tags) == 7
+    assert sum(tag == "table" for tag, _ in found.tags) == 8
     for said in ("1.84", "2.11", "1,200", "240k", "asked again", "0.97", "286 MiB", "4.79 KiB", "measured: some-model"):
         assert said.casefold() in found.text.casefold(), said
 
@@ -139,17 +144,19 @@ def test_an_evaluation_of_nothing_is_a_page_too() -> None:
     ["</style><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a&lt;b", "'\" onload='x", "\u202e\0"],
 )
 def test_what_logs_call_things_is_shown_and_never_obeyed(hostile: str) -> None:
-    row = {"name": hostile, "about": hostile, "requests": 3, "output_tokens": 9, "tokens_per_step": 1.0, "speedup": 1.0}
+    row = {"name": hostile, "requests": 3, "output_tokens": 9, "tokens_per_step": 1.0, "speedup": 1.0}
     changed = {
         **EVALUATION,
-        "classes": [row], "inputs": [hostile], "tokenizer": hostile, "unknown": [hostile], "version": hostile,
+        "classes": [row], "class_definitions": {hostile: hostile},
+        "by_source": [{"source": hostile, "drafted": 3, "accepted": 2}],
+        "inputs": [hostile], "tokenizer": hostile, "unknown": [hostile], "version": hostile,
         "parameters": {hostile: [hostile]}, "cost": {**EVALUATION["cost"], "source": hostile},
     }  # fmt: skip
     found, usual = Reader(page(changed)), Reader(page(EVALUATION))
     assert {tag for tag, _ in found.tags} <= {tag for tag, _ in usual.tags}
     names = {name for _, attributes in usual.tags for name in attributes}
     assert {name for _, attributes in found.tags for name in attributes} <= names
-    assert found.text.count(hostile.replace("\0", "\ufffd")) >= 6 or "\0" in hostile
+    assert found.text.count(hostile.replace("\0", "\ufffd")) >= 7 or "\0" in hostile
 
 
 def _anything() -> st.SearchStrategy[Any]:
@@ -162,6 +169,7 @@ def _anything() -> st.SearchStrategy[Any]:
     )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.sampled_from(sorted(EVALUATION)), _anything(), max_size=6))
 def test_whatever_it_is_given_makes_a_sound_page(evaluation: dict[str, Any]) -> None:
     html = page({**EVALUATION, **evaluation})

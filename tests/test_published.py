@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_builder.__main__ import main
 from ssd.config import CacheConfig
+from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.checkpoints import Checkpoint
 from ssd.retrieval.packed import Tokens
+from ssd.sharing import reader
 from ssd.sharing.connection import connect
 from ssd.sharing.keys import all_keys, chunks_key, head_key, lease_key
+from ssd.sharing.published import joiner, publisher
 from ssd.sharing.published.chunk import (
     MAX_CHUNK_TOKENS,
     InvalidChunkError,
@@ -29,7 +35,11 @@ from ssd.sharing.published.chunk import (
 from ssd.sharing.published.chunking import LEAST_CHUNK_TOKENS, cut
 from ssd.sharing.published.head import ChunkRef, Head, InvalidHeadError, newest_within
 from ssd.sharing.published.published import shared_log
+from ssd.sharing.published.publisher import Publisher
 from ssd.sharing.published.redis_store import redis_store
+from ssd.sharing.published.store_share import StoreShare
+from ssd.sharing.published.transfer import open_store, pull, push
+from ssd.sharing.published.url_store import open_place
 from tests.redis_server import RedisServer, redis_server
 from tests.reference.chunking import slow_cut
 from tests.sharing_replica import FINGERPRINT, VOCAB_SIZE, Replica, eventually, stored
@@ -281,3 +291,155 @@ def test_what_was_stored_without_threads_is_stored_once(redis_server: RedisServe
             eventually(lambda: len(second.stored()) >= 41)
             time.sleep(1.0)
             assert sorted(stored(second.caches)) == sorted(first.stored())
+
+
+# -- purging -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_purge_is_obeyed_by_servers_that_have_it_open_and_leaves_nothing(
+    redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = all_keys(FINGERPRINT, "tenant")
+    client = connect(redis_server.url)
+    arguments = ["purge", "--namespace", "tenant", "--redis", redis_server.url, "--directory", str(tmp_path)]
+    with member(redis_server.url, tmp_path) as one, member(redis_server.url) as other:
+        for each in (one, other):
+            each.log.obey(each.caches.discard)
+            each.caches.get("tenant").append(list(range(each is one, 50)))
+            each.caches.flush()
+        eventually(lambda: client.exists(*keys) >= 4)
+        assert main(arguments) == 0
+        printed = capsys.readouterr().out
+        assert "2 servers were told, 0 left" in printed and "nothing is left" in printed
+        assert client.exists(*keys) == 0 and not (tmp_path / "tenant").exists()
+        assert all(stored(each.caches, "tenant") == [] for each in (one, other))
+        assert main(["purge", "--namespace", "default", "--directory", str(tmp_path)]) == 1
+        assert "stop that one" in capsys.readouterr().out.lower()
+    client.close()
+
+
+# -- a store without Redis ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def store_member(url: str) -> Iterator[tuple[StoreShare, CacheSet]]:
+    with (
+        closing(StoreShare(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, least_tokens=1)) as share,
+        CacheSet(CacheConfig(), FINGERPRINT, inline=True, on_open=share.attach) as caches,
+    ):
+        yield share, caches
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_servers_without_redis_begin_with_what_lies_on_a_store(tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}://{tmp_path}/store"
+    said = [text.tolist() for text in texts(8, 100)]
+    with store_member(url) as (share, caches):
+        for text in said:
+            caches.get().append(text)
+        caches.flush()
+        eventually(lambda: share.stats().num_heads == 1)
+    with store_member(url) as (share, caches):
+        eventually(lambda: stored(caches) == said)
+    with open_store(None, url, FINGERPRINT, "default") as store:
+        assert pull(store, tmp_path / "out", fingerprint=FINGERPRINT, namespace="default").num_sequences == 100
+        assert push(tmp_path / "out", store, fingerprint=FINGERPRINT).num_sent_bytes == 0  # the same chunks
+    with store_member(url) as (_, caches):
+        eventually(lambda: sorted(stored(caches)) == sorted(2 * said))
+    assert main(["purge", "--namespace", "default", "--store", url]) == 0
+    with open_store(None, url, FINGERPRINT, "default") as store:
+        assert store.head() is None and not store.chunks.names()
+    with pytest.raises(ConfigError):
+        open_place("nothing-like-this://place")
+
+
+def test_heads_in_redis_name_chunks_on_a_store(redis_server: RedisServer, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    with (
+        shared_log(
+            redis_server.url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, publish_to=url, least_tokens=1
+        ) as log,
+        CacheSet(CacheConfig(), FINGERPRINT, inline=True, on_open=log.attach) as caches,
+    ):
+        caches.get().append([1, 2, 3])
+        caches.flush()
+        eventually(lambda: published(redis_server.url))
+        with open_store(redis_server.url, url, FINGERPRINT, "default") as store:
+            assert len(store.chunks.names()) == 1
+            assert pull(store, tmp_path / "out", fingerprint=FINGERPRINT, namespace="default").num_tokens == 3
+
+
+# -- in any order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is done every few seconds is done at once."""
+    defaults = Publisher.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "look_s", 0.05)
+    monkeypatch.setattr(publisher, "PUBLISH_S", 0.1)
+    for name in ("_IDLE_S", "_GAP_LOOK_S", "_LOOK_S"):
+        monkeypatch.setattr(joiner, name, 0.1)
+    monkeypatch.setattr(reader, "_COMPARE_S", 0.2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_any_order_of_events_no_sequence_is_there_twice(
+    redis_server: RedisServer, tmp_path: Path, hurried: None, seed: int
+) -> None:
+    """Two replicas that come, go, crash and fall behind, and a Redis that forgets its log, its heads or everything."""
+    random = np.random.default_rng(seed)
+    client = connect(redis_server.url)
+    keys = all_keys(FINGERPRINT, "default")
+    said = 0
+
+    def check(one: Replica) -> None:
+        counts = Counter(map(tuple, one.stored()))
+        assert not counts or max(counts.values()) == 1
+
+    with ExitStack() as stack:
+        lives = [ExitStack(), ExitStack()]
+        for life in lives:
+            stack.callback(life.close)
+        directories = [tmp_path / "0", tmp_path / "1"]
+        replicas = [
+            life.enter_context(member(redis_server.url, directory))
+            for life, directory in zip(lives, directories, strict=True)
+        ]
+        for _ in range(25):
+            number = int(random.integers(2))
+            event = random.choice(["say", "say", "say", "seal", "wait", "restart", "crash", "trim", "flush", "heads"])
+            if event == "say":
+                replicas[number].append(*([said + n, *[7] * int(random.integers(1, 60))] for n in range(10)))
+                said += 10
+            elif event == "seal":
+                replicas[number].caches.flush()
+            elif event == "wait":
+                time.sleep(float(random.uniform(0, 0.8)))
+            elif event in ("restart", "crash"):
+                if event == "crash":
+                    crashed = directories[number].with_name(f"{directories[number].name}x")
+                    shutil.copytree(directories[number], crashed)
+                    directories[number] = crashed
+                lives[number].close()
+                lives[number] = life = ExitStack()
+                stack.callback(life.close)
+                replicas[number] = life.enter_context(member(redis_server.url, directories[number]))
+            elif event == "trim":
+                client.xtrim(keys[0], maxlen=int(random.integers(10)), approximate=False)
+            elif event == "flush":
+                client.flushall()
+            else:
+                client.delete(*random.choice(keys[1:], 2).tolist())
+            for one in replicas:
+                check(one)
+        for one in replicas:
+            one.append([999 - replicas.index(one), 5, 5])
+            one.caches.flush()
+        eventually(lambda: all([999, 5, 5] in one.stored() and [998, 5, 5] in one.stored() for one in replicas))
+        time.sleep(1.0)
+        for one in replicas:
+            check(one)
+            assert one.log.stats().num_invalid == 0
+    client.close()

@@ -57,7 +57,6 @@ def _rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         corpus.write_tokens(tokens, options.tokens, options.seed)
         few = folder / "few.npy"
         corpus.write_tokens(few, _FEW, options.seed)
-        least = measuring.build(few, folder / "least", words, 1)["peaks"][0]
         for kind in options.kinds.split(","):
             tokenizer = words
             if kind == "text":
@@ -65,19 +64,21 @@ def _rows(options: argparse.Namespace) -> list[dict[str, Any]]:
                 corpus.write_text(inputs, options.text_tokens * _TEXT_BYTES_A_TOKEN, options.seed)
             else:
                 inputs = corpus.write_as(kind, tokens, folder)
+            small = few if kind == "text" else corpus.write_as(kind, few, folder, "few")
+            least = measuring.build(small, folder / "least", words, 1)["peaks"][0]
             for jobs in map(int, options.jobs.split(",")):
                 out = folder / "out"
                 figures = measuring.build(inputs, out, tokenizer, jobs)
                 checked = 0 if kind == "text" else check(out, tokens, options.samples, options.seed)
                 rows.append(_row(kind, jobs, figures, least, checked, inputs.stat().st_size))
                 print(json.dumps(rows[-1]), flush=True)
-            if kind not in ("npy",):
+            if kind != "npy":
                 inputs.unlink()
     return rows
 
 
 def _row(kind: str, jobs: int, figures: dict[str, Any], least: int, checked: int, num_bytes: int) -> dict[str, Any]:
-    """``peak_bytes_per_token`` : of the process with the largest peak, over its largest segment."""
+    """A row of the result; its peak by token is that of the process with the largest, over its largest segment."""
     return {
         "kind": kind,
         "jobs": jobs,
@@ -85,7 +86,7 @@ def _row(kind: str, jobs: int, figures: dict[str, Any], least: int, checked: int
         "input_bytes": num_bytes,
         "seconds": figures["seconds"],
         "tokens_per_s": round(figures["tokens"] / figures["seconds"]),
-        "tokens_per_core_s": round(figures["tokens"] / max(0.01, figures["processor_s"])),
+        "tokens_per_core_s": round(figures["tokens"] / figures["processor_s"]),
         "segments": figures["segments"],
         "largest_segment": figures["largest_segment"],
         "peak_bytes_per_token": round((figures["peaks"][0] - least) / figures["largest_segment"], 2),

@@ -48,13 +48,13 @@ def write_tokens(path: Path, num_tokens: int, seed: int) -> None:
     text.flush()
 
 
-def write_as(kind: str, tokens: Path, folder: Path) -> Path:
+def write_as(kind: str, tokens: Path, folder: Path, name: str = "corpus") -> Path:
     """The documents of a ``.npy`` file in another format, as "token_ids" of rows or lines."""
     if kind == "npy":
         return tokens
     text = np.load(tokens, mmap_mode="r")
     bounds = [0, *(np.flatnonzero(text == -1) + 1).tolist()]
-    path = folder / f"corpus.{kind}"
+    path = folder / f"{name}.{kind}"
     if kind == "jsonl":
         with path.open("w") as file:
             for start, stop in pairwise(bounds):

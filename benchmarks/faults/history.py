@@ -69,6 +69,11 @@ class History:
         with self._lock:
             self.promised.update(numbers)
 
+    def lose_all(self) -> None:
+        """The store was thrown away, after its life ended: nothing is promised any more."""
+        with self._lock:
+            self.promised.clear()
+
     def end_life(self, *, in_order: bool) -> None:
         """The server ended: in order, so all it acknowledged must be there from now on, or it was killed."""
         with self._lock:

@@ -27,7 +27,7 @@ _MOST: Final = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What was measured. ``entries`` and ``tokens`` : that a replica writes to the log, each second."""
+    """What was measured. Rates are a replica's own, each second."""
 
     entries: float
     tokens: float

@@ -23,7 +23,7 @@ from benchmarks.faults.store import note, notes_on_disk
 from benchmarks.fleet_faults.proxy import FaultProxy
 from server.tenants.namespace_names import NamespaceNames
 from server.tenants.rules import digest_of
-from ssd.sharing.keys import stream_key
+from ssd.sharing.keys import chunks_key, head_key, stream_key
 from ssd.text.codec import TextCodec
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ USER, PASSWORD = "ssd", "the password"
 RIGHTS: Final = (
     "~ssd:1:*",
     *("+xadd", "+xread", "+xrange", "+xrevrange", "+xtrim", "+ping", "+watch", "+multi", "+exec", "+del"),
-    *("+hmget", "+hincrby"),
+    *("+hmget", "+hincrby", "+getrange", "+set", "+get", "+incr", "+pexpire", "+unwatch"),
+    *("+hget", "+hset", "+hkeys", "+hdel", "+hlen"),
 )
 """What docs/sharing.md says that a user needs."""
 
@@ -43,6 +44,9 @@ _SECRET = b"the secret of the fleet"
 _CACHE_TOKENS = 1 << 20
 _PROBE_TOKENS = 16
 _DRAFTED = 8  # of them: what a server drafts that never saw the text is one or two
+_FILL_TOKENS = 24_000  # more than the least that is published
+_FILL_PROMPT = 200
+_FILL_FROM = 300  # special tokens lie below
 _PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 
 
@@ -103,6 +107,8 @@ class Fleet:
             member.server.start(wait=False)
         for member in self.members:
             member.server.wait_ready()
+        for key in KEYS:
+            self._fill(key)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,6 +123,12 @@ class Fleet:
     def counts(self) -> Counter[str]:
         """What became of all requests so far."""
         return sum((load.counts for load in self.loads), Counter())
+
+    @property
+    def published(self) -> list[tuple[str, str]]:
+        """The keys of both tenants' published heads, and of their chunks."""
+        fingerprint = self._codec.fingerprint
+        return [(head_key(fingerprint, name), chunks_key(fingerprint, name)) for name in self.namespaces]
 
     @property
     def streams(self) -> list[str]:
@@ -152,9 +164,10 @@ class Fleet:
 
     def new_standby(self) -> Redis:
         """Another Redis that has all that the first one has, and goes on to follow it."""
-        standby = self._new_redis("--replicaof", "127.0.0.1", str(self.redis.port))
+        standby = self._new_redis()
         deadline = time.monotonic() + 20
         with self.client(standby) as client:
+            client.replicaof("127.0.0.1", str(self.redis.port))
             while client.info("replication").get("master_link_status") != "up":
                 if time.monotonic() > deadline:
                     raise TimeoutError("the standby did not catch up")
@@ -169,10 +182,12 @@ class Fleet:
         return former
 
     def kill_server(self, member: Member) -> None:
-        """``kill -9``, in an outage; what was on disk is promised."""
+        """``kill -9`` in the middle of what it is doing, and a start; what was on disk before is promised."""
         member.history.promise(number for _, number in self.notes_on_disk(member))
-        member.server.kill()
-        member.history.end_life(in_order=False)
+        with member.outage():
+            member.server.kill()
+            member.history.end_life(in_order=False)
+            member.server.start()
 
     def close_servers(self) -> None:
         """In order: all that was acknowledged is to be on disk."""
@@ -199,7 +214,10 @@ class Fleet:
         return longest
 
     def _teach(self, member: Member, namespace: str, key: str) -> dict[str, object]:
-        """A server answers what nobody could guess: sampled with a seed of its own from nearly flat scores."""
+        """A server answers what nobody could guess: sampled with a seed of its own from nearly flat scores.
+
+        Raises ValueError where it was drafted all the same.
+        """
         number = member.history.begin(namespace)
         body = {
             "prompt": f"{note(number)}{self.chance.randbytes(12).hex()}\n",
@@ -208,21 +226,29 @@ class Fleet:
             "seed": number,
             "ignore_eos": True,
         }
+        if _drafts(member.server, body, key):
+            raise ValueError("a server drafts what nobody has said yet, so that others do says nothing")
         member.server.post(body, key=key)
         member.history.acknowledge(number)
         return body
+
+    def _fill(self, key: str) -> None:
+        """Enough text of random tokens that the tenant's cache is published."""
+        for number in range(_FILL_TOKENS // _FILL_PROMPT):
+            prompt = [self.chance.randrange(_FILL_FROM, self._codec.vocab_size) for _ in range(_FILL_PROMPT)]
+            self.members[number % len(self.members)].server.post({"prompt": prompt, "max_tokens": 1}, key=key)
 
     def _options(self, directory: Path) -> list[str]:
         options = ["--cache-dir", str(directory), "--namespace", _BASE, "--secret-file", str(self._home / "secret")]
         options += ["--cache-tokens", str(_CACHE_TOKENS), "--rebuild-interval", "0.3"]
         return [*options, *(word for key in KEYS for word in ("--api-key", key))]
 
-    def _new_redis(self, *options: str) -> Redis:
+    def _new_redis(self) -> Redis:
         self._num_redis += 1
         directory = self._home / f"redis-{self._num_redis}"
         directory.mkdir(parents=True)
         user = ("--user", USER, "on", f">{PASSWORD}", *RIGHTS)
-        made = Redis(directory, *_PERSISTENT, *user, *options)
+        made = Redis(directory, *_PERSISTENT, *user)
         self._stack.callback(made.kill)
         made.start()
         return made

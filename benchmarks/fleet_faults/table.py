@@ -49,10 +49,12 @@ STORE: Final = (
     Fault("clock-back", store.clock_back),
     Fault("keys-of-another-kind", store.keys_of_another_kind),
     Fault("logs-mixed-up", store.logs_mixed_up),
+    Fault("published-garbled", store.published_garbled),
 )
 MEMBERS: Final = (
     Fault("server-kill", members.kill),
     Fault("server-restart", members.restart),
+    Fault("server-anew", members.anew),
     Fault("server-kill-unheard", members.kill_unheard),
 )
 NAMES: Final = tuple(fault.name for fault in (*NETWORK, *STORE, *MEMBERS))

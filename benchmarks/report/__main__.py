@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report.api import api_section
+from benchmarks.report.building import building_section
 from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
 from benchmarks.report.coupled import coupled_section, window_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
-from benchmarks.report.faults import faults_section
+from benchmarks.report.evaluate import evaluate_section
+from benchmarks.report.faults import faults_section, fleet_section
 from benchmarks.report.fleet import latency_section, limits_section, shares_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
 from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
+from benchmarks.report.joining import joining_section
 from benchmarks.report.plan import plan_section
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
@@ -35,7 +38,7 @@ from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, ROLLOUTS, SCALING, SERVING, TUNING = (
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
     f"docs/{name}.md"
     for name in (
         "api",
@@ -44,6 +47,7 @@ API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, ROLLOUTS, SCALING, SERVING, T
         "coupled-sampling",
         "engines",
         "head-training",
+        "joining",
         "rollouts",
         "scaling",
         "serving",
@@ -71,6 +75,7 @@ def pages() -> dict[str, str]:
             COUPLED,
             ENGINES,
             HEADS,
+            JOINING,
             ROLLOUTS,
             SCALING,
             SERVING,
@@ -103,6 +108,8 @@ def pages() -> dict[str, str]:
     if (replay := _result("replay")) is not None:
         curves = curve_section(curve, _result("replay-tree")) if curve is not None else ""
         put(BENCHMARKS, "replay", "\n".join([replay_section(replay), "", curves]))
+    if evaluated := _results("evaluate", "evaluate-gemma"):
+        put(BENCHMARKS, "evaluate", evaluate_section(evaluated))
     if (hybrid := _result("hybrid")) is not None:
         put(BENCHMARKS, "hybrid", hybrid_section(hybrid))
     if (clients := _result("clients")) is not None:
@@ -116,6 +123,8 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "start", start_section(start))
     if (faults := _result("faults")) is not None:
         put("SECURITY.md", "faults", faults_section(faults))
+    if (fleet_faults := _result("fleet-faults")) is not None:
+        put("SECURITY.md", "fleet-faults", fleet_section(fleet_faults))
     if (side_channels := _result("side-channels")) is not None:
         put("SECURITY.md", "side-channels", side_channels_section(side_channels))
     if (connections := _result("connections")) is not None:
@@ -124,8 +133,12 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "http", http_section(http))
     if (soak := _result("soak")) is not None:
         put(BENCHMARKS, "soak", soak_section(soak))
+    if (building := _result("building")) is not None:
+        put(BENCHMARKS, "building", building_section(building))
     if (heads := _result("heads-training")) is not None:
         put(HEADS, "heads-training", heads_section(heads))
+    if (joining := _result("joining")) is not None:
+        put(JOINING, "joining", joining_section(joining))
     if rollouts := [run for name in ("rollouts", "rollouts-fast") if (run := _result(name)) is not None]:
         put(ROLLOUTS, "rollouts", rollouts_section(rollouts))
     if (fleet := _result("fleet")) is not None:

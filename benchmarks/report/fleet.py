@@ -126,7 +126,8 @@ def limits_section(result: dict[str, Any]) -> str:
         "",
         f"Measured: an entry of {result['whole']['tokens_of_an_entry']:.0f} tokens is "
         f"{unit['read_bytes']:.0f} bytes to "
-        f"each reader and takes it {1e6 * unit['receive_s']:.0f} us of CPU, sealing and merging included; redis-server takes {redis['write_us']:.0f} us for "
+        f"each reader and takes it {1e6 * unit['receive_s']:.0f} us of CPU, sealing and merging "
+        f"included; redis-server takes {redis['write_us']:.0f} us for "
         f"one written, {redis['reply_us']:.0f} us a reply and {redis['delivered_us']:.2f} us for each entry in it (six "
         f"loads with up to {max(run['readers'] for run in redis['runs'])} blocked readers; the costs fit them within "
         f"{redis['fit_error']:.0%}). A replica writes {unit['entries']:.2f} entries/s. Without the reader's "

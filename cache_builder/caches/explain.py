@@ -96,7 +96,7 @@ class Explanation:
             )
         if not self.seen.lookups[0].lengths:
             return "the last token stands nowhere else, neither in the cache nor earlier in the text"
-        return "every place that agrees with the draft ends there, and what the draft ends with stands nowhere else"
+        return "the texts that agree with the draft end there, and what the draft ends with stands nowhere else"
 
     def as_json(self, decode: Decode) -> dict[str, Any]:
         """For ``--json``. ``decode`` : from ids to text, None leaves texts out."""

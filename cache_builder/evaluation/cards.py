@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from cache_builder.evaluation.plots import Axis, Line, bar_plot, behind, line_plot, table
+from cache_builder.evaluation.plots import Axis, Line, bar_list, bar_plot, behind, line_plot, table
 from cache_builder.evaluation.values import (
     TIMES,
     Row,
@@ -21,12 +21,24 @@ from cache_builder.evaluation.values import (
     times,
 )
 
+_USES = {
+    "none": "the request's own text",
+    "frozen": "and the warm directories",
+    "growing": "and all requests before it",
+}
+_SOURCES = {
+    "own": "the request's own text",
+    "tail": "the newest requests",
+    "segment": "requests before",
+    "warm": "warm directories",
+    "guess": "guesses behind a wrong token",
+}
 _SPEED = Axis("speed-up over plain decoding", axis_times)
 
 
 def cards(evaluation: Row) -> list[str]:
     """All of them, in the order in which they are read."""
-    parts = (_growth, _positions, _capacity, _limits, _sharing, _cost, _needs)
+    parts = (_growth, _positions, _uses, _sources, _capacity, _limits, _sharing, _cost, _needs)
     return [card for part in parts for card in part(evaluation)]
 
 
@@ -39,10 +51,8 @@ def _growth(evaluation: Row) -> Iterator[str]:
     rows = rows_of(evaluation, "growth", ("requests", "speedup"))
     if len(rows) < 2:
         return
-    points, total = [], 0.0
-    for row in rows:
-        total += row["requests"]
-        points.append((total, float(row["speedup"])))
+    rows = sorted(rows, key=lambda row: float(row["requests"]))
+    points = [(float(row["requests"]), float(row["speedup"])) for row in rows]
     head = ("after requests", "speed-up", "tokens a step")
     cells = [
         (count(at), times(speed), cell(row, "tokens_per_step")) for (at, speed), row in zip(points, rows, strict=True)
@@ -86,6 +96,42 @@ def _positions(evaluation: Row) -> Iterator[str]:
             Axis("accepted", percent),
         )
         + behind(table(("place", "drafted", "accepted", "share"), cells)),
+    )
+
+
+def _uses(evaluation: Row) -> Iterator[str]:
+    rows = [row for row in rows_of(evaluation, "by_cache", ("speedup",)) if row.get("cache") in _USES]
+    if len(rows) < 2:
+        return
+    bars = [(_USES[row["cache"]], float(row["speedup"])) for row in rows]
+    yield section(
+        "What the cache adds",
+        "A request's own prompt and output are drafted from in any case; the rest is what others said before it.",
+        bar_list([(name, speed, times(speed)) for name, speed in bars], mark=1.0),
+    )
+
+
+def _sources(evaluation: Row) -> Iterator[str]:
+    found = rows_of(evaluation, "by_source", ("drafted", "accepted"))
+    rows = [row for row in found if row["drafted"] > 0 and isinstance(row.get("source"), str)]
+    total = sum(row["accepted"] for row in rows)
+    if total <= 0:
+        return
+    rows = sorted(rows, key=lambda row: -float(row["accepted"]))
+    bars = [(_SOURCES.get(str(row["source"]), str(row["source"])), row["accepted"] / total) for row in rows]
+    yield section(
+        "Where drafts come from",
+        "Of the drafted tokens that the model agreed with, the share of each source.",
+        bar_list([(name, share, percent(share)) for name, share in bars])
+        + behind(
+            table(
+                ("source", "drafted", "accepted"),
+                [
+                    (name, count(row["drafted"]), count(row["accepted"]))
+                    for (name, _), row in zip(bars, rows, strict=True)
+                ],
+            )
+        ),
     )
 
 

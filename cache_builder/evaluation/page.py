@@ -48,7 +48,7 @@ def _style() -> str:
 
 def _hero(evaluation: Row) -> Iterator[str]:
     speedup, steps = number(evaluation, "speedup"), number(evaluation, "tokens_per_step")
-    if speedup is None:
+    if not speedup:
         yield '<header class="hero"><h1>What the cache would bring on these logs</h1></header>'
         return
     said = []
@@ -96,6 +96,7 @@ def _classes(evaluation: Row) -> Iterator[str]:
         return
     rows.sort(key=lambda row: -float(row.get("output_tokens") or 0))
     longest = max(1.0, *(float(row["speedup"]) for row in rows))
+    definitions = evaluation.get("class_definitions")
     items = []
     for row in rows[:_MOST_CLASSES]:
         speedup = float(row["speedup"])
@@ -108,7 +109,8 @@ def _classes(evaluation: Row) -> Iterator[str]:
             )
             if (value := number(row, key)) is not None
         ]
-        note = f'<div class="soft">{escape(row["about"])}</div>' if isinstance(row.get("about"), str) else ""
+        sentence = definitions.get(row["name"]) if isinstance(definitions, Mapping) else None
+        note = f'<div class="soft">{escape(sentence)}</div>' if isinstance(sentence, str) else ""
         items.append(
             f'<li{" class=is-slow" if speedup < 1 else ""}><div class="what"><b>{escape(row["name"])}</b>'
             f'{note}<div class="soft">{escape(", ".join(about))}</div></div>'
@@ -154,4 +156,4 @@ def _foot(evaluation: Row) -> Iterator[str]:
 
 def _speed(evaluation: Row, before: str) -> str:
     speedup = number(evaluation, "speedup")
-    return "The cache" if speedup is None else f"{before}{speedup:.2f}{TIMES}".capitalize()
+    return "The cache" if not speedup else f"{before}{speedup:.2f}{TIMES}".capitalize()

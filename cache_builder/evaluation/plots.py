@@ -87,6 +87,19 @@ def bar_plot(key: str, title: str, line: Line, x: Axis, y: Axis) -> str:
     return _figure(key, title, [line], x, y, along, up, drawn, below)
 
 
+def bar_list(bars: Sequence[tuple[str, float, str]], mark: float | None = None) -> str:
+    """Bars one below the other: what each is, how long, and that in words. ``mark`` : a length that is drawn grey."""
+    longest = max([1e-12, mark or 0.0, *(length for _, length, _ in bars)])
+    items = []
+    for name, length, words in bars:
+        known = "" if mark is None else f'<u style="--one: {_at(100 * max(0.0, min(mark, length)) / longest)}%"></u>'
+        items.append(
+            f'<li><span>{escape(name)}</span><em>{escape(words)}</em><div class="bar" aria-hidden="true">'
+            f'<i style="--share: {_at(100 * max(0.0, length) / longest)}%"></i>{known}</div></li>'
+        )
+    return f'<ul class="bars">{"".join(items)}</ul>'
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of text that anybody may have written; the first column names the row."""
     lines = ["<table><thead><tr>", *(f'<th scope="col">{escape(name)}</th>' for name in head), "</tr></thead><tbody>"]

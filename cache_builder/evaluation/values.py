@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Row = Mapping[str, Any]
 
+_MOST = 1e18
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -20,14 +20,14 @@ def rows_of(evaluation: Row, key: str, numbers: tuple[str, ...]) -> list[Row]:
 
 def number(row: Row, key: str) -> float | None:
     value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
         return None
     return value
 
 
 def numbers_of(values: Any) -> list[float]:
     found = values if isinstance(values, list | tuple) else []
-    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+    return [float(value) for value in found if isinstance(value, int | float) and 0 <= value < _MOST]
 
 
 def plain(value: Any) -> str:

@@ -20,6 +20,7 @@ DATASET_STATE: Final = "state.json"
 DATASET_SPLITS: Final = "dataset_dict.json"
 
 _BATCH_ROWS = 1024
+_BUFFER = 1 << 20  # of a column, else a whole row group is in memory
 _MOST_STATE_BYTES = 1 << 24
 
 
@@ -48,6 +49,7 @@ def parquet_rows(
                 yield from _rows(name, batch, row)
                 row += len(batch)
             progress(_stored_bytes(file.metadata.row_group(number)))
+            _give_back()
 
 
 def arrow_batches(name: str) -> int:
@@ -146,11 +148,18 @@ def _parquet(name: str) -> Iterator[Any]:
         import pyarrow.parquet
 
         if is_url(name):
-            with open_raw(name) as raw, pyarrow.parquet.ParquetFile(raw) as file:
+            with open_raw(name) as raw, pyarrow.parquet.ParquetFile(raw, buffer_size=_BUFFER) as file:
                 yield file
         else:
-            with pyarrow.parquet.ParquetFile(name, memory_map=False) as file:
+            with pyarrow.parquet.ParquetFile(name, buffer_size=_BUFFER) as file:
                 yield file
+
+
+def _give_back() -> None:
+    """What Arrow keeps of the memory it does not need, a few batches' worth, goes back."""
+    import pyarrow as pa
+
+    pa.default_memory_pool().release_unused()
 
 
 def _stored_bytes(group: Any) -> int:

@@ -27,6 +27,7 @@ from ssd.errors import ConfigError
 if TYPE_CHECKING:
     from ssd.engine import Engine
     from ssd.retrieval.cache import CacheSet, SuffixCache
+    from ssd.sharing.published.store_share import StoreShare
     from ssd.sharing.redis_log import RedisLog, SharingStats
     from ssd.text.codec import TextCodec
 
@@ -110,13 +111,13 @@ class EngineLoader:
         """``secret`` : what was given."""
         self._options = options
         self._secret = secret
-        self._log: RedisLog | None = None
+        self._log: RedisLog | StoreShare | None = None
         self.noise = OpenNoise()
         """What coupled noise is made of, once it is known."""
         self.progress = Progress()
 
     @property
-    def log(self) -> RedisLog | None:
+    def log(self) -> RedisLog | StoreShare | None:
         """What replicas share through, once it is open."""
         return self._log
 
@@ -201,6 +202,16 @@ class EngineLoader:
                 publish_to=options.publish_to,
             )
             resources.callback(self._log.close)
+        elif options.publish_to is not None:
+            from ssd.sharing.published.store_share import StoreShare
+
+            self._log = StoreShare(
+                options.publish_to,
+                fingerprint=codec.fingerprint,
+                vocab_size=codec.vocab_size,
+                publishes=options.publishes,
+            )
+            resources.callback(self._log.close)
         caches = CacheSet(
             options.config,
             codec.fingerprint,
@@ -209,6 +220,8 @@ class EngineLoader:
             on_close=self._share_no_more,
         )
         resources.callback(caches.close)
+        if self._log is not None:
+            self._log.obey(caches.discard)
         for directory in options.warm_directories:
             caches.add_static_directory(directory)
         return caches

@@ -53,12 +53,13 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--no-publish", action="store_true",
-        help="with --redis: never be the server that publishes the whole cache for those that join; this one still "
-        "takes what others published",
+        help="never be the server that publishes the whole cache for those that join; this one still takes what others "
+        "published",
     )  # fmt: skip
     add(
         "--publish-to", metavar="URL",
-        help="keep what is published here, s3://bucket/ssd or file:///srv/ssd for instance (default: in Redis)",
+        help="keep what is published here, s3://bucket/ssd or file:///srv/ssd for instance; without --redis new "
+        "servers begin with it, and that is all they share (default: in Redis)",
     )  # fmt: skip
     add(
         "--namespace",

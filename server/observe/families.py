@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 from server.running.latencies import LABELS
 
-if TYPE_CHECKING:
-    from ssd.engine.histograms import Histogram
+
+class Histogram(Protocol):
+    """Numbers counted by the bounds they are not above; one count more than bounds."""
+
+    counts: list[int]
+    total: float
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        """Ascending."""
+        ...
 
 
 class Families:

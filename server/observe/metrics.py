@@ -18,6 +18,7 @@ from server.observe.engine_families import engine_families
 from server.observe.families import Families
 from server.observe.http_families import http_families
 from server.observe.namespaces import NamespaceFamilies
+from server.observe.sharing_families import SharingFamilies
 from server.running.engine_thread import Worker, WorkerState
 from server.running.latencies import LABELS, Latencies
 from server.tenants.figures import TenantFigures
@@ -46,21 +47,6 @@ _CACHE_TEXTS = {
     "num_evicted_tokens": "Tokens that left for newer text.",
     "num_dropped_tokens": "Tokens lost because sealing could not keep up.",
     "num_failures": "Refused appends, files that could not be read or written, failed merges.",
-}
-_SHARING_TEXTS = {
-    "is_connected": "1 while Redis answers.",
-    "num_published": "Entries sent to the other replicas.",
-    "num_published_tokens": "Tokens sent to the other replicas.",
-    "num_queued": "Entries that wait to be sent.",
-    "num_received": "Entries of other replicas that were stored.",
-    "num_received_tokens": "Tokens of other replicas that were stored.",
-    "num_known": "Entries read that were in the cache already.",
-    "num_dropped": "Entries given up because Redis was away for longer than the queue could hold them.",
-    "num_invalid": "Entries read that failed a check.",
-    "num_failures": "Calls of Redis that failed.",
-    "num_reconnects": "Times the connection was made again.",
-    "num_taken_tokens": "Tokens stored that others had published, not from the log.",
-    "num_heads": "Times this server published the whole of a namespace.",
 }
 
 
@@ -111,7 +97,7 @@ class _Collector(Collector):
         self._tenants = tenants
         self._sharing_stats = sharing_stats
         self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families.labels)
-        self._sharing = NamespaceFamilies("ssd:sharing", _SHARING_TEXTS, families.labels)
+        self._sharing = SharingFamilies(families)
 
     def collect(self) -> Iterator[Metric]:
         """All families; those of the engine once it is loaded."""
@@ -131,7 +117,7 @@ class _Collector(Collector):
                 engine.caches.num_worker_restarts,
             )
         if self._sharing_stats is not None:
-            yield from self._sharing.collect(self._by_label(self._sharing_stats()))
+            yield from self._sharing.collect(self._sharing_stats(), self._by_label)
 
     def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Of tenants' own namespaces by the tenants' names."""

@@ -26,13 +26,19 @@ _SIZES = frozenset(
         "generation",
         "is_connected",
         "num_queued",
+        "lag_seconds",
     }
 )
 """Statistics that may shrink; all others only grow."""
 
+_GREATEST = frozenset({"lag_seconds"})
+"""Of the other namespaces together, the greatest and not the sum."""
+
 
 class NamespaceFamilies:
     """Makes families of the namespaces' statistics, dataclasses of one kind; ``num_x`` becomes ``x``.
+
+    Fields that are no numbers are left out.
 
     The first 64 namespaces that are seen keep their names for the life of the process. What grows is added up for the
     others, so that one that is deleted takes nothing back. To be asked by one thread at a time.
@@ -56,6 +62,8 @@ class NamespaceFamilies:
         named = {namespace: counts for namespace, counts in stats.items() if namespace in self._named}
         others = {namespace: counts for namespace, counts in stats.items() if namespace not in self._named}
         for each in fields(next(iter(stats.values()))) if stats else ():
+            if not isinstance(getattr(next(iter(stats.values())), each.name), int | float):
+                continue
             is_size = each.name in _SIZES
             kind = GaugeMetricFamily if is_size else CounterMetricFamily
             name = f"{self._prefix}_{each.name.removeprefix('num_').removeprefix('is_')}"
@@ -64,7 +72,10 @@ class NamespaceFamilies:
                 family.add_metric([*self._labels, namespace], float(getattr(counts, each.name)))
             values = {namespace: float(getattr(counts, each.name)) for namespace, counts in others.items()}
             if values or each.name in self._grown:
-                total = sum(values.values()) if is_size else self._grow(each.name, values)
+                if each.name in _GREATEST:
+                    total = max(values.values(), default=0.0)
+                else:
+                    total = sum(values.values()) if is_size else self._grow(each.name, values)
                 family.add_metric([*self._labels, OTHERS], total)
             yield family
         self._seen = {key: value for key, value in self._seen.items() if key[0] in others}

@@ -48,8 +48,13 @@ def fence_key(fingerprint: str, namespace: str) -> str:
 
 
 def purge_key(fingerprint: str, namespace: str) -> str:
-    """A demand to forget the namespace, with the replicas that have done so."""
+    """A demand to forget the namespace (``published.presence``)."""
     return namespace_key(fingerprint, namespace) + ":purge"
+
+
+def member_key(fingerprint: str, namespace: str, member: str) -> str:
+    """What the server ``member`` says of a namespace that it has open."""
+    return f"{namespace_key(fingerprint, namespace)}:member:{member}"
 
 
 def all_keys(fingerprint: str, namespace: str) -> list[str]:

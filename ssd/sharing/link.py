@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from ssd.sharing.connection import Backoff, address_of, hide_password
+from ssd.sharing.refusals import reason_of
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ class Link:
         self.num_failures = 0
         self.num_reconnects = 0
         """How often an exchange worked again after it had failed."""
+        self.refusals: Counter[str] = Counter()
+        """Failures by reason."""
         self._url = url
         self._exchange = exchange
         self._stopping = threading.Event()
@@ -54,6 +58,7 @@ class Link:
     def report(self, error: Exception) -> None:
         """Count a failure, and say so at most once a minute. Only the link's own thread calls it."""
         self.num_failures += 1
+        self.refusals[reason_of(error)] += 1
         self._complain(error)
 
     def _run(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import BLOCK_MS, connect
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
 from ssd.sharing.link import Link
-from ssd.sharing.nodes import is_cluster
+from ssd.sharing.nodes import is_cluster, server_of
 from ssd.sharing.pages import (
     BEGINNING,
     OversizedReplyError,
@@ -25,6 +26,7 @@ from ssd.sharing.pages import (
     entries_before,
     entry_at,
 )
+from ssd.sharing.reception import Delays, Reception
 from ssd.sharing.stream import PAGE, Stream
 
 _COMPARE_S = 2.0
@@ -56,6 +58,10 @@ class LogReader:
         self.num_received_tokens = 0
         self.num_known = 0
         self.num_invalid = 0
+        self.invalid: Counter[str] = Counter()
+        """Of those, how many failed what, by ``refusals.INVALID``."""
+        self.delays = Delays()
+        """Seconds from when an entry of another replica was appended to when it was stored here, by Redis' clock."""
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._max_entries = max_entries
@@ -104,6 +110,10 @@ class LogReader:
         """Follow stream ``key`` no more, if it was followed. O(1)."""
         with self._lock:
             self._streams.pop(key, None)
+
+    def receptions(self) -> Mapping[str, Reception]:
+        """What was received of each stream that is followed, by key."""
+        return {stream.key: stream.reception for stream in self._living_streams()}
 
     @property
     def is_connected(self) -> bool:
@@ -178,6 +188,8 @@ class LogReader:
         if self.link.is_connected and now < stream.compare_at:
             return
         stream.compare_at = now + max(_COMPARE_S, _COMPARE_EACH_S * len(self._streams))
+        if stream.reception.clock.is_due or not self.link.is_connected:
+            stream.reception.clock.set_by(server_of(self._client, stream.key))
         if stream.anchor is not None and entry_at(self._client, stream.key, stream.anchor) is None:
             stream.forget()  # lost, trimmed beyond it, or another log: the bookmark will tell
 
@@ -199,7 +211,7 @@ class LogReader:
     def _sequence_id_at(self, stream: Stream, entry_id: bytes) -> bytes | None:
         raw = entry_at(self._client, stream.key, entry_id)
         entry = None if raw is None else self._unpack(stream, raw)
-        return None if entry is None else entry.sequence_id
+        return entry.sequence_id if isinstance(entry, Entry) else None
 
     def _read_together(self, streams: Sequence[Stream], *, block: int | None) -> None:
         """A page of each stream, or what comes to one of them within ``block`` milliseconds."""
@@ -216,8 +228,16 @@ class LogReader:
             for stream in streams:  # one by one it will show whose it is
                 self._attempt(stream, self._read_alone)
             return
+        unheard = {} if answer and self._is_cluster else dict(by_key)  # what it says of those it does not name
         for key, entries in answer or ():
-            self._attempt(by_key[key.decode()], partial(self._receive_all, entries=entries))
+            stream = by_key[key.decode()]
+            self._attempt(stream, partial(self._receive_all, entries=entries))
+            if len(entries) >= count or stream.is_resting:
+                unheard.pop(stream.key, None)
+            elif stream.key not in unheard:
+                stream.reception.caught_up()
+        for stream in unheard.values():
+            stream.reception.caught_up()
         for stream in streams:
             if stream.is_refused and not stream.is_resting:
                 stream.wake()
@@ -229,6 +249,8 @@ class LogReader:
         page = entries_after(self._client, stream.key, stream.last_id or BEGINNING, stream.page)
         stream.turn_page(was_cut=page.was_cut)
         self._receive_all(stream, page.entries)
+        if page.is_last and not stream.is_resting:
+            stream.reception.caught_up()
 
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
         """Entries of the log, in order; what is left when the cache is slow is read again later."""
@@ -247,9 +269,13 @@ class LogReader:
     def _receive(self, stream: Stream, raw: RawEntry) -> None:
         """The next entry of the log."""
         stream.saw(raw[0], _num_tokens(raw), was_fetched=raw[1] is not None)
+        stream.reception.num_bytes += len(_data(raw))
         cache, entry = stream.cache(), self._unpack(stream, raw)
-        if entry is None or cache is None:
-            self.num_invalid += entry is None
+        if isinstance(entry, InvalidEntryError):
+            self.num_invalid += 1
+            self.invalid[entry.kind] += 1
+            return
+        if cache is None:
             return
         has_seen = stream.has_seen(entry.sequence_id)
         if stream.is_known(raw[0]):
@@ -263,12 +289,15 @@ class LogReader:
         cache.append_shared(entry.tokens, source=stream.bookmark.position())
         self.num_received += 1
         self.num_received_tokens += len(entry.tokens)
+        stream.reception.num_entries += 1
+        if (delay_s := stream.reception.delay_of(raw[0])) is not None:
+            self.delays.observe(delay_s)
 
-    def _unpack(self, stream: Stream, raw: RawEntry) -> Entry | None:
+    def _unpack(self, stream: Stream, raw: RawEntry) -> Entry | InvalidEntryError:
         try:
             return unpack_entry(_data(raw), stream.key, vocab_size=self._vocab_size)
-        except InvalidEntryError:
-            return None
+        except InvalidEntryError as error:
+            return error
 
     def _trim(self, stream: Stream) -> None:
         """Every replica reads everything and so knows when the log is too long; trimming twice does no harm."""

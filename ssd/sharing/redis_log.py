@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Protocol, Self
 
 from ssd.errors import ConfigError
@@ -15,6 +15,8 @@ from ssd.sharing.connection import address_of
 from ssd.sharing.entry import MAX_ENTRY_TOKENS
 from ssd.sharing.keys import stream_key
 from ssd.sharing.reader import LogReader
+from ssd.sharing.reception import Delays, StreamStats
+from ssd.sharing.refusals import all_reasons
 from ssd.sharing.stream import Stream
 from ssd.sharing.writer import LogWriter
 
@@ -53,6 +55,12 @@ class SharingStats:
     """Tokens that were stored here because others had published them, not from the log."""
     num_heads: int = 0
     """How often the whole of a namespace was published by this replica."""
+    refusals: Mapping[str, int] = field(default_factory=dict)
+    """Failures by ``refusals.REASONS``, and entries that failed a check by ``refusals.INVALID``."""
+    delays: Delays = field(default_factory=Delays)
+    """From when an entry of another replica was appended to when it was stored here, seconds by Redis' clock."""
+    streams: Mapping[str, StreamStats] = field(default_factory=dict)
+    """Of each namespace that is open."""
 
 
 class PublishedText(Protocol):
@@ -80,6 +88,10 @@ class PublishedText(Protocol):
 
     def attach(self, cache: SuffixCache, bookmark: Bookmark, stream: Stream) -> None:
         """Bring it what is published, then have the reader go on with ``stream``; publish it. Returns at once."""
+        ...
+
+    def obey(self, discard: Callable[[str], None]) -> None:
+        """Forget a namespace with ``discard`` where that is demanded."""
         ...
 
     def leave(self, namespace: str) -> None:
@@ -121,7 +133,7 @@ class RedisLog:
     ) -> None:
         """Starts both threads; Redis need not be there.
 
-        ``url`` : redis://, rediss:// (TLS) or unix://. ``fingerprint`` and ``vocab_size`` : the tokenizer's.
+        ``url`` : as ``connect`` takes it. ``fingerprint`` and ``vocab_size`` : the tokenizer's.
         ``max_tokens`` : bound of each stream. ``published`` : makes what brings namespaces the text that others
         published before they read the log, see ``published.published.shared_log``. Raises ConfigError.
         """
@@ -134,6 +146,7 @@ class RedisLog:
         self._writer = LogWriter(url, max_entries=max_entries, max_queued_tokens=max_queued_tokens)
         self._reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens, max_entries=max_entries)
         self._published = None if published is None else published(self._reader)
+        self._names: dict[str, str] = {}
         self._writer.link.start()
         self._reader.link.start()
 
@@ -148,14 +161,32 @@ class RedisLog:
         bookmark = Bookmark(replica_id, cache.kept)
         cache.set_source(bookmark.position())  # kept with the first segment that holds text of this life
         cache.add_listener(lambda pieces: writer.publish(key, replica_id, pieces))
+        self._names[key] = cache.name
+        writer.count(key)
         wait_s = 0.0 if self._published is None or bookmark.waypoints else FIRST_LOOK_S
         stream = self._reader.follow(key, cache, bookmark, wait_s=wait_s)
         if self._published is not None:
             self._published.attach(cache, bookmark, stream)
 
+    def obey(self, discard: Callable[[str], None]) -> None:
+        """Forget a namespace where that is demanded of all servers: ``discard``, then what is shared of it.
+
+        ``discard`` : of the caches; raises CacheError where files are left over, and ConfigError for one that stays.
+        """
+
+        def forget(namespace: str) -> None:
+            discard(namespace)
+            self.forget(namespace)
+
+        if self._published is not None:
+            self._published.obey(forget)
+
     def detach(self, cache: SuffixCache) -> None:
         """Read its stream no more: the cache is being closed. What it has queued is written. O(1)."""
-        self._reader.leave(stream_key(self._fingerprint, cache.name))
+        key = stream_key(self._fingerprint, cache.name)
+        self._reader.leave(key)
+        self._writer.count_no_more(key)
+        self._names.pop(key, None)
         if self._published is not None:
             self._published.leave(cache.name)
 
@@ -189,7 +220,18 @@ class RedisLog:
             num_reconnects=sum(each.num_reconnects for each in (writer.link, reader.link, published) if each),
             num_taken_tokens=published.num_taken_tokens if published else 0,
             num_heads=published.num_heads if published else 0,
+            refusals=all_reasons(writer.link.refusals + reader.link.refusals, reader.invalid),
+            delays=reader.delays,
+            streams=self._streams(),
         )
+
+    def _streams(self) -> dict[str, StreamStats]:
+        names, sent = dict(self._names), self._writer.sent()
+        return {
+            names[key]: reception.stats(*sent.get(key, (0, 0)))
+            for key, reception in self._reader.receptions().items()
+            if key in names
+        }
 
     def close(self) -> None:
         """Write what is queued if Redis takes it at once, then stop. At most some seconds; may be called twice."""

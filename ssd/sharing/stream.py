@@ -10,6 +10,7 @@ from ssd.retrieval.cache import SuffixCache
 from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import Backoff
 from ssd.sharing.pages import BEGINNING, id_before, order
+from ssd.sharing.reception import Reception
 
 PAGE = 64
 """Entries of a page, where none is too large; 1 MB at most."""
@@ -36,6 +37,7 @@ class Stream:
         self.is_cut = False
         """Whether it did not answer, while others may: a node of a cluster."""
         self.compare_at = 0.0
+        self.reception = Reception()
         self.held_until = 0.0
         """When it may be read, by ``time.monotonic``: somebody else is giving its cache what came before."""
         self.num_gaps = 0

@@ -39,6 +39,7 @@ class LogWriter:
         self._lock = threading.Lock()
         self._is_filled = threading.Event()
         self._outboxes: dict[str, Outbox] = {}  # the one written last stands last
+        self._sent: dict[str, tuple[int, int]] = {}
         self._num_taken = 0  # entries out of their queue and not written yet
         self.link = Link("ssd-share-writer", url, self._exchange)
 
@@ -60,6 +61,21 @@ class LogWriter:
                 outbox.put(entry)
             self._drop_oldest()
         self._is_filled.set()
+
+    def count(self, key: str) -> None:
+        """From now on count what is written to stream ``key``. O(1)."""
+        with self._lock:
+            self._sent.setdefault(key, (0, 0))
+
+    def count_no_more(self, key: str) -> None:
+        """Forget what was counted of stream ``key``. O(1)."""
+        with self._lock:
+            self._sent.pop(key, None)
+
+    def sent(self) -> dict[str, tuple[int, int]]:
+        """Entries and their bytes that were written to each stream that is counted."""
+        with self._lock:
+            return dict(self._sent)
 
     def remove(self, key: str) -> None:
         """Write nothing of what is queued for stream ``key``, and delete it. Waits for Redis; raises its errors."""
@@ -118,10 +134,9 @@ class LogWriter:
         """Returns what was refused, and why. Raises what ends the connection."""
         from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
+        values = [pack_entry(entry, key) for entry in entries]
         try:
-            answers = append(
-                self._client, key, [pack_entry(entry, key) for entry in entries], max_entries=self._max_entries
-            )
+            answers = append(self._client, key, values, max_entries=self._max_entries)
         except ResponseError as error:
             return entries, error
         except (ConnectionError, TimeoutError, OSError) as error:
@@ -129,11 +144,18 @@ class LogWriter:
                 raise
             return entries, error  # of a cluster it is one node, the others take what is theirs
         refused = [entry for entry, answer in zip(entries, answers, strict=True) if answer is not None]
+        num_bytes = sum(len(value) for value, answer in zip(values, answers, strict=True) if answer is None)
+        self._count(key, len(entries) - len(refused), num_bytes)
         self.num_published += len(entries) - len(refused)
         self.num_published_tokens += sum(
             len(entry.tokens) for entry, answer in zip(entries, answers, strict=True) if answer is None
         )
         return refused, next((answer for answer in answers if answer is not None), None)
+
+    def _count(self, key: str, num_entries: int, num_bytes: int) -> None:
+        with self._lock:
+            if (sent := self._sent.get(key)) is not None:
+                self._sent[key] = (sent[0] + num_entries, sent[1] + num_bytes)
 
     def _take(self) -> tuple[Outbox, list[Entry]] | None:
         with self._lock:

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from ssd.errors import SSDError
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.sharing.link import Link
 from ssd.sharing.published.member import Member
+from ssd.sharing.published.presence import Answer, Presence
 from ssd.sharing.published.publisher import ends_connection
 from ssd.sharing.published.store import Store
 from ssd.sharing.published.taking import MAX_LAYER_TOKENS, Fetched, fetch, segments_of, store_lacking
@@ -22,6 +24,7 @@ _IDLE_S: Final = 0.5
 _GAP_LOOK_S: Final = 2.0
 _LOOK_S: Final = 10.0
 _REFUSED_S: Final = 30.0
+_NO_ANSWER: Final = Answer(b"", is_gone=False)
 
 
 class Joiner:
@@ -32,14 +35,24 @@ class Joiner:
     """
 
     def __init__(
-        self, url: str, store_of: Callable[[str], Store], reader: LogReader | None, *, vocab_size: int
+        self,
+        url: str,
+        store_of: Callable[[str], Store],
+        reader: LogReader | None,
+        *,
+        vocab_size: int,
+        presence: Presence | None = None,
     ) -> None:
-        """``reader`` : None where there is no log."""
+        """``reader``, ``presence`` : None where there is no Redis."""
+        self.discard: Callable[[str], None] | None = None
+        """Forgets a namespace where that is demanded, and removes its files; raises CacheError where it cannot."""
         self.num_taken_tokens = 0
         self.num_taken_heads = 0
         self.num_missing_chunks = 0
         self._store_of = store_of
         self._reader = reader
+        self._presence = presence
+        self._answers: dict[str, Answer] = {}
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._members: dict[str, tuple[Member, Store]] = {}
@@ -72,9 +85,8 @@ class Joiner:
         with self._lock:
             members = list(self._members.values())
         for member, store in members:
-            is_due = not member.is_settled or time.monotonic() >= member.looked_at + (
-                _GAP_LOOK_S if member.has_gap else _LOOK_S
-            )
+            interval_s = _GAP_LOOK_S if member.stream is not None and member.has_gap else _LOOK_S
+            is_due = not member.is_settled or time.monotonic() >= member.looked_at + interval_s
             if is_due and not self.link.is_stopping:
                 self._attempt(member, store)
 
@@ -84,6 +96,8 @@ class Joiner:
         if cache is None:
             return
         try:
+            if self._presence is not None and not self._obeys(self._presence, member.namespace):
+                return
             self._look(member, store, cache)
             member.looked_at = time.monotonic()
         except Exception as error:
@@ -92,6 +106,26 @@ class Joiner:
             member.looked_at = time.monotonic() + _REFUSED_S
             self.link.report(error)
         self._settle(member)
+
+    def _obeys(self, presence: Presence, namespace: str) -> bool:
+        """Say that a namespace is open here, and forget it if that is demanded; whether it is open still."""
+        token, answer = presence.demand(namespace), self._answers.get(namespace, _NO_ANSWER)
+        is_new = bool(token) and token != answer.token
+        if is_new:
+            answer = self._answers[namespace] = Answer(token, self._forget(namespace))
+        presence.tell(namespace, answer)
+        return not (is_new and answer.is_gone)
+
+    def _forget(self, namespace: str) -> bool:
+        if self.discard is None:
+            return False
+        try:
+            self.discard(namespace)
+        except SSDError as error:
+            log.warning("namespace=%s was to be forgotten, and is not: %s", namespace, error)
+            return False
+        log.info("namespace=%s was forgotten, as was demanded", namespace)
+        return True
 
     def _look(self, member: Member, store: Store, cache: SuffixCache) -> None:
         tags = store.heads.tags()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from ssd.retrieval.suffix_cache import SuffixCache
@@ -10,10 +11,11 @@ from ssd.sharing.connection import connect
 from ssd.sharing.link import Link
 from ssd.sharing.published.joiner import Joiner
 from ssd.sharing.published.member import Member
+from ssd.sharing.published.presence import Presence
 from ssd.sharing.published.publisher import LEAST_TOKENS, Publisher
 from ssd.sharing.published.redis_store import redis_store
 from ssd.sharing.published.store import Store
-from ssd.sharing.published.url_store import UrlChunks, open_place
+from ssd.sharing.published.url_store import UrlChunks, open_place, url_store
 from ssd.sharing.reader import LogReader
 from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, RedisLog
 from ssd.sharing.stream import Stream
@@ -24,8 +26,8 @@ class Published:
 
     def __init__(
         self,
-        url: str,
-        reader: LogReader,
+        url: str | None,
+        reader: LogReader | None,
         *,
         fingerprint: str,
         vocab_size: int,
@@ -35,30 +37,45 @@ class Published:
     ) -> None:
         """Starts the threads; Redis need not be there.
 
+        ``url``, ``reader`` : None where there is no Redis; then heads lie at ``publish_to`` as well.
         ``publishes`` : whether this process publishes, from ``least_tokens`` on in a namespace; ``publish_to`` : an
         fsspec URL where chunks lie, None for Redis. Raises ConfigError.
         """
         self._fingerprint = fingerprint
-        self._client = connect(url)
+        self._client = None if url is None else connect(url)
         self._place = None if publish_to is None else open_place(publish_to)
-        self._joiner = Joiner(url, self.store_of, reader, vocab_size=vocab_size)
-        self._publisher = Publisher(url, self.store_of, least_tokens=least_tokens) if publishes else None
+        presence = None if self._client is None else Presence(self._client, fingerprint)
+        where = url or publish_to or ""
+        self._joiner = Joiner(where, self.store_of, reader, vocab_size=vocab_size, presence=presence)
+        self._publisher = Publisher(where, self.store_of, least_tokens=least_tokens) if publishes else None
         for link in self._links():
             link.start()
 
     def store_of(self, namespace: str) -> Store:
         """Where a namespace is published."""
+        if self._client is None:
+            assert self._place is not None
+            return url_store(self._place, self._fingerprint, namespace)
         store = redis_store(self._client, self._fingerprint, namespace)
         if self._place is not None:
             return store._replace(chunks=UrlChunks(self._place, self._fingerprint, namespace))
         return store
 
-    def attach(self, cache: SuffixCache, bookmark: Bookmark, stream: Stream) -> None:
+    @property
+    def is_connected(self) -> bool:
+        """Whether the store answers."""
+        return all(link.is_connected for link in self._links())
+
+    def attach(self, cache: SuffixCache, bookmark: Bookmark, stream: Stream | None) -> None:
         """Bring it what is published, then have the reader go on with ``stream``; publish it. O(1)."""
         member = Member(self._fingerprint, cache, bookmark, stream)
         self._joiner.add(member)
         if self._publisher is not None:
             self._publisher.add(member)
+
+    def obey(self, discard: Callable[[str], None]) -> None:
+        """Forget a namespace with ``discard`` where whoever has the right to demands it (``ssd-cache purge``)."""
+        self._joiner.discard = discard
 
     def leave(self, namespace: str) -> None:
         """Do neither from now on. O(1)."""
@@ -103,7 +120,8 @@ class Published:
         self._joiner.close(timeout_s)
         if self._publisher is not None:
             self._publisher.close(timeout_s)
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
 
     def _links(self) -> list[Link]:
         return [self._joiner.link] if self._publisher is None else [self._joiner.link, self._publisher.link]

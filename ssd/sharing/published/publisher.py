@@ -220,6 +220,8 @@ def _put_learned(store: Store, learned: bytes | None, there: set[bytes]) -> byte
 
 def ends_connection(error: Any) -> bool:
     """Whether Redis is away, rather than that it refused something."""
-    from redis.exceptions import ConnectionError, TimeoutError
-
+    try:
+        from redis.exceptions import ConnectionError, TimeoutError
+    except ModuleNotFoundError:  # nor was there any
+        return False
     return isinstance(error, ConnectionError | TimeoutError)

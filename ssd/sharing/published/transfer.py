@@ -61,28 +61,35 @@ def open_store(redis_url: str | None, store_url: str | None, fingerprint: str, n
     check_namespace(namespace)
     place = None if store_url is None else open_place(store_url)
     client: redis.Redis | None = None if redis_url is None else connect(redis_url)
+    with store_errors(redis_url, store_url):
+        try:
+            if client is None:
+                if place is None:
+                    raise ConfigError("no store is named: give --redis URL or --store URL")
+                yield url_store(place, fingerprint, namespace)
+            else:
+                store = redis_store(client, fingerprint, namespace)
+                yield store if place is None else store._replace(chunks=UrlChunks(place, fingerprint, namespace))
+        finally:
+            if client is not None:
+                client.close()
+
+
+@contextmanager
+def store_errors(redis_url: str | None, store_url: str | None) -> Iterator[None]:
+    """What fails inside becomes StoreUnavailable, in one line, without passwords."""
     where = address_of(redis_url) if redis_url is not None else str(store_url).partition("?")[0]
     try:
-        if client is None:
-            if place is None:
-                raise ConfigError("no store is named: give --redis URL or --store URL")
-            yield url_store(place, fingerprint, namespace)
-        else:
-            store = redis_store(client, fingerprint, namespace)
-            yield store if place is None else store._replace(chunks=UrlChunks(place, fingerprint, namespace))
+        yield
     except SSDError:
         raise
     except Exception as error:
-        if client is None or redis_url is None:
-            reason = first_line(error)
-        else:
-            reason = hide_password(f"{type(error).__name__}: {first_line(error)}", redis_url)
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if redis_url is not None:
+            reason = hide_password(reason, redis_url)
         raise StoreUnavailable(
             f"{where} did not do what was asked ({reason}): check the address, the rights and the room there"
         ) from None
-    finally:
-        if client is not None:
-            client.close()
 
 
 def push(directory: Path, store: Store, *, fingerprint: str, progress: Progress | None = None) -> Pushed:

@@ -1,0 +1,1 @@
+"""A smaller cache of what a replay of logs shows to be of use."""

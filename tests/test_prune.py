@@ -1,0 +1,215 @@
+"""`ssd-cache prune`: what logs draft from is kept, and what is kept fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_builder.__main__ import main
+from cache_builder.caches.held import open_held
+from cache_builder.evaluation.log import Log
+from cache_builder.evaluation.runs import Run, execute
+from cache_builder.pruning.chosen import LEAD_IN_TOKENS, chosen, kept_pieces
+from cache_builder.pruning.prune import Budget, credits_of, prune
+from cache_builder.pruning.used import BLOCK_TOKENS, Said, said_from
+from cache_builder.replay.cost import flat
+from ssd.bundled import MODEL_PATH
+from ssd.config import DraftConfig, IndexConfig
+from ssd.errors import ConfigError
+from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.static import StaticWriter
+
+FINGERPRINT = "0" * 32
+TOKENIZER = str(MODEL_PATH)
+
+
+def log_of(texts: list[list[int]]) -> Log:
+    """Requests of 10 tokens of prompt each."""
+    starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+    return Log(np.concatenate([np.array(text, np.int32) for text in texts]), starts, np.full(len(texts), 10))
+
+
+def made(directory: Path) -> tuple[list[list[int]], Log, Log]:
+    """A cache of 60 documents, and two logs whose answers quote the first twelve of them."""
+    numbers = np.random.default_rng(5)
+    documents = [numbers.integers(10, 30_000, 300).tolist() for _ in range(60)]
+    with StaticWriter(directory, fingerprint=FINGERPRINT) as writer:
+        for document in documents:
+            writer.append(document)
+
+    def requests(count: int) -> list[list[int]]:
+        found = []
+        for _ in range(count):
+            begin = int(numbers.integers(0, 250))
+            quoted = documents[int(numbers.integers(0, 12))][begin : begin + 40]
+            found.append(
+                [*numbers.integers(10, 30_000, 6).tolist(), *quoted, *numbers.integers(10, 30_000, 6).tolist()]
+            )
+        return found
+
+    return documents, log_of(requests(150)), log_of(requests(60))
+
+
+def tokens_per_step(directory: Path, log: Log) -> float:
+    run = Run(
+        curve=flat(32), draft=DraftConfig(), index=IndexConfig(), fingerprint=FINGERPRINT, cache="frozen",
+        warm=(directory,),
+    )  # fmt: skip
+    found = execute(run, log)
+    return int(log.output_lengths.sum()) / int(found.num_steps.sum())
+
+
+def num_tokens(directory: Path) -> int:
+    return open_held([directory])[0].num_tokens
+
+
+def test_half_of_a_cache_drafts_as_the_whole_where_logs_say_what_is_used(tmp_path: Path) -> None:
+    whole, used, newest = tmp_path / "whole", tmp_path / "used", tmp_path / "newest"
+    _, log, held_out = made(whole)
+    budget = Budget(num_tokens(whole) // 2, is_bytes=False)
+    pruned = prune(whole, used, budget, find_said=lambda: said_from(whole, log, FINGERPRINT))
+    prune(whole, newest, budget)
+    assert num_tokens(used) == pruned.num_tokens <= budget.amount
+    assert num_tokens(newest) <= budget.amount
+    assert pruned.num_kept_used == pruned.num_used_blocks > 30
+    before = tokens_per_step(whole, held_out)
+    assert tokens_per_step(used, held_out) > 0.9 * before
+    assert tokens_per_step(newest, held_out) < 0.6 * before
+
+
+def test_without_logs_the_newest_text_is_kept(tmp_path: Path) -> None:
+    documents, _, _ = made(tmp_path / "whole")
+    prune(tmp_path / "whole", tmp_path / "out", Budget(3000, is_bytes=False))
+    *_, last = sequences_of(open_held([tmp_path / "out"])[0].segments)
+    assert last.tolist() == documents[-1]
+    assert 2500 < num_tokens(tmp_path / "out") <= 3000
+
+
+def test_bytes_are_a_bound_of_the_files(tmp_path: Path) -> None:
+    made(tmp_path / "whole")
+    prune(tmp_path / "whole", tmp_path / "out", Budget.parse("80kB"))
+    written = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert 40_000 < written <= 80_000
+
+
+def test_a_cache_is_replaced_only_when_that_is_said(tmp_path: Path) -> None:
+    made(tmp_path / "whole")
+    before = num_tokens(tmp_path / "whole")
+    with pytest.raises(ConfigError, match="--force replaces it"):
+        prune(tmp_path / "whole", tmp_path / "whole", Budget(2000, is_bytes=False))
+    assert num_tokens(tmp_path / "whole") == before
+    prune(tmp_path / "whole", tmp_path / "whole", Budget(2000, is_bytes=False), force=True)
+    assert num_tokens(tmp_path / "whole") <= 2000
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_all_is_kept_where_there_is_room(tmp_path: Path) -> None:
+    documents, _, _ = made(tmp_path / "whole")
+    prune(tmp_path / "whole", tmp_path / "out", Budget(1_000_000, is_bytes=False))
+    found = [sequence.tolist() for sequence in sequences_of(open_held([tmp_path / "out"])[0].segments)]
+    assert found == documents
+
+
+def test_what_stands_twice_is_of_use_once(tmp_path: Path) -> None:
+    text = np.arange(1, 129, dtype=np.int32)
+    with StaticWriter(tmp_path / "twice", fingerprint=FINGERPRINT) as writer:
+        writer.append(text)
+        writer.append(text)
+    log = log_of([text[:70].tolist()])
+    credits = credits_of(open_held([tmp_path / "twice"])[0], said_from(tmp_path / "twice", log, FINGERPRINT))
+    assert credits[0] > 0
+    assert not credits[2:].any()
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    st.integers(BLOCK_TOKENS * 2, 3000),
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.booleans(),
+)
+def test_what_is_kept_fits_and_the_most_used_come_first(
+    lengths: list[int], budget: int, used: list[int], spread: bool
+) -> None:
+    sequences, at = [], 0
+    for length in lengths:
+        sequences.append((at, np.arange(at, at + length, dtype=np.int32)))
+        at += length + 1
+    credits = np.resize(np.array(used, np.int64), -(-at // BLOCK_TOKENS))
+    kept = chosen(credits, budget, spread=spread)
+    pieces = [piece for start, tokens in sequences for piece in kept_pieces(tokens, start, kept)]
+    assert sum(len(piece) + 1 for piece in pieces) <= budget
+    blocks = kept.reshape(-1, BLOCK_TOKENS // LEAD_IN_TOKENS).all(1)
+    if blocks.any() and not blocks.all():
+        assert credits[blocks].min() >= credits[~blocks].max()
+    flat_kept = {int(token) for piece in pieces for token in piece}
+    for start, tokens in sequences:  # every token is there that its half block is kept of, but for crumbs
+        expected = {int(token) for token in tokens if kept[token // LEAD_IN_TOKENS]}
+        assert flat_kept & set(tokens.tolist()) <= expected
+        assert start == tokens[0]
+    assert Said([]).keys.size == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "is_bytes"),
+    [("4000", 4000, False), ("4M", 4_000_000, False), ("1.5k", 1500, False), ("64MiB", 64 << 20, True),
+     ("2 GB", 2 * 10**9, True), ("512B", 512, True), ("1KiB", 1024, True)],
+)  # fmt: skip
+def test_budgets_are_tokens_or_bytes(text: str, amount: int, is_bytes: bool) -> None:
+    assert Budget.parse(text) == Budget(amount, is_bytes)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "4X", "MB", "1e6", "9" * 40, "4M tokens", "nan"])
+def test_other_budgets_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--budget"):
+        Budget.parse(text)
+
+
+def test_the_command_prunes_by_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.jsonl"
+    with log.open("w") as file:
+        for number in range(30):
+            answer = f"Sentence {number} is about the number {number * 7919} and what it is good for in practice."
+            file.write(json.dumps({"prompt": f"Tell me about {number}.", "completion": answer}) + "\n")
+    some = tmp_path / "some.jsonl"
+    some.write_text("".join(log.read_text().splitlines(keepends=True)[:5]))
+    warm, out = str(tmp_path / "warm"), str(tmp_path / "out")
+    assert main(["build", str(log), "--tokenizer", TOKENIZER, "--out", warm, "--quiet"]) == 0
+    capsys.readouterr()
+    arguments = ["prune", warm, "--budget", "400", "--logs", str(some), "--tokenizer", TOKENIZER, "--out", out]
+    assert main(arguments) == 0
+    assert "blocks that drafts came from are kept" in capsys.readouterr().out
+    assert main(["prune", warm, "--budget", "400", "--force"]) == 0
+    assert "the newest are kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "400"], "holds a cache already"),
+        (["--budget", "4 cats", "--out", "o"], "--budget 4 cats"),
+        (["--budget", "20", "--out", "o"], "give at least 128"),
+        (["--budget", "400", "--logs", "log.jsonl", "--out", "o"], "--logs needs --tokenizer"),
+        (["--budget", "400", "--logs", "none.jsonl", "--tokenizer", TOKENIZER, "--out", "o"], "no such file"),
+        (["--budget", "400", "--logs", "log.jsonl", "--tokenizer", TOKENIZER, "--out", "o"], "another tokenizer"),
+    ],
+    ids=["no --force", "budget", "little", "no tokenizer", "no log", "tokenizer"],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path / "warm")
+    (tmp_path / "log.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    assert main(["prune", "warm", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "warm"]

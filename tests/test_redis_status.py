@@ -1,0 +1,130 @@
+"""``ssd-cache redis-status``: what it says of a real server, of a hostile one and of a user without rights."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_builder.__main__ import main
+from cache_builder.shared.status import read_status
+from cache_builder.shared.text import shown
+from ssd.errors import StoreUnavailable
+from ssd.sharing.append import FIELD
+from ssd.sharing.connection import connect
+from ssd.sharing.keys import head_key, lease_key, stream_key
+from ssd.sharing.push import push_segments
+from ssd.sharing.shared_root import KEY as NOISE
+from tests.redis_server import RedisServer, redis_server
+from tests.redis_topologies import Cluster, started
+from tests.sharing_replica import FINGERPRINT, KEY, entry, eventually, replica
+from tests.test_sharing import write_directory
+
+__all__ = ["redis_server"]  # the fixture
+
+
+def test_it_says_what_is_there_and_changes_nothing(
+    redis_server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_directory(tmp_path / "warm", [[1, 2, 3]] * 3)
+    push_segments(tmp_path / "warm", redis_server.url, "pushed", fingerprint=FINGERPRINT)
+    with closing(connect(redis_server.url)) as client, replica(redis_server.url) as one:
+        for number in range(200):
+            one.append([7, number])
+        eventually(lambda: client.xlen(KEY) == 200)
+        client.set(lease_key(FINGERPRINT, "default"), b"somebody", px=60_000)
+        client.set(NOISE, b"secret" * 6)
+        client.hset("ssd:1:generations", "a", 3)
+        before = {key: client.dump(key) for key in client.scan_iter()}
+        assert main(["redis-status", redis_server.url, "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert {key: client.dump(key) for key in client.scan_iter()} == before
+    spaces = {space["namespace"]: space for space in said["namespaces"]}
+    default = spaces["default"]
+    assert said["report"] == "redis-status" and set(spaces) == {"default", "pushed"}
+    assert (default["entries"], default["tokens"], default["is_exact"], default["invalid_entries"]) == (
+        200,
+        400,
+        False,
+        0,
+    )
+    assert len(default["last_writer"]) == 16 and 0 <= default["newest_age_s"] <= default["oldest_age_s"] < 60
+    assert default["bytes"] > 200 and 0 < default["lease_ms"] <= 60_000
+    assert said["generations"] == 1 and said["has_noise_root"] is True
+    assert "secret" not in json.dumps(said)
+    assert (said["user"], said["servers"][0]["role"]) == ("default", "master")
+    assert all(right["is_given"] for right in said["rights"]) and said["warnings"] == []
+    assert main(["redis-status", redis_server.url, "--exact"]) == 0
+    text = capsys.readouterr().out
+    assert "200 entries, 400 tokens" in text and "may do all that is needed" in text and "secret" not in text
+
+
+def test_it_says_which_rights_a_user_lacks(redis_server: RedisServer) -> None:
+    with closing(connect(redis_server.url)) as client:
+        rights = ["+xread", "+xrange", "+xrevrange", "+ping", "+watch", "+multi", "+exec"]
+        client.execute_command("ACL", "SETUSER", "guest", "on", ">pw", "~ssd:*", *rights)
+        client.xadd(KEY, {FIELD: entry(1)})
+    status = read_status(redis_server.url.replace("//", "//guest:pw@"))
+    missing = {right.command for right in status.rights if right.is_given is False}
+    assert {"XADD", "XTRIM", "DEL", "HMGET", "HINCRBY", "TIME"} <= missing
+    assert not {"XREAD", "XRANGE", "XREVRANGE", "PING", "WATCH", "MULTI", "EXEC"} & missing
+    assert "+scan" in status.warnings[0] and status.namespaces == []
+    assert "missing  +xadd for sharing" in status.as_text()
+
+
+def test_a_policy_that_drops_keys_is_warned_of(redis_server: RedisServer) -> None:
+    with closing(connect(redis_server.url)) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        assert read_status(redis_server.url).warnings == []
+        client.config_set("maxmemory", "100mb")
+        assert "allkeys-lru" in read_status(redis_server.url).warnings[0]
+
+
+def test_hostile_keys_and_contents_are_shown_escaped_or_left_out(redis_server: RedisServer) -> None:
+    with closing(connect(redis_server.url)) as client:
+        client.set("ssd:1:{\x1b[31m}", "x")
+        client.set(f"ssd:1:{{{FINGERPRINT}:../../etc}}", "x")
+        client.set(stream_key(FINGERPRINT, "string"), "x")
+        client.xadd(stream_key(FINGERPRINT, "junk"), {FIELD: b"\x1b[2J" * 9})
+        client.xadd(stream_key(FINGERPRINT, "large"), {FIELD: bytes(20 << 20)})
+        client.xadd(KEY, {FIELD: entry(1)}, id=b"18446744073709551615-1")
+        client.set(head_key(FINGERPRINT, "default"), b"ssd1 nonsense")
+        client.set("ssd:1:generations", "no hash")
+        client.hset(NOISE, "a", "b")
+    for exact in (False, True):
+        status = read_status(redis_server.url, exact=exact)
+        spaces = {space.namespace: space for space in status.namespaces}
+        assert set(spaces) == {"string", "junk", "large", "default"}
+        assert "WRONGTYPE" in spaces["string"].error
+        assert spaces["junk"].invalid_entries == spaces["large"].invalid_entries == 1
+        assert spaces["default"].published is not None and "damaged" in spaces["default"].published.about
+        assert status.generations is status.has_noise_root is None
+        assert status.as_text().replace("\n", "").isprintable()
+        json.dumps(status.as_json())
+
+
+@given(st.binary(max_size=150) | st.text(max_size=150))
+def test_what_is_shown_is_short_and_printable(value: bytes | str) -> None:
+    assert shown(value).isprintable() and len(shown(value)) <= 120
+
+
+def test_no_server_is_one_line_without_a_password(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StoreUnavailable, match="does not answer"):
+        read_status("redis://:hidden@127.0.0.1:1/0")
+    assert main(["redis-status", "redis-cluster://:hidden@127.0.0.1:1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "hidden" not in said
+
+
+def test_a_cluster_is_told_node_by_node(tmp_path: Path) -> None:
+    with started(Cluster(tmp_path, has_replicas=False)) as cluster, closing(connect(cluster.url)) as client:
+        for number in range(6):
+            client.xadd(stream_key(FINGERPRINT, f"n{number}"), {FIELD: entry(number)})
+        status = read_status(cluster.url)
+        assert len({server.address for server in status.servers}) == 3
+        assert [space.namespace for space in status.namespaces] == [f"n{number}" for number in range(6)]
+        assert all(right.is_given for right in status.rights)
