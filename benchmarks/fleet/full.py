@@ -48,7 +48,8 @@ class Fleet:
 
 
 class Replica:
-    """One of them. ``written``, ``read`` : what its two connections carried; ``receive_s`` : CPU time of its reader."""
+    """One of them. ``written``, ``read`` : what its two connections carried; ``receive_s`` : CPU time of reading,
+    storing, sealing and merging what others wrote."""
 
     def __init__(
         self, server: Streams, number: int, lag_s: float, config: IndexConfig, *, vocab_size: int, max_tokens: int

@@ -126,7 +126,8 @@ def limits_section(result: dict[str, Any]) -> str:
         "",
         f"Measured: an entry of {result['whole']['tokens_of_an_entry']:.0f} tokens is "
         f"{unit['read_bytes']:.0f} bytes to "
-        f"each reader and takes it {1e6 * unit['receive_s']:.0f} us; redis-server takes {redis['write_us']:.0f} us for "
+        f"each reader and takes it {1e6 * unit['receive_s']:.0f} us of CPU, sealing and merging "
+        f"included; redis-server takes {redis['write_us']:.0f} us for "
         f"one written, {redis['reply_us']:.0f} us a reply and {redis['delivered_us']:.2f} us for each entry in it (six "
         f"loads with up to {max(run['readers'] for run in redis['runs'])} blocked readers; the costs fit them within "
         f"{redis['fit_error']:.0%}). A replica writes {unit['entries']:.2f} entries/s. Without the reader's "
@@ -150,6 +151,9 @@ def latency_section(result: dict[str, Any]) -> str:
     if (steps := result.get("steps")) is not None:
         least, most = steps["ratio_95"]
         lines.append(f"| engine step while receiving, over not | {steps['ratio']:.3f} ({least:.3f} ... {most:.3f}) |")
+        least, most = steps["ratio_by_cpu_time_95"]
+        ratio = steps["ratio_by_cpu_time"]
+        lines.append(f"| by CPU time of all the process | {ratio:.3f} ({least:.3f} ... {most:.3f}) |")
     if (servers := result.get("servers")) is not None:
         lines.append(
             f"| passes for {servers['prompts']} answers of {servers['max_tokens']} tokens: first server, then another "
