@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fleet.command import main
 from benchmarks.fleet.full import Fleet
+from benchmarks.fleet.limits import Unit, limits_of, load_of
 from benchmarks.fleet.streams import Streams
 from benchmarks.fleet.traffic import ROUTINGS, Load, Session, places_of, requests_of
 from benchmarks.fleet.views import Lagging
+from benchmarks.report.fleet import limits_section, shares_section
 from cache_builder.replay.rows import Row
 from ssd.config import IndexConfig
 from ssd.retrieval.segment import SEPARATOR
@@ -138,3 +144,36 @@ def test_a_replica_can_search_exactly_the_texts_that_the_shortcut_says(
                 view.learn(place, now, request.text, len(request.row.context))
     num_written = sum(replica.written.commands["XADD"] for replica in whole.replicas)
     assert shortcut.num_entries == num_written
+
+
+def test_the_limit_that_breaks_first_leads_and_holds_exactly_so_many_replicas() -> None:
+    unit = Unit(
+        entries=2.0,
+        tokens=800.0,
+        sent_bytes=800.0,
+        read_bytes=900.0,
+        receive_s=2e-4,
+        write_us=40.0,
+        reply_us=20.0,
+        delivered_us=1.0,
+    )
+    limits = limits_of(unit)
+    assert list(limits.values()) == sorted(limits.values())
+    most = limits["redis_cpu"]
+    assert load_of(unit, most)["redis_cores"] <= 0.8 < load_of(unit, most + 1)["redis_cores"]
+    assert limits_of(unit, 0.0)["redis_cpu"] < most  # what readers that pause are for
+    assert load_of(unit, 64)["replica_commands_per_s"] < 2.0 + 1 / 0.05
+
+
+@pytest.mark.slow
+def test_the_benchmark_says_what_a_log_loses_and_what_caches_that_share_nothing_do(tmp_path: Path) -> None:
+    out, plot = tmp_path / "fleet.json", tmp_path / "fleet.png"
+    sizes = ["--replicas", "1", "2", "--share", "0.1", "--scored", "1", "--concurrency", "1"]
+    arguments = ["python", *sizes, "--lags", "0.5", "--jobs", "1", "--load-seconds", "0.3"]
+    assert main([*arguments, "--out", str(out), "--plot", str(plot)]) == 0
+    result = json.loads(out.read_text())
+    shares = {(row["kind"], row["routing"]): row["share"] for row in result["rows"] if row["replicas"] == 2}
+    assert shares["log", "random"] > shares["isolated", "random"]
+    assert "| 2 | a session stays |" in shares_section(result)
+    assert "What breaks first" in limits_section(result)
+    assert plot.stat().st_size > 1000

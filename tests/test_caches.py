@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +23,10 @@ from cache_builder.caches.merge import merge
 from cache_builder.caches.sorted_order import RIGHT, first_wrong
 from ssd.config import CacheConfig
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.errors import CacheError, ConfigError, SSDError
+from ssd.errors import CacheError, CacheLocked, ConfigError, SSDError
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
+from ssd.retrieval.directory_lock import DirectoryLock
+from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.segment_file import write_segment
 from ssd.retrieval.sequences import sequences_of
@@ -74,7 +77,7 @@ def codec(model: Path) -> TextCodec:
 
 
 @given(st.lists(texts, min_size=1, max_size=3), st.data())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_a_merged_cache_answers_as_the_caches_together(
     tmp_path_factory: pytest.TempPathFactory, caches: list[list[list[int]]], data: st.DataObject
 ) -> None:
@@ -128,6 +131,15 @@ def test_a_merge_that_cannot_be_done_leaves_everything_as_it_was(tmp_path: Path)
     assert read_cache(good) == TEXTS
     merge([good, good], good, force=True)
     assert read_cache(good) == TEXTS + TEXTS
+
+
+def test_a_cache_that_a_server_writes_is_not_replaced(tmp_path: Path) -> None:
+    path = write_cache(tmp_path / "a", TEXTS)
+    lock = DirectoryLock(path)
+    with pytest.raises(CacheLocked):
+        merge([path], path, force=True)
+    lock.close()
+    assert read_cache(path) == TEXTS
 
 
 # check
@@ -213,8 +225,27 @@ def test_leftovers_are_named_and_what_was_learned_is_looked_at(
     assert "manifest.json is missing" in capsys.readouterr().out
 
 
+def test_names_that_a_terminal_would_obey_are_shown_as_escapes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_cache(tmp_path / "a", TEXTS)
+    for name in (b"\x1b[2J", b"\xff\xfe"):
+        (path / os.fsdecode(name)).touch()
+    manifest = read_manifest(path)
+    assert manifest is not None
+    write_manifest(path, replace(manifest, namespace="\x1b[31m\ud800"))
+    for command in ("check", "inspect"):
+        assert main([command, str(path)]) in (0, 1)
+        said = capsys.readouterr().out
+        assert "\x1b" not in said
+        said.encode()
+    faults = check(path).faults
+    assert any("names that no writer writes" in fault for fault in faults)
+    assert any("holds text of namespace 'default'" in fault for fault in faults)
+
+
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_byte_that_flips_anywhere_is_found_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -237,6 +237,7 @@ def test_a_batch_drafts_chains_at_its_costs(tmp_path: Path, capsys: pytest.Captu
     [
         (["nothing.jsonl"], "no such file"),
         (["empty.jsonl"], "the logs hold no request"),
+        (["notes.txt"], "the logs hold outputs alone"),
         (["log.jsonl", "--cache", "frozen"], "give --warm DIR"),
         (["log.jsonl", "--cache", "none", "--warm", "x"], "leave out --warm"),
         (["log.jsonl", "--warm", "x"], "x holds no cache"),
@@ -257,6 +258,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
     monkeypatch.chdir(tmp_path)
     write_log(tmp_path / "log.jsonl")
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("Nobody asked for this.")
     assert main(["evaluate", *arguments, "--tokenizer", TOKENIZER]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line

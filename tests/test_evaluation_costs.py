@@ -140,9 +140,22 @@ def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
         read_step_costs(tmp_path / "x.json")
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot measure"):
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measured_costs.main([str(tmp_path)]) == 2
+    (error,) = json.loads(capsys.readouterr().out).values()
+    assert "\n" not in error
+
+
+@pytest.mark.slow
+def test_what_the_measuring_program_says_is_passed_on(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"cannot measure {tmp_path}: .*tokenizer"):
         measure(str(tmp_path), [[1, 2, 3]])
+
+
+def test_a_program_that_says_nothing_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_sources, "_PROGRAM", "this")
+    with pytest.raises(ModelError, match="status 0"):
+        measure("some-model", [])
 
 
 def test_costs_are_measured_with_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

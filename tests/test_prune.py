@@ -78,7 +78,7 @@ def test_half_of_a_cache_drafts_as_the_whole_where_logs_say_what_is_used(tmp_pat
     assert num_tokens(newest) <= budget.amount
     assert pruned.num_kept_used == pruned.num_used_blocks > 30
     before = tokens_per_step(whole, held_out)
-    assert tokens_per_step(used, held_out) > 0.94 * before
+    assert tokens_per_step(used, held_out) > 0.9 * before
     assert tokens_per_step(newest, held_out) < 0.6 * before
 
 
@@ -130,14 +130,17 @@ def test_what_stands_twice_is_of_use_once(tmp_path: Path) -> None:
     st.lists(st.integers(1, 300), min_size=1, max_size=12),
     st.integers(BLOCK_TOKENS * 2, 3000),
     st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.booleans(),
 )
-def test_what_is_kept_fits_and_the_most_used_come_first(lengths: list[int], budget: int, used: list[int]) -> None:
+def test_what_is_kept_fits_and_the_most_used_come_first(
+    lengths: list[int], budget: int, used: list[int], spread: bool
+) -> None:
     sequences, at = [], 0
     for length in lengths:
         sequences.append((at, np.arange(at, at + length, dtype=np.int32)))
         at += length + 1
     credits = np.resize(np.array(used, np.int64), -(-at // BLOCK_TOKENS))
-    kept = chosen(credits, budget)
+    kept = chosen(credits, budget, spread=spread)
     pieces = [piece for start, tokens in sequences for piece in kept_pieces(tokens, start, kept)]
     assert sum(len(piece) + 1 for piece in pieces) <= budget
     blocks = kept.reshape(-1, BLOCK_TOKENS // LEAD_IN_TOKENS).all(1)

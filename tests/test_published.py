@@ -375,7 +375,9 @@ def test_heads_in_redis_name_chunks_on_a_store(redis_server: RedisServer, tmp_pa
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is done every few seconds is done at once."""
-    monkeypatch.setitem(Publisher.__init__.__kwdefaults__, "look_s", 0.05)
+    defaults = Publisher.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "look_s", 0.05)
     monkeypatch.setattr(publisher, "PUBLISH_S", 0.1)
     for name in ("_IDLE_S", "_GAP_LOOK_S", "_LOOK_S"):
         monkeypatch.setattr(joiner, name, 0.1)

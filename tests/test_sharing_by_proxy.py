@@ -18,6 +18,7 @@ from benchmarks.fleet_faults.network import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from benchmarks.fleet_faults.proxy import CLEAR, FaultProxy, Weather
 from ssd.sharing import bounded_parser
 from ssd.sharing.connection import connect
+from ssd.sharing.counters import RedisCounters
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import KEY, Replica, eventually, replica, stored
 
@@ -209,3 +210,15 @@ def test_writers_follow_a_failover_that_ends_no_connection(redis_server: RedisSe
         first.close()
         heir.close()
         second.kill()
+
+
+def test_replicas_that_tell_an_emptied_redis_their_numbers_do_not_add_them_up(redis_server: RedisServer) -> None:
+    """A number that grew would have a tenant's cache deleted."""
+    with (
+        contextlib.closing(RedisCounters(redis_server.url)) as one,
+        contextlib.closing(RedisCounters(redis_server.url)) as two,
+    ):
+        assert one.read(["a", "b"]) == two.read(["a", "b"]) == [0, 0]
+        assert one.raise_to("a", 5) == two.raise_to("a", 5) == one.raise_to("a", 3) == 5
+        assert two.add("a", 1) == 6
+        assert one.read(["a", "b"]) == [6, 0]

@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.environment import head
 from benchmarks.faults.processes import find_redis_server
+from benchmarks.fleet.bare_readers import KEY
 from benchmarks.fleet.cases import MADE, Case, Stream, cases_of, compare_with_whole, requests_per_s, run
 from benchmarks.fleet.limits import Unit, limits_of, rows
 from benchmarks.fleet.load import measure
@@ -39,6 +40,7 @@ _REPLICAS = (1, 2, 4, 16, 64, 256)
 _LAGS_S = (0.0, 0.1, 0.5, 2.0, 10.0)
 _MARK_REPLICAS, _MARK_LAG_S = 64, 0.5
 _WHOLE_REPLICAS = 4
+_WHOLE_SHARE = 0.05
 _NEAR = 0.01
 """How far the shortcut may be off in accepted tokens a step."""
 
@@ -174,7 +176,7 @@ def _run_all(stream: Stream, cases: Sequence[Case], num_jobs: int) -> Iterator[d
 
 def _smaller(stream: Stream) -> Stream:
     """Some hundred sessions, all drafted for."""
-    changed: Stream = Stream(**{**asdict(stream), "share": stream.share * 0.05, "scored": 1.0})
+    changed: Stream = Stream(**{**asdict(stream), "share": min(stream.share, _WHOLE_SHARE), "scored": 1.0})
     return changed
 
 
@@ -198,4 +200,4 @@ def _unit(stream: Stream, found: Sequence[dict[str, Any]], checked: dict[str, An
 def _entry(num_tokens: int) -> bytes:
     """An entry of the mean size."""
     tokens = np.random.default_rng(0).integers(0, 1 << 15, max(1, num_tokens)).astype(np.int32)
-    return pack_entry(Entry(b"replica.", b"sequence" * 2, tokens), "")
+    return pack_entry(Entry(b"replica.", b"sequence" * 2, tokens), KEY)

@@ -27,7 +27,7 @@ _MOST: Final = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What was measured. Rates are a replica's own, each second; ``memory`` : bytes of Redis for a token."""
+    """What was measured. Rates are a replica's own, each second."""
 
     entries: float
     tokens: float

@@ -28,7 +28,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 continue
             name = _ISOLATED if row["kind"] == "isolated" else f"log, {row['lag_s']:g} s"
             lines.setdefault(name, []).append((row["replicas"], 100 * row["share"]))
-        for name, points in sorted(lines.items()):
+        for name, points in lines.items():  # in the order of the lags
             style = {"color": "black", "linestyle": "--"} if name == _ISOLATED else {}
             axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name, **style)
         axis.set_xscale("log", base=2)

@@ -164,9 +164,10 @@ class Fleet:
 
     def new_standby(self) -> Redis:
         """Another Redis that has all that the first one has, and goes on to follow it."""
-        standby = self._new_redis("--replicaof", "127.0.0.1", str(self.redis.port))
+        standby = self._new_redis()
         deadline = time.monotonic() + 20
         with self.client(standby) as client:
+            client.replicaof("127.0.0.1", str(self.redis.port))
             while client.info("replication").get("master_link_status") != "up":
                 if time.monotonic() > deadline:
                     raise TimeoutError("the standby did not catch up")
@@ -181,10 +182,12 @@ class Fleet:
         return former
 
     def kill_server(self, member: Member) -> None:
-        """``kill -9``, in an outage; what was on disk is promised."""
+        """``kill -9`` in the middle of what it is doing, and a start; what was on disk before is promised."""
         member.history.promise(number for _, number in self.notes_on_disk(member))
-        member.server.kill()
-        member.history.end_life(in_order=False)
+        with member.outage():
+            member.server.kill()
+            member.history.end_life(in_order=False)
+            member.server.start()
 
     def close_servers(self) -> None:
         """In order: all that was acknowledged is to be on disk."""
@@ -211,7 +214,10 @@ class Fleet:
         return longest
 
     def _teach(self, member: Member, namespace: str, key: str) -> dict[str, object]:
-        """A server answers what nobody could guess: sampled with a seed of its own from nearly flat scores."""
+        """A server answers what nobody could guess: sampled with a seed of its own from nearly flat scores.
+
+        Raises ValueError where it was drafted all the same.
+        """
         number = member.history.begin(namespace)
         body = {
             "prompt": f"{note(number)}{self.chance.randbytes(12).hex()}\n",
@@ -220,6 +226,8 @@ class Fleet:
             "seed": number,
             "ignore_eos": True,
         }
+        if _drafts(member.server, body, key):
+            raise ValueError("a server drafts what nobody has said yet, so that others do says nothing")
         member.server.post(body, key=key)
         member.history.acknowledge(number)
         return body
@@ -235,12 +243,12 @@ class Fleet:
         options += ["--cache-tokens", str(_CACHE_TOKENS), "--rebuild-interval", "0.3"]
         return [*options, *(word for key in KEYS for word in ("--api-key", key))]
 
-    def _new_redis(self, *options: str) -> Redis:
+    def _new_redis(self) -> Redis:
         self._num_redis += 1
         directory = self._home / f"redis-{self._num_redis}"
         directory.mkdir(parents=True)
         user = ("--user", USER, "on", f">{PASSWORD}", *RIGHTS)
-        made = Redis(directory, *_PERSISTENT, *user, *options)
+        made = Redis(directory, *_PERSISTENT, *user)
         self._stack.callback(made.kill)
         made.start()
         return made

@@ -11,9 +11,7 @@ from benchmarks.fleet_faults.proxy import CLEAR, Weather
 def kill(fleet: Fleet) -> None:
     """kill -9 of one server, which comes back with its directory."""
     member = fleet.chance.choice(fleet.members)
-    with member.outage():
-        fleet.kill_server(member)
-        member.server.start()
+    fleet.kill_server(member)
 
 
 def restart(fleet: Fleet) -> None:
@@ -45,7 +43,5 @@ def kill_unheard(fleet: Fleet) -> None:
     member = fleet.chance.choice(fleet.members)
     member.proxy.weather = Weather(is_silent=True)
     fleet.hold(2.0)
-    with member.outage():
-        fleet.kill_server(member)
-        member.server.start()
+    fleet.kill_server(member)
     member.proxy.weather = CLEAR

@@ -55,7 +55,7 @@ def play(fleet: Fleet, faults: Sequence[Fault], *, num_clients: int, calm_s: flo
         fleet.hold(calm_s)
     try:
         row.sharing_s = fleet.sharing_returns(RETURN_S)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         row.counts["failed"] += 1
         row.reasons.append(f"a probe: {type(error).__name__}: {error}"[:200])
     row.counts["deaf"] += row.sharing_s is None

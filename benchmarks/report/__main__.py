@@ -19,13 +19,16 @@ from benchmarks.report.clients import clients_section
 from benchmarks.report.constants import constants_section
 from benchmarks.report.coupled import coupled_section, window_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
+from benchmarks.report.evaluate import evaluate_section
 from benchmarks.report.faults import faults_section, fleet_section
+from benchmarks.report.fleet import latency_section, limits_section, shares_section
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
 from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.joining import joining_section
+from benchmarks.report.plan import plan_section
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
 from benchmarks.report.rollouts import rollouts_section
@@ -35,7 +38,7 @@ from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, JOINING, ROLLOUTS, SERVING, TUNING = (
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
     f"docs/{name}.md"
     for name in (
         "api",
@@ -46,6 +49,7 @@ API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, JOINING, ROLLOUTS, SERVING, T
         "head-training",
         "joining",
         "rollouts",
+        "scaling",
         "serving",
         "tuning",
     )
@@ -73,6 +77,7 @@ def pages() -> dict[str, str]:
             HEADS,
             JOINING,
             ROLLOUTS,
+            SCALING,
             SERVING,
             TUNING,
         )
@@ -103,6 +108,8 @@ def pages() -> dict[str, str]:
     if (replay := _result("replay")) is not None:
         curves = curve_section(curve, _result("replay-tree")) if curve is not None else ""
         put(BENCHMARKS, "replay", "\n".join([replay_section(replay), "", curves]))
+    if evaluated := _results("evaluate", "evaluate-gemma"):
+        put(BENCHMARKS, "evaluate", evaluate_section(evaluated))
     if (hybrid := _result("hybrid")) is not None:
         put(BENCHMARKS, "hybrid", hybrid_section(hybrid))
     if (clients := _result("clients")) is not None:
@@ -134,6 +141,13 @@ def pages() -> dict[str, str]:
         put(JOINING, "joining", joining_section(joining))
     if rollouts := [run for name in ("rollouts", "rollouts-fast") if (run := _result(name)) is not None]:
         put(ROLLOUTS, "rollouts", rollouts_section(rollouts))
+    if (fleet := _result("fleet")) is not None:
+        put(SCALING, "fleet", shares_section(fleet))
+        put(SCALING, "fleet-limits", limits_section(fleet))
+    if (shared := _result("sharing-latency")) is not None:
+        put(SCALING, "sharing-latency", latency_section(shared))
+    if (largest := _result("index-256m")) is not None:
+        put(SCALING, "plan", plan_section(largest, _result("building")))
     put(SERVING, "flags", flags_section())
     put(API, "api", api_section())
     put(TUNING, "constants", constants_section(ROOT))

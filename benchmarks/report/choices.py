@@ -379,6 +379,15 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         ),
         Choice("retrieval/segment_store.py", {"SAVE_LEARNED_S": "60.0"}, "saves of what was learned"),
     ),
+    "Sharing": (
+        Choice(
+            "sharing/reader.py",
+            {"GATHER_S": "0.05"},
+            "how long a reader that has read all lets entries gather",
+            "`benchmarks.fleet`: redis-server takes 20 to 25 us a reply and about 1 us an entry in it, so 64 readers "
+            "of 200 entries/s cost 4 % of its core, 27 % without; on average 25 ms later",
+        ),
+    ),
     "Engine": (
         Choice(
             "engine/timed_passes.py",

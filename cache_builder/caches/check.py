@@ -12,13 +12,14 @@ import numpy as np
 from cache_builder.caches.held import read_learned
 from cache_builder.caches.inspect import DirectoryReport, inspect_directory
 from cache_builder.caches.sorted_order import RIGHT, first_wrong
+from cache_builder.caches.wording import plain
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.errors import CacheError
+from ssd.errors import CacheError, ConfigError
 from ssd.retrieval.atomic_file import is_temporary
 from ssd.retrieval.directory import LEARNED_NAME
 from ssd.retrieval.directory_lock import LOCK_NAME
 from ssd.retrieval.manifest import MANIFEST_NAME
-from ssd.retrieval.names import is_segment_id
+from ssd.retrieval.names import check_fingerprint, check_namespace, is_segment_id
 from ssd.retrieval.recovery import LEFT_OUT
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.segment_file import open_segment
@@ -61,12 +62,12 @@ class CheckReport:
         lines = [
             f"{self.report.path}",
             f"  {totals['num_tokens']:,} tokens in {self.num_sequences:,} sequences and {len(self.report.segments)} "
-            f"segments, namespace {totals['namespace']}, tokenizer {totals['fingerprint']}",
+            f"segments, namespace {plain(totals['namespace'])}, tokenizer {plain(totals['fingerprint'])}",
         ]
         if self.learned is not None:
             lines.append(f"  {LEARNED_NAME}: learned from {self.learned:,} candidates")
-        lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  FAULT: {fault}" for fault in self.faults]
+        lines += [f"  note: {plain(note)}" for note in self.notes]
+        lines += [f"  FAULT: {plain(fault)}" for fault in self.faults]
         lines.append(f"  faults: {len(self.faults)}" if self.faults else "  sound")
         return "\n".join(lines)
 
@@ -90,6 +91,11 @@ def check(
         result.faults.append(
             f"{MANIFEST_NAME} is missing: a server that opens the directory makes it anew, see `ssd-cache inspect`"
         )
+    try:
+        check_namespace(manifest.namespace)
+        check_fingerprint(manifest.fingerprint)
+    except ConfigError as error:
+        result.faults.append(f"{MANIFEST_NAME} has names that no writer writes ({error}): {_REBUILD}")
     if codec is not None and codec.fingerprint != manifest.fingerprint:
         result.faults.append(
             f"it was made with tokenizer {manifest.fingerprint}, this one is {codec.fingerprint}: use the tokenizer it "
@@ -103,7 +109,7 @@ def check(
             continue
         file = path / f"{segment_report.segment_id}.seg"
         try:
-            segment = open_segment(file, fingerprint=manifest.fingerprint)
+            segment = open_segment(file, fingerprint=manifest.fingerprint, namespace=manifest.namespace)
         except (CacheError, OSError) as error:
             result.faults.append(str(error))
             continue

@@ -42,11 +42,12 @@ def _head(explanation: Explanation, decode: Decode) -> Iterator[str]:
     for level, length in enumerate(first.lengths):
         own = sum(p.weight for p in first.places if p.level == level and p.segment == OWN_TEXT)
         index = sum(p.weight for p in first.places if p.level == level and p.segment != OWN_TEXT)
+        at_least = "at least " if any(p.weight > 1.0 for p in first.places if p.level == level) else ""
         if own + index == 0:
             continue  # the places of the longer match
         yield (
             f"  its last {length} tokens {shown(context[-min(length, _TAIL_TOKENS) :], decode)} stand elsewhere"
-            f"{' too' if level else ''}: {index:.0f} in the cache, {own:.0f} in the text itself"
+            f"{' too' if level else ''}: {at_least}{index:.0f} in the cache, {own:.0f} in the text itself"
         )
 
 

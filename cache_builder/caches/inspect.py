@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cache_builder.caches.wording import plain
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable
 from ssd.retrieval.atomic_file import open_file
 from ssd.retrieval.file_bytes import CopyBudget
@@ -75,8 +76,8 @@ class DirectoryReport:
         totals = self.as_json()
         lines = [
             f"{self.path}",
-            f"  namespace    {self.manifest.namespace}",
-            f"  tokenizer    {self.manifest.fingerprint}",
+            f"  namespace    {plain(self.manifest.namespace)}",
+            f"  tokenizer    {plain(self.manifest.fingerprint)}",
             f"  generation   {self.manifest.generation}",
             f"  tokens       {totals['num_tokens']:,}",
             f"  bytes        {totals['num_bytes']:,}",

@@ -38,11 +38,15 @@ def new_cache(
 
 
 def check_out(out: Path, *, force: bool) -> None:
-    """Raises ConfigError where ``out`` is not to be written. ``force`` : a cache there may be replaced."""
+    """Raises ConfigError, or CacheLocked, where ``out`` is not to be written.
+
+    ``force`` : a cache there may be replaced.
+    """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: give a directory with --out")
     if (out / MANIFEST_NAME).exists():
         if not force:
             raise ConfigError(f"{out} holds a cache already: --force replaces it, or give another directory with --out")
+        DirectoryLock(out).close()
     elif out.exists() and any(path.name != LOCK_NAME for path in out.iterdir()):
         raise ConfigError(f"{out} is not empty and holds no cache: give another directory with --out")

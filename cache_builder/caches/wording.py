@@ -14,7 +14,12 @@ def shown(ids: Sequence[int], decode: Decode) -> str:
     """The text in quotes, on one line; or the ids."""
     if decode is None:
         return f"[{' '.join(map(str, ids))}]"
-    return json.dumps(decode(ids), ensure_ascii=False).replace("\x7f", "\\u007f").replace("\x9b", "\\u009b")
+    return plain(json.dumps(decode(ids), ensure_ascii=False))
+
+
+def plain(text: str) -> str:
+    """``text`` with what a terminal would obey, or cannot show, as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def percent(chance: float) -> str:

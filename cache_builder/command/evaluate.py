@@ -13,6 +13,7 @@ from cache_builder.command.logs import add_log_arguments, read_logs
 from cache_builder.command.parsers import Commands, add_command
 from cache_builder.command.progress import progress_bar
 from cache_builder.evaluation.cost_sources import add_cost_arguments, costs_of
+from cache_builder.inputs.record import InputError
 from ssd.config import DRAFT_SHAPES, DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
@@ -100,6 +101,11 @@ def _run(options: argparse.Namespace) -> int:
     )
     codec, read = read_logs(options, options.inputs, options.class_by)
     log = read.log
+    if not len(log.with_prompt):
+        raise InputError(
+            "the logs hold outputs alone: a draft has to see what was asked. Give requests with their responses; "
+            "`ssd-cache build` and --warm take outputs as they are"
+        )
     costs = costs_of(options, lambda: _some_prompts(log), options.batch)
     if options.gpu is None:
         costs = in_batch(costs, options.batch)

@@ -19,8 +19,8 @@ _DESCRIPTION = """\
 Make a cache directory smaller: keep what recorded requests are seen to draft from, the most used first.
 
 The logs are decoded over the directory as `ssd-cache evaluate` does; of its text the blocks of 64 tokens that accepted
-drafts came from are kept with a lead-in, as many as fit. What room is left goes to the text around them, then to the
-newest, and so does all of it without --logs. Judge the result by logs that were not given here:
+drafts came from are kept with a lead-in, as many as fit. What room is left goes to a part of all other text.
+Without --logs the newest text is kept. Judge the result by logs that were not given here:
 `ssd-cache evaluate OTHERS --cache frozen --warm OUT`.
 """
 

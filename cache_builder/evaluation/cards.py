@@ -118,7 +118,7 @@ def _sources(evaluation: Row) -> Iterator[str]:
     if total <= 0:
         return
     rows = sorted(rows, key=lambda row: -float(row["accepted"]))
-    bars = [(str(_SOURCES.get(row["source"], row["source"])), float(row["accepted"] / total)) for row in rows]
+    bars = [(_SOURCES.get(str(row["source"]), str(row["source"])), row["accepted"] / total) for row in rows]
     yield section(
         "Where drafts come from",
         "Of the drafted tokens that the model agreed with, the share of each source.",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cache_builder.evaluation.log import Int64s, Log
 from cache_builder.replay.cost import CostCurve
-from cache_builder.replay.decoding import OutputDecoder
+from cache_builder.replay.decoding import OutputDecoder, warm_up
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.packed import Tokens
@@ -81,6 +81,7 @@ def execute(run: Run, log: Log, tell: Callable[[int], None] = lambda num_tokens:
 
     Raises CacheError for a warm directory that cannot be used.
     """
+    warm_up()
     decoded = np.zeros(len(log), np.bool_)
     decoded[log.with_prompt[:: run.every]] = True
     dealt = np.random.default_rng(run.seed).integers(run.replicas, size=len(log))

@@ -6,6 +6,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from ctypes import c_int64
 from multiprocessing import get_context
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from cache_builder.evaluation.log import Log
 from cache_builder.evaluation.runs import Outcome, Run, execute
+from ssd.errors import CacheError
 
 K = TypeVar("K", bound=Hashable)
 
@@ -29,7 +31,10 @@ class _Stopped(Exception):
 def execute_all(
     runs: Mapping[K, Run], log: Log, num_jobs: int, progress: Callable[[int], None] = lambda num_tokens: None
 ) -> dict[K, Outcome]:
-    """`execute` for all of ``runs``, the longest first. ``progress`` : told how many output tokens were decoded."""
+    """`execute` for all of ``runs``, the longest first. ``progress`` : told how many output tokens were decoded.
+
+    Raises what `execute` raises, and CacheError where a process was killed.
+    """
     ordered = sorted(runs, key=lambda key: -runs[key].num_decoded(log))
     num_jobs = min(num_jobs, len(runs))
     if num_jobs <= 1:
@@ -43,6 +48,10 @@ def execute_all(
                 futures = {pool.submit(_execute, runs[key]): key for key in ordered}
                 _watch(set(futures), done, progress)
                 return {key: future.result() for future, key in futures.items()}
+            except BrokenProcessPool as error:
+                raise CacheError(
+                    "a process that decodes was killed, perhaps for want of memory: give --jobs 1, or fewer logs"
+                ) from error
             except BaseException:
                 done.value = -(1 << 62)
                 pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Which blocks of stored text are kept: the most used ones that fit, then those near them, then the newest."""
+"""Which blocks of stored text are kept: the most used ones that fit, then the newest, or some of all the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ssd.retrieval.packed import Tokens
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2
 """Kept before a block, so that what is said there is found from its first token."""
 
-_NEAR_BLOCKS: Final = 16
+_STRETCH_BLOCKS: Final = 4
+_GOLDEN_RATIO: Final = 0.6180339887498949
 
 LEAST_TOKENS: Final = 8
 """Shorter pieces of a sequence are not kept: hardly anything is drafted from them."""
@@ -21,13 +22,15 @@ LEAST_TOKENS: Final = 8
 Flags = npt.NDArray[np.bool_]
 
 
-def chosen(credits: Counts, budget: int) -> Flags:
+def chosen(credits: Counts, budget: int, *, spread: bool = False) -> Flags:
     """Of every half block whether it is kept, bool[2 n]; all of it takes at most ``budget`` tokens, with separators.
 
-    ``credits`` : int64[n], how often each block was of use. Of blocks of equal use those go first that stand near used
-    ones: what was quoted in part is quoted in whole another time. Then the newest, which is the last. O(n log n).
+    ``credits`` : int64[n], how often each block was of use. Of blocks of equal use the newest, which is the last, goes
+    first; with ``spread`` those that lie spread over the text. O(n log n).
     """
-    ranked = np.lexsort((np.arange(len(credits)), _nearness(credits), credits))[::-1]
+    newest = np.arange(len(credits))
+    order = (newest, _spread(len(credits)), credits) if spread else (newest, credits)
+    ranked = np.lexsort(order)[::-1]
     fewest, most = 0, len(ranked)
     while fewest < most:
         count = (fewest + most + 1) // 2
@@ -37,13 +40,11 @@ def chosen(credits: Counts, budget: int) -> Flags:
     return _halves(ranked[:fewest], len(credits))
 
 
-def _nearness(credits: Counts) -> npt.NDArray[np.float64]:
-    """Use of the blocks around each, half as much for every block that lies between."""
-    near = np.zeros(len(credits))
-    for distance in range(1, min(_NEAR_BLOCKS, len(credits) - 1) + 1):
-        near[distance:] += credits[:-distance] / 2.0**distance
-        near[:-distance] += credits[distance:] / 2.0**distance
-    return near
+def _spread(count: int) -> npt.NDArray[np.float64]:
+    """float64[count], a number of each block: those with the greatest lie all over the text, in stretches of a few."""
+    stretches = (np.arange(count) // _STRETCH_BLOCKS).astype(np.float64)
+    found: npt.NDArray[np.float64] = (stretches * _GOLDEN_RATIO) % 1.0  # evenly spread, however many are taken
+    return found
 
 
 def _halves(blocks: npt.NDArray[np.int64], count: int) -> Flags:

@@ -83,7 +83,8 @@ def prune(
     credits = np.zeros(-(-cache.num_tokens // BLOCK_TOKENS), np.int64)
     if find_said is not None:
         credits = credits_of(cache, find_said())
-    kept = chosen(credits, num_tokens)
+    # Of what no log used, a part of everything served held-out requests better than the newest, or what stands nearby.
+    kept = chosen(credits, num_tokens, spread=find_said is not None)
     num_sequences = 0
     with new_cache(out, fingerprint=cache.fingerprint, namespace=cache.namespace, force=force) as writer:
         for start, sequence in _placed(cache):

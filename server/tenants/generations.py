@@ -29,6 +29,10 @@ class SharedCounters(Protocol):
         """The number after ``amount`` was added to it."""
         ...
 
+    def raise_to(self, name: str, number: int) -> int:
+        """The number, which is at least ``number`` from now on, whoever else says so at the same time."""
+        ...
+
 
 class Generations:
     """A number for each counter's name, which only grows: the greatest that this server or a replica has counted.
@@ -75,11 +79,14 @@ class Generations:
                 for name, number in found.items():
                     if number < self.of(name):
                         self._told(name, number, self.of(name))
+                newer = {name: number for name, number in found.items() if self.of(name) < number < _MOST}
+                if newer:  # asked once more: an answer that was garbled on its way deletes no cache
+                    again = zip(newer, self._shared.read(list(newer)), strict=True)
+                    newer = {name: newer[name] for name, number in again if number >= newer[name]}
             except Exception as error:
                 self._complain(error)
                 return {}
             self._is_reached = True
-            newer = {name: number for name, number in found.items() if self.of(name) < number < _MOST}
             former = {name: self.of(name) for name in newer}
             if newer:
                 self._set(newer)
@@ -87,7 +94,7 @@ class Generations:
 
     def _told(self, name: str, counted: int, number: int) -> int:
         assert self._shared is not None
-        return self._shared.add(name, number - counted) if counted < number else counted
+        return self._shared.raise_to(name, number) if counted < number else counted
 
     def _set(self, numbers: Mapping[str, int]) -> None:
         with self._lock:

@@ -26,6 +26,18 @@ class RedisCounters:
         """The number after ``amount`` was added to it."""
         return int(self._client.hincrby(KEY, name, amount))
 
+    def raise_to(self, name: str, number: int) -> int:
+        """The number, at least ``number`` from now on: replicas that tell an emptied Redis at once do not add up."""
+        with self._client.pipeline() as pipeline:
+            pipeline.watch(KEY)  # type: ignore[no-untyped-call]
+            found: Any = pipeline.hget(KEY, name)
+            if (counted := _number(found)) >= number:
+                return counted
+            pipeline.multi()
+            pipeline.hset(KEY, name, str(number))
+            pipeline.execute()
+        return number
+
     def close(self) -> None:
         """Give the connection back."""
         self._client.close()

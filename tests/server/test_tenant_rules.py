@@ -355,16 +355,35 @@ class Counters:
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
         self.is_there = True
+        self.num_garbled = 0
 
     def read(self, names: list[str]) -> list[int]:
         if not self.is_there:
             raise ConnectionError
+        if self.num_garbled:
+            self.num_garbled -= 1
+            return [7] * len(names)
         return [self.numbers.get(name, 0) for name in names]
 
     def add(self, name: str, amount: int) -> int:
         self.read([])
         self.numbers[name] = self.numbers.get(name, 0) + amount
         return self.numbers[name]
+
+    def raise_to(self, name: str, number: int) -> int:
+        self.read([])
+        self.numbers[name] = max(number, self.numbers.get(name, 0))
+        return self.numbers[name]
+
+
+def test_one_garbled_answer_deletes_nothing() -> None:
+    counters = Counters()
+    generations = Generations(None, counters)
+    counters.num_garbled = 1
+    assert generations.absorb(["a", "b"]) == {}
+    assert generations.of("a") == generations.of("b") == 0
+    counters.add("b", 1)
+    assert generations.absorb(["a", "b"]) == {"b": 0}
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["advance", "absorb", "cut", "mend", "empty"]))))

@@ -85,8 +85,9 @@ class Place:
     """Where the end of the text stands as well.
 
     ``segment`` : its number in the snapshot, or OWN_TEXT. ``position`` : there, of the token that follows. ``weight`` :
-    occurrences that it stands for, itself and those left out. ``level`` : number of the match length it was found at.
-    ``goes_on`` : what follows, to the end of its sequence, or _CONTINUATION tokens.
+    occurrences that it stands for, itself and those left out; of many at least so many, they are not counted out.
+    ``level`` : number of the match length it was found at. ``goes_on`` : what follows, to the end of
+    its sequence, or _CONTINUATION tokens.
     """
 
     segment: int

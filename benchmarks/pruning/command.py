@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -169,7 +168,3 @@ def line(row: dict[str, Any]) -> str:
     )
     ends = f"none {row['none']:.3f}, whole {row['whole']:.3f}"
     return f"{row['trace']:<18} {row['cache_tokens']:>9,} tokens, {ends}; {shares}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How much of a smaller cache's use `ssd-cache prune` keeps."""
