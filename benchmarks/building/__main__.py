@@ -78,7 +78,7 @@ def _rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _row(kind: str, jobs: int, figures: dict[str, Any], least: int, checked: int, num_bytes: int) -> dict[str, Any]:
-    """A line of the table; bytes a token are those of the process with the largest peak, over its largest segment."""
+    """A row of the result; its peak by token is that of the process with the largest, over its largest segment."""
     return {
         "kind": kind,
         "jobs": jobs,
