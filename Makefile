@@ -79,6 +79,9 @@ bench: $(READY)
 			--drafter prompt-lookup --max-draft 16 --max-output-tokens 120000 --json \
 			| tee /dev/stderr | tail -n 1 >benchmarks/results/replay.json; \
 		$(BIN)/python -m benchmarks.flooding --tokenizer llama2-32k --out benchmarks/results/flooding.json; \
+		$(BIN)/python -m benchmarks.pruning --tokenizer llama2-32k --output-tokens 60000 \
+			--out benchmarks/results/pruning.json; \
+		$(BIN)/python -m benchmarks.fleet --tokenizer llama2-32k --out benchmarks/results/fleet.json; \
 		if [ -e $(PEERS_READY) ]; then \
 			$(BIN)/python -m benchmarks.replay $(CURVES) --json --plot benchmarks/results/replay-curve.png \
 				| tail -n 1 >benchmarks/results/replay-curve.json; \
@@ -97,12 +100,19 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --rows 1,8,64,256 --threads 1,2 --json \
 		| tail -n 1 >benchmarks/results/rows-16m.json
 	$(BIN)/python -m benchmarks.push --tokens 16000000 | tail -n 1 >benchmarks/results/push.json
+	$(BIN)/python -m benchmarks.building --out benchmarks/results/building.json
+	$(BIN)/python -m benchmarks.building --tokens 256000000 --kinds npy --jobs 2 \
+		--out benchmarks/results/building-256m.json
+	$(BIN)/python -m benchmarks.evaluate --out benchmarks/results/evaluate.json
+	$(BIN)/python -m benchmarks.joining --out benchmarks/results/joining.json
+	$(BIN)/python -m benchmarks.sharing_latency --out benchmarks/results/sharing-latency.json
 	$(BIN)/python -m benchmarks.start --shape gemma3-270m | tail -n 1 >benchmarks/results/start.json
 	$(BIN)/python -m benchmarks.http --json | tail -n 1 >benchmarks/results/http.json
 	$(BIN)/python -m benchmarks.side_channels --out benchmarks/results/side-channels.json
 	$(BIN)/python -m benchmarks.connections --json | tail -n 1 >benchmarks/results/connections.json
 	$(BIN)/python -m benchmarks.soak --json --out benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
+	$(BIN)/python -m benchmarks.fleet_faults --out benchmarks/results/fleet-faults.json
 	$(BIN)/python -m benchmarks.report
 
 # Other people's drafters in an environment of their own: about two minutes and 2 GB. It must be activated, because
