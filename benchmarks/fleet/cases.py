@@ -31,7 +31,7 @@ MADE: Final = "python"
 
 Kind = Literal["one", "log", "isolated"]
 
-_CAPACITY: Final = 1 << 24
+_CAPACITY: Final = 1 << 25
 _LARGEST_ID: Final = 1 << 20
 
 
