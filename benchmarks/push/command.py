@@ -1,4 +1,4 @@
-"""How fast ``ssd-cache push`` sends a cache directory to a real Redis server, and in how much memory.
+"""How fast ``ssd-cache push --log`` sends a cache directory to a real Redis server, and in how much memory.
 
 ``python -m benchmarks.push [--tokens N] [--vocab N] [--out FILE]``
 
