@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, TokenizerMismatch
+from ssd.retrieval.atomic_file import is_regular, is_temporary
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
 from ssd.retrieval.segment import SEPARATOR, Segment
@@ -154,3 +155,12 @@ def test_a_changed_manifest_is_noticed(tmp_path_factory: pytest.TempPathFactory,
     (path / MANIFEST_NAME).write_bytes(content)
     with contextlib.suppress(CacheError):
         assert read_manifest(path, fingerprint=FINGERPRINT) == good  # white space, perhaps
+
+
+def test_a_file_that_is_removed_meanwhile_is_no_file(tmp_path: Path) -> None:
+    """Who opens the directory of a server that was killed may find its rebuild process still cleaning up."""
+    gone = tmp_path / "000000000000-0123456789abcdef.seg.17.tmp"
+    gone.touch()
+    assert is_temporary(gone)
+    gone.unlink()
+    assert not is_temporary(gone) and not is_regular(gone)

@@ -81,8 +81,11 @@ def is_temporary(path: Path) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether ``path`` itself is a file, no link to one. Raises OSError."""
-    return stat.S_ISREG(path.lstat().st_mode)
+    """Whether ``path`` itself is a file, no link to one; not one that another process just removed. Raises OSError."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def sync_directory(path: Path) -> None:
