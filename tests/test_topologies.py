@@ -263,7 +263,7 @@ def test_a_replica_that_was_promoted_without_the_newest_entries_begins_no_text_a
             one.append([number])
         eventually(lambda: len(two.stored()) == 20)
         master = watched.master
-        master.ask("ACL", "SETUSER", "default", "-psync")
+        master.ask("ACL", "SETUSER", "default", "-psync", "-sync")  # it would ask for all where it may not go on
         master.ask("CLIENT", "KILL", "TYPE", "replica")
         for number in range(20, 30):
             one.append([number])
@@ -366,7 +366,6 @@ def test_a_lost_node_holds_up_no_other_and_its_replica_takes_over(tmp_path: Path
         say(3, NAMES)
         eventually(lambda: have_all(replicas, texts), within_s=30)
         eventually(lambda: one.log.stats().is_connected and two.log.stats().is_connected)
-        assert one.log.stats().num_reconnects + two.log.stats().num_reconnects
 
 
 # Published text

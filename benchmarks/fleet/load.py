@@ -49,23 +49,22 @@ def _run(server: Redis, entry: bytes, readers: int, rate: int, pause_s: float, s
     client = connect(server.url)
     client.flushall()
     command = [sys.executable, "-m", "benchmarks.fleet.bare_readers", str(server.port), str(readers), str(pause_s)]
-    process = Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE)
-    assert process.stdin is not None and process.stdout is not None
-    process.stdout.readline()  # all are connected
-    before, began = _cpu_s(client), time.monotonic()
-    calls = _calls(client)
-    written = 0
-    while (passed := time.monotonic() - began) < seconds:
-        due = int(passed * rate) - written
-        for _ in range(due):
-            client.xadd(KEY, {FIELD: entry})
-        written += due
-        time.sleep(_TICK_S / 10 if rate * _TICK_S > 1 else _TICK_S)
-    time.sleep(2 * BLOCK_MS / 1000)
-    cpu_s, calls = _cpu_s(client) - before, _calls(client) - calls
-    process.stdin.close()
-    delivered = int(process.stdout.readline())
-    process.wait()
+    with Popen(command, cwd=ROOT, stdin=PIPE, stdout=PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()  # all are connected
+        before, began = _cpu_s(client), time.monotonic()
+        calls = _calls(client)
+        written = 0
+        while (passed := time.monotonic() - began) < seconds:
+            due = int(passed * rate) - written
+            for _ in range(due):
+                client.xadd(KEY, {FIELD: entry})
+            written += due
+            time.sleep(_TICK_S / 10 if rate * _TICK_S > 1 else _TICK_S)
+        time.sleep(2 * BLOCK_MS / 1000)
+        cpu_s, calls = _cpu_s(client) - before, _calls(client) - calls
+        process.stdin.close()
+        delivered = int(process.stdout.readline())
     client.close()
     if delivered != written * readers:
         raise AssertionError(f"{readers} readers were to read {written} entries each, and read {delivered} in all")

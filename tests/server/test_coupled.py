@@ -280,6 +280,7 @@ def test_a_restart_goes_on_with_the_noise_of_its_directory(tmp_path: Path) -> No
         ):
             wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
             said.append(answer_of(port))
+            wait_until(lambda log=log: "ready after" in log.read_text(), START_S)  # type: ignore[misc]
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
         logs.append(log.read_text())
