@@ -150,7 +150,7 @@ def _measure(stream: Stream, options: argparse.Namespace) -> dict[str, Any]:
         "parameters": parameters,
         "rows": found,
         "whole": checked,
-        "is_near": abs(whole - shortcut) <= _NEAR * whole and checked["entries"][0] == checked["entries"][1],
+        "is_near": all(abs(one - other) <= _NEAR * one for one, other in ((whole, shortcut), checked["entries"])),
         "redis": costs,
         "unit": asdict(unit),
         "loads": rows(unit, options.replicas),
