@@ -81,7 +81,8 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.flooding --tokenizer llama2-32k --out benchmarks/results/flooding.json; \
 		$(BIN)/python -m benchmarks.pruning --tokenizer llama2-32k --output-tokens 60000 \
 			--out benchmarks/results/pruning.json; \
-		$(BIN)/python -m benchmarks.fleet --tokenizer llama2-32k --out benchmarks/results/fleet.json; \
+		$(BIN)/python -m benchmarks.fleet --tokenizer llama3-128k --share 0.5 \
+			--plot benchmarks/results/fleet.png --out benchmarks/results/fleet.json; \
 		if [ -e $(PEERS_READY) ]; then \
 			$(BIN)/python -m benchmarks.replay $(CURVES) --json --plot benchmarks/results/replay-curve.png \
 				| tail -n 1 >benchmarks/results/replay-curve.json; \
