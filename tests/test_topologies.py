@@ -366,6 +366,8 @@ def test_a_lost_node_holds_up_no_other_and_its_replica_takes_over(tmp_path: Path
         say(3, NAMES)
         eventually(lambda: have_all(replicas, texts), within_s=30)
         eventually(lambda: one.log.stats().is_connected and two.log.stats().is_connected)
+        if number == signal.SIGKILL:  # one that is only stopped refuses no connection
+            assert one.log.stats().num_reconnects + two.log.stats().num_reconnects
 
 
 # Published text

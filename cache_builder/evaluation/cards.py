@@ -138,6 +138,10 @@ def _sources(evaluation: Row) -> Iterator[str]:
     )
 
 
+def _speed_plot(name: str, title: str, points: list[tuple[float, float]], axis: Axis) -> str:
+    return line_plot(name, title, [Line("speed-up", points)], axis, _SPEED, mark=1.0)
+
+
 def _capacity(evaluation: Row) -> Iterator[str]:
     rows = rows_of(evaluation, "by_capacity", ("capacity_tokens", "speedup"))
     if not rows:
@@ -156,14 +160,7 @@ def _capacity(evaluation: Row) -> Iterator[str]:
     yield section(
         "How large the cache should be",
         "Speed-up by the tokens that it may hold; the oldest text goes first.",
-        line_plot(
-            "capacity",
-            "Speed-up by capacity",
-            [Line("speed-up", points)],
-            Axis("tokens held", count, is_log=True),
-            _SPEED,
-            mark=1.0,
-        )
+        _speed_plot("capacity", "Speed-up by capacity", points, Axis("tokens held", count, is_log=True))
         + behind(table(("tokens", "speed-up", "tokens a step", "memory"), cells)),
     )
 
@@ -181,14 +178,7 @@ def _limits(evaluation: Row) -> Iterator[str]:
     yield section(
         "How long drafts may be",
         "Speed-up by the most tokens of a draft; below the limit drafts are as long as pays.",
-        line_plot(
-            "limits",
-            "Speed-up by draft limit",
-            [Line("speed-up", points)],
-            Axis("most tokens of a draft", count, is_log=True),
-            _SPEED,
-            mark=1.0,
-        )
+        _speed_plot("limits", "Speed-up by draft limit", points, Axis("most tokens of a draft", count, is_log=True))
         + behind(table(("limit", "speed-up", "tokens a step", "drafted a step"), cells)),
     )
 
