@@ -266,6 +266,21 @@ def test_errors_of_workers_are_told_as_they_are(corpus: Path, model: str, tmp_pa
         build([str(corpus)], tmp_path / "out", options_for(model, jobs=2))
 
 
+def _fail(block: Block, options: BlockOptions, progress: Callable[[int, int], None]) -> BlockResult:
+    if block.number == 0:
+        time.sleep(1)
+    raise InputError(f"block {block.number}")
+
+
+def test_of_several_errors_the_first_in_order_is_told(corpus: Path, model: str, tmp_path: Path) -> None:
+    """Whichever worker is faster: the same inputs give the same error."""
+    blocks = plan_of(find_sources([str(corpus)]), "how", 20_000)
+    options = BlockOptions(directory=tmp_path, tokenizer=model, fingerprint="ab" * 16, namespace="default")
+    assert len(blocks) > 2
+    with pytest.raises(InputError, match="block 0"):
+        list(run(_fail, blocks, options, lambda num_bytes, num_tokens: None, jobs=2))
+
+
 def _end_hard(block: Block, options: BlockOptions, progress: Callable[[int, int], None]) -> BlockResult:
     if block.number == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -31,7 +32,9 @@ class Work(Protocol[Item, Result]):
 def run(
     work: Work[Item, Result], items: Sequence[Item], options: BlockOptions, progress: Progress, *, jobs: int
 ) -> Iterator[Result]:
-    """What ``work`` makes of each item, as they are finished; raises what it raises, and SSDError for a worker's end.
+    """What ``work`` makes of each item, as they are finished.
+
+    Raises what it raises of the item that fails first in the order of ``items``, and SSDError for a worker's end.
 
     ``jobs`` : processes; 1 works in this one. They end with this process, however it ends, and when the iterator does.
     """
@@ -40,8 +43,15 @@ def run(
             yield work(item, options, progress)
         return
     context = multiprocessing.get_context("spawn")
-    waiting = list(reversed(items))
+    waiting = deque(enumerate(items))
     workers: dict[Connection, Any] = {}
+    under_way: dict[Connection, int] = {}
+    failures: dict[int, Exception] = {}
+
+    def hand_out(to: Connection) -> None:
+        under_way[to], item = waiting.popleft()
+        to.send((item,))
+
     try:
         for _ in range(min(jobs, len(items))):
             ours, theirs = context.Pipe()
@@ -49,21 +59,25 @@ def run(
             process.start()
             theirs.close()
             workers[ours] = process
-            ours.send((waiting.pop(),))
-        num_left = len(items)
-        while num_left:
-            for ready in wait(list(workers)):
+            hand_out(ours)
+        # What comes before the first failure may fail too, and is what one would find first when reading in order.
+        while under_way and min(under_way.values()) < min(failures, default=len(items)):
+            for ready in wait(list(under_way)):
                 assert isinstance(ready, Connection)
                 kind, content = _received(ready, workers[ready])
                 if kind == "progress":
                     progress(*content)
-                elif kind == "error":
-                    raise content
-                else:
-                    num_left -= 1
-                    if waiting:
-                        ready.send((waiting.pop(),))
-                    yield content
+                    continue
+                number = under_way.pop(ready)
+                if kind == "error":
+                    failures[number] = content
+                    waiting.clear()
+                    continue
+                if waiting:
+                    hand_out(ready)
+                yield content
+        if failures:
+            raise failures[min(failures)]
     finally:
         for ours, process in workers.items():
             ours.close()
