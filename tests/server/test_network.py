@@ -23,6 +23,7 @@ from server.command.network_options import NetworkOptions
 from ssd.errors import ConfigError
 from tests.server.client import Answer, ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.waiting import PATIENCE_S
 
 KEY = {"authorization": "Bearer sesame"}
 COMPLETION: Any = {"prompt": "abc", "max_tokens": 3}
@@ -117,7 +118,7 @@ def test_a_key_with_a_password_is_refused_and_not_asked_about(
 
 
 def unix_get(path: Path, target: str) -> Answer:
-    connection = http.client.HTTPConnection("localhost", timeout=10)
+    connection = http.client.HTTPConnection("localhost", timeout=PATIENCE_S)
     connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with closing(connection):
         connection.sock.connect(str(path))

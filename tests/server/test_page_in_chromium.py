@@ -19,6 +19,7 @@ from tests.server.browser import BROWSER, DRIVER, Page, chromium
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="no chromium with chromedriver here")
 
@@ -103,7 +104,7 @@ def test_asking_again_takes_fewer_passes_and_says_so(page: Page) -> None:
     first = figures(page, "passes")[0]
     assert page["hint"].is_displayed()
     page["again"].click()
-    page.wait(lambda: len(page.all("#asks li")) == 2)
+    wait_until(lambda: len(page.all("#asks li")) == 2)
     assert figures(page, "passes")[0] < first
     assert [row.text.split("\n")[0] for row in page.all("#asks li")] == ["ask 1", "ask 2"]
     assert not page["hint"].is_displayed()
@@ -296,10 +297,10 @@ def test_markup_in_prompts_and_answers_is_text(browser: Page) -> None:
 def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Page) -> None:
     with serving(lambda _: Drafting(), api_keys=("secret",)) as running:
         browser.open(running.url)
-        browser.wait(lambda: browser["state"].text == "key needed")
+        wait_until(lambda: browser["state"].text == "key needed")
         assert browser["key-form"].is_displayed()
         browser["key"].send_keys("secret", Keys.ENTER)
-        browser.wait(lambda: browser["state"].text == "ready")
+        wait_until(lambda: browser["state"].text == "ready")
         assert "the same 3 tokens" in ask_for(browser, "abc", max_tokens=3)
         assert not browser["key-form"].is_displayed()
         kept = browser.script("return [Object.values(sessionStorage), Object.values(localStorage), document.cookie]")
@@ -310,7 +311,7 @@ def test_a_proxy_may_put_a_path_before_the_page(browser: Page) -> None:
     with serving(lambda _: Drafting(), api_keys=("secret",), root_path="/llm") as running:
         for url in (f"{running.url}/llm/", f"{running.url}/"):
             browser.open(url)
-            browser.wait(lambda: browser["state"].text == "key needed")
+            wait_until(lambda: browser["state"].text == "key needed")
             browser["key"].send_keys("secret", Keys.ENTER)
             assert "the same 3 tokens" in ask_for(browser, "abc", max_tokens=3)
             asked = browser.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
@@ -323,10 +324,10 @@ def test_escape_stops_both_lanes(browser: Page) -> None:
         browser.open(running.url)
         browser["prompt"].send_keys("a" * 200)
         browser["run"].click()
-        browser.wait(lambda: all(len(text) > 2 for text in shown(browser)) and len(shown(browser)) == 2)
+        wait_until(lambda: all(len(text) > 2 for text in shown(browser)) and len(shown(browser)) == 2)
         started = time.monotonic()
         ActionChains(browser.driver).send_keys(Keys.ESCAPE).perform()
-        browser.wait(lambda: browser["verdict"].text == "Stopped.")
-        browser.wait(lambda: not engine.has_work())
+        wait_until(lambda: browser["verdict"].text == "Stopped.")
+        wait_until(lambda: not engine.has_work())
         assert time.monotonic() - started < 8
         assert all(len(text) < 200 for text in shown(browser))
