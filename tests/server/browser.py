@@ -71,7 +71,7 @@ class Page:
         """What JavaScript returns."""
         return self.driver.execute_script(text, *arguments)
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 30) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float = 90) -> None:
         """Poll until a claim about the page holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
