@@ -110,6 +110,17 @@ def test_asking_again_takes_fewer_passes_and_says_so(page: Page) -> None:
     assert not page["hint"].is_displayed()
 
 
+def test_both_lanes_draw_with_a_seed_that_is_another_at_each_run_unless_it_is_given(page: Page) -> None:
+    page.script("document.getElementById('temperature').value = 0.8")
+    answers = []
+    for seed in ("", "", "7", "7"):
+        page.script("document.getElementById('seed').value = arguments[0]", seed)
+        assert ask_for(page, PROMPT, 40).endswith(" passes, the same 40 tokens.")
+        answers.append(shown(page)[0])
+    assert len(set(answers)) == 3 and answers[2] == answers[3]
+    page.script("document.getElementById('temperature').value = 0; document.getElementById('seed').value = ''")
+
+
 def test_a_conversation_goes_on(page: Page, server: RunningServer) -> None:
     page.script("document.querySelector('input[value=chat]').click()")
     ask_for(page, QUESTION)
@@ -316,6 +327,25 @@ def test_a_proxy_may_put_a_path_before_the_page(browser: Page) -> None:
             assert "the same 3 tokens" in ask_for(browser, "abc", max_tokens=3)
             asked = browser.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
             assert all(name.startswith(url) for name in asked)
+
+
+def test_the_page_of_the_api_lists_every_endpoint_and_field_and_asks_nobody_else(
+    browser: Page, server: RunningServer
+) -> None:
+    browser.complaints()
+    browser.driver.get(f"{server.url}/docs")
+    browser.wait(lambda: not browser.all("#state"))
+    described = get(server.port, "/openapi.json").json
+    titles = [link.text for link in browser.all("#index a")]
+    assert titles == [f"{way.upper()} {path}" for path, ways in described["paths"].items() for way in ways]
+    cells = set(browser.script("return [...document.querySelectorAll('td:first-child')].map(cell => cell.textContent)"))
+    assert cells >= {field for schema in described["components"]["schemas"].values() for field in schema["properties"]}
+    for link in browser.all("main a"):
+        assert browser.all((link.get_attribute("href") or "").removeprefix(f"{server.url}/docs"))
+    asked = browser.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert len(asked) >= 3 and all(name.startswith(f"{server.url}/") for name in asked)
+    assert browser.script("return document.documentElement.scrollWidth <= innerWidth")
+    assert browser.complaints() == []
 
 
 def test_escape_stops_both_lanes(browser: Page) -> None:

@@ -217,6 +217,7 @@ def test_requests_are_cut_after_the_timeout_or_at_a_second_signal(arguments: tup
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
         assert stopped_line(log.decode()).startswith("0 requests in flight ended, 2 were cut after ")
+        assert "ERROR" not in log.decode() and "Traceback" not in log.decode()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
