@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.triton_here import DEVICE, HAS_GPU
+from tests.triton_here import DEVICE, HAS_GPU, runs_loops
 
 # isort: split
 from ssd.model.sampling import triton_sampling
@@ -22,7 +22,7 @@ from tests.models import tiny_model
 from tests.static_targets import pair_of_targets
 from tests.test_pass_noise import check_batch, row_of
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [runs_loops, pytest.mark.filterwarnings("default")]
 
 # The interpreter computes with numpy, which has no bfloat16.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if HAS_GPU else [])

@@ -9,6 +9,7 @@ module only where triton is installed: it comes with CUDA builds of torch.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +19,8 @@ from ssd.model.kv.kv_cache import SlotRows
 
 _MOST_SPLITS = 32
 _BLOCKS_PER_PROCESSOR = 2
+NUM_STAGES = 2
+"""Tiles of keys that are under way to a program, the one that it computes with included."""
 
 
 def triton_attention(
@@ -41,32 +44,58 @@ def triton_attention(
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
     groups = heads // kv_heads
     query = query if query.stride(-1) == 1 else query.contiguous()
-    block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
-    is_wide = max(block_dim, block_value) > 128
-    block_queries = min(32 if is_wide else 64, max(16, triton.next_power_of_2(groups * width)))
-    block_keys = 32 if is_wide or query.dtype == torch.float32 else 64
-    tiles = triton.cdiv(groups * width, block_queries)
+    tiles = tiles_of(query.dtype, dim, value_dim, groups * width, is_tree=rows.sees is not None)
+    num_tiles = triton.cdiv(groups * width, tiles.queries)
     most_keys = min(rows.num_keys, *(limit + width for limit in (window, chunk) if limit is not None), 1 << 31)
-    splits = num_splits(query.device, batch * kv_heads * tiles, min(triton.cdiv(most_keys, block_keys), _MOST_SPLITS))
-    partial = torch.empty(batch, heads, width, splits, value_dim, dtype=torch.float32, device=query.device)
-    weights = torch.empty(batch, heads, width, splits, dtype=torch.float32, device=query.device)
+    most_splits = min(triton.cdiv(most_keys, tiles.keys), _MOST_SPLITS)
+    splits = num_splits(query.device, batch * kv_heads * num_tiles, most_splits)
     out = torch.empty(batch, width, heads, value_dim, dtype=query.dtype, device=query.device)
-    _attend_split[(tiles, batch * kv_heads, splits)](
-        query, stored_keys, stored_values, partial, weights,
-        rows.slots, rows.starts.contiguous(), rows.positions,
-        rows.sees.view(torch.uint8) if rows.sees is not None else rows.slots,
-        scale, softcap or 0.0, width,
-        *query.stride()[:3], *stored_keys.stride()[:3], *stored_values.stride()[:3],
-        GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim, SPLITS=splits,
-        WINDOW=window or 0, CHUNK=chunk or 0, IS_CAPPED=softcap is not None, IS_TREE=rows.sees is not None,
-        BLOCK_QUERIES=block_queries, BLOCK_KEYS=block_keys, BLOCK_DIM=block_dim, BLOCK_VALUE=block_value,
-        num_stages=2,
-    )  # fmt: skip
-    _combine_splits[(batch * heads * width,)](
-        partial, weights, out, sinks if sinks is not None else weights, heads, width,
-        VALUE_DIM=value_dim, SPLITS=splits, HAS_SINKS=sinks is not None, BLOCK_VALUE=block_value,
-    )  # fmt: skip
+    is_whole = splits == 1 and sinks is None
+    partial, weights = (
+        torch.empty(batch, heads, width, 0 if is_whole else splits, *last, dtype=torch.float32, device=query.device)
+        for last in ((value_dim,), ())
+    )
+    with torch.cuda.device_of(query):
+        _attend_split[(num_tiles, batch * kv_heads, splits)](
+            query, stored_keys, stored_values, out if is_whole else partial, weights,
+            rows.slots, rows.starts.contiguous(), rows.positions,
+            rows.sees.view(torch.uint8) if rows.sees is not None else rows.slots,
+            scale, softcap or 0.0, width,
+            *query.stride()[:3], *stored_keys.stride()[:3], *stored_values.stride()[:3],
+            GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim, IS_WHOLE=is_whole,
+            WINDOW=window or 0, CHUNK=chunk or 0, IS_CAPPED=softcap is not None, IS_TREE=rows.sees is not None,
+            BLOCK_QUERIES=tiles.queries, BLOCK_KEYS=tiles.keys, BLOCK_DIM=tiles.dim, BLOCK_VALUE=tiles.value_dim,
+            num_stages=NUM_STAGES, num_warps=tiles.num_warps,
+        )  # fmt: skip
+        if not is_whole:
+            _combine_splits[(batch * heads * width,)](
+                partial, weights, out, sinks if sinks is not None else weights, heads, width,
+                VALUE_DIM=value_dim, SPLITS=splits, HAS_SINKS=sinks is not None, BLOCK_VALUE=tiles.value_dim,
+            )  # fmt: skip
     return out
+
+
+class Tiles(NamedTuple):
+    """What one program computes at a time: ``queries`` of ``dim`` numbers over ``keys``; and how many warps do it."""
+
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+    num_warps: int
+
+
+def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> Tiles:
+    """Tiles that leave no number of a program outside its registers, on Hopper; `tests.compile_kernels` asks that.
+
+    num_queries : of a row and a key head.
+    """
+    block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
+    is_wide, is_exact = max(block_dim, block_value) > 128, dtype == torch.float32
+    most_queries = 16 if is_exact else 32 if is_wide else 64
+    queries = min(most_queries, max(16, triton.next_power_of_2(num_queries)))
+    num_warps = 8 if is_exact or (is_tree and queries == 64) else 4
+    return Tiles(queries, 32 if is_wide or is_exact else 64, block_dim, block_value, num_warps)
 
 
 def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
@@ -90,20 +119,22 @@ def _num_processors(device: torch.device) -> int:
 
 @triton.jit
 def _attend_split(  # type: ignore[no-untyped-def]
-    query, keys, values, partial, weights,
+    query, keys, values, found, weights,
     slots, starts, positions, sees,
     scale, softcap, width,
     query_row, query_head, query_position, key_slot, key_head, key_position, value_slot, value_head, value_position,
-    GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, IS_WHOLE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_TREE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries, of one row and key head, over one split of the keys.
 
-    Leaves their weighted mean in partial, float32[B, H, T, SPLITS, VALUE_DIM], and the logarithm of the weights' sum in
-    weights, float32[B, H, T, SPLITS]: -inf where no key of the split is visible. Grid (tiles, B * KV_HEADS, SPLITS).
+    Leaves their weighted mean in found, float32[B, H, T, splits, VALUE_DIM], and the logarithm of the weights' sum in
+    weights, float32[B, H, T, splits]: -inf where no key of the split is visible. With IS_WHOLE there is one split, and
+    found is the output, [B, T, H, VALUE_DIM]. Grid (tiles, B * KV_HEADS, splits).
     """
     tile, row, split = tl.program_id(0), tl.program_id(1) // KV_HEADS, tl.program_id(2)
+    splits = tl.num_programs(2)
     kv_head = tl.program_id(1) % KV_HEADS
     # Query q of a tile is position q % width of the q // width-th head of the group.
     q = tile * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
@@ -125,7 +156,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
         first = tl.maximum(start - start % CHUNK, first)
     first = first // BLOCK_KEYS * BLOCK_KEYS
     blocks = (end - first + BLOCK_KEYS - 1) // BLOCK_KEYS
-    length = (blocks + SPLITS - 1) // SPLITS * BLOCK_KEYS
+    length = (blocks + splits - 1) // splits * BLOCK_KEYS
     low = first + split * length
     high = tl.minimum(low + length, end)
 
@@ -172,12 +203,14 @@ def _attend_split(  # type: ignore[no-untyped-def]
 
     is_some = total > 0
     divisor = tl.where(is_some, total, 1.0)
-    found = tl.where(is_some, highest + tl.log(divisor), float("-inf"))
-    place = ((row * KV_HEADS * GROUPS + head) * width + at) * SPLITS + split
-    tl.store(weights + place, found, mask=is_query)
+    if IS_WHOLE:
+        place = (row * width + at) * (KV_HEADS * GROUPS) + head
+    else:
+        place = ((row * KV_HEADS * GROUPS + head) * width + at) * splits + split
+        tl.store(weights + place, tl.where(is_some, highest + tl.log(divisor), float("-inf")), mask=is_query)
     tl.store(
-        partial + place[:, None] * VALUE_DIM + value_dims[None, :],
-        mean / divisor[:, None],
+        found + place[:, None] * VALUE_DIM + value_dims[None, :],
+        (mean / divisor[:, None]).to(found.dtype.element_ty),
         mask=is_query[:, None] & (value_dims < VALUE_DIM)[None, :],
     )
 

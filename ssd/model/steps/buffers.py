@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +84,8 @@ class StepBuffers:
         self._chosen = torch.zeros(max_positions, dtype=torch.int64, device=device)
         self._top = torch.zeros(max_positions, 2, SUCCESSORS, dtype=torch.int32, device=device) if keeps_top else None
         self._logits: torch.Tensor | None = None
+        self._sent: tuple[npt.NDArray[Any], ...] = ()
+        """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
         self._max_positions = max_positions
 
     def inputs(self, shape: StepShape) -> StepInputs:
@@ -136,17 +138,22 @@ class StepBuffers:
             keys[:num_rows, :width] = noise.keys.view(np.int64)
             temperatures = bits.reshape(-1).view(np.float32)[: shape.num_positions].reshape(keys.shape)
             temperatures[:num_rows, :width] = noise.temperatures
+        self._sent = ()
         if trees is not None:
             grid[1, :num_rows, :width] = starts[:, None] + trees.depths
             sees = np.broadcast_to(np.eye(shape.width, dtype=np.bool_), (shape.rows, shape.width, shape.width)).copy()
             sees[:num_rows, :width, :width] = trees.sees
-            self._sees[: sees.size].copy_(torch.from_numpy(sees.reshape(-1)), non_blocking=True)
+            self._send(self._sees, sees)
         row = np.empty((2, shape.rows), np.int64)
         row[0, :num_rows], row[1, :num_rows] = slots, starts
         row[0, num_rows:], row[1, num_rows:] = slots[0], 0
         ints = np.concatenate([grid.reshape(-1), row.reshape(-1)])
-        # From pageable memory, which the driver has read when the call returns: nothing here is used again.
-        self._ints[: len(ints)].copy_(torch.from_numpy(ints), non_blocking=True)
+        self._send(self._ints, ints)
+
+    def _send(self, there: torch.Tensor, here: npt.NDArray[Any]) -> None:
+        # Pageable memory: the driver copies it aside before the call returns, and the host does not wait for the copy.
+        there[: here.size].copy_(torch.from_numpy(here.reshape(-1)), non_blocking=True)
+        self._sent = (*self._sent, here)
 
     def store(self, logits: torch.Tensor, inputs: StepInputs) -> None:
         """Keep the logits of a pass, [rows, width, V], and the token of each position that they and its noise give.

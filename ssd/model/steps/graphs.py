@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ Recorder = Callable[[Step], Step]
 
 _WARM_UPS = 2
 
+_GIVEN_UP: list[torch.cuda.CUDAGraph] = []
+
 
 def eagerly(step: Step) -> Step:
     """The step as it is: every kernel is launched from Python."""
@@ -28,33 +30,49 @@ def eagerly(step: Step) -> Step:
 class CudaGraphs:
     """Records steps as CUDA graphs of one memory pool: they never run at the same time, so they share intermediates.
 
-    Raises whatever a step does that cannot be recorded: RuntimeError where it waits for the device (a mixture of
-    experts that asks which ones were chosen), torch.AcceleratorError, torch.OutOfMemoryError.
+    All are tried and recorded on one stream of their own: libraries keep a workspace for every stream they ever ran on,
+    tens of megabytes each. Raises whatever a step does that cannot be recorded: RuntimeError where it waits for the
+    device (a mixture of experts that asks which ones were chosen), torch.AcceleratorError, torch.OutOfMemoryError.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
         """One launch in place of hundreds. What the step allocates belongs to the graph and must not be kept."""
         with torch.cuda.device(self._device):
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(current)
-            with torch.cuda.stream(side), _refusing_to_wait():
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream), _refusing_to_wait():
                 for _ in range(_WARM_UPS):  # libraries set themselves up in their first calls on a stream
                     step()
-            current.wait_stream(side)
+            current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             try:
                 # Other threads of the process may use the device meanwhile.
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     step()
-            except BaseException:  # torch may leave its recording stream in place
-                torch.cuda.set_stream(current)
+            except BaseException:
+                torch.cuda.set_stream(current)  # torch may leave its recording stream in place
+                self._leave(graph)
                 torch.cuda.synchronize()
                 raise
         return graph.replay
+
+    def _leave(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a recording that the driver gave up, which torch takes to be still under way.
+
+        While it is, memory is never given back to the device, and nothing can be recorded. The graph lives on, as torch
+        may still ask it which memory is its own.
+        """
+        _GIVEN_UP.append(graph)
+        index = torch.cuda.current_device()
+        with suppress(RuntimeError):  # torch has ended it
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer
+from transformers import DynamicCache, PreTrainedModel, cache_utils
 
 from ssd.model.layers.probe_logits import probe_texts
 from ssd.model.target import Target, pad_rows
@@ -18,6 +17,9 @@ from ssd.model.ways.slot_target import SlotTarget
 PROBE_SLOTS = 3
 PROBE_WIDTH = 4
 """Most positions of a scored pass of the probe."""
+
+_NoLayer: Any = getattr(cache_utils, "DummyLayer", None)
+"""What stands for a layer that uses another's keys, in versions of transformers that do not leave it out."""
 
 _STARTS = (9, 4)
 """Where scoring begins in either row; what comes before is prefilled in two parts."""
@@ -64,11 +66,16 @@ def check_windows(target: SlotTarget) -> None:
     """
     layers = declared_layers(target.model)
     for index, reach in target.kv_cache.reach.items():
-        layer = layers[index] if index < len(layers) else None
-        declared = getattr(layer, "sliding_window", None)
-        # A layer that uses another's keys declares nothing.
-        if reach != declared and not isinstance(layer, DummyLayer):
+        declared = getattr(layers[index], "sliding_window", None) if index < len(layers) else None
+        if reach != declared and not _uses_another(layers, index):
             raise TypeError(f"layer {index} attends to {reach or 'all'} positions, its configuration says {declared}")
+
+
+def _uses_another(layers: Sequence[Any], index: int) -> bool:
+    """Whether a layer computes with another's keys: it declares nothing."""
+    if _NoLayer is None:  # such layers are the last ones
+        return 0 < len(layers) <= index
+    return index < len(layers) and isinstance(layers[index], _NoLayer)
 
 
 def declared_layers(model: PreTrainedModel) -> list[Any]:
