@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check.command import main, read_results
+from benchmarks.gpu_check.command import main
 from benchmarks.gpu_check.marks import marks
 from benchmarks.gpu_check.plan import CALLS, PARTS, Part, Work, expected_seconds
+from benchmarks.gpu_check.results import read_results
 from benchmarks.gpu_check.running import Child
 from benchmarks.gpu_check.scene import Found, Keep, Scene
 from benchmarks.gpu_check.sizes import ON_CPU

@@ -82,7 +82,22 @@ def test_kernels_are_grouped_by_what_they_do(name: str, group: str) -> None:
 @pytest.mark.slow
 def test_a_plain_and_a_verify_step_are_profiled_and_their_traces_kept(tmp_path: Path) -> None:
     sizes = ["--batch", "2", "--draft", "0", "3", "--context", "48", "--rounds", "2", "--profiled", "2"]
-    assert main(["--shape", "tiny", "--device", "cpu", *sizes, "--out", str(tmp_path)]) == 0
+    assert (
+        main(
+            [
+                "--shape",
+                "tiny",
+                "--device",
+                "cpu",
+                *sizes,
+                "--traces",
+                str(tmp_path),
+                "--out",
+                str(tmp_path / "profile.json"),
+            ]
+        )
+        == 0
+    )
     rows = json.loads((tmp_path / "profile.json").read_text())["rows"]
     assert [row["T"] for row in rows] == [1, 4]
     for row in rows:

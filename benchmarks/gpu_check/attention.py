@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention.command import MOST_ERROR, compare
 from benchmarks.gpu_check.scene import Found, Keep, Scene
@@ -62,17 +63,17 @@ def attention(scene: Scene, keep: Keep) -> Found:
     worst = dict.fromkeys(DTYPES, 0.0)
     for case in cases(scene.sizes.longest):
         row: dict[str, Any] = {"case": case.name}
-        expected: dict[str, torch.Tensor] = {}
         for dtype in DTYPES:
             try:
-                expected[dtype] = attend(case, DTYPES[dtype], torch.float32, device, None)
+                with sdpa_kernel(SDPBackend.MATH):  # other ways may shorten products of float32 on a device
+                    expected = attend(case, DTYPES[dtype], torch.float32, device, None)
                 got = attend(case, DTYPES[dtype], DTYPES[dtype], device, kernel).float()
-                error = float((got - expected[dtype]).norm() / expected[dtype].norm())
+                error = float((got - expected).norm() / expected.norm())
                 row[dtype] = float(f"{error:.2g}")
                 worst[dtype] = max(worst[dtype], error) if error == error else float("inf")
                 is_right = error <= MOST_ERROR[dtype]
-            except torch.OutOfMemoryError as failure:
-                row[dtype], is_right = str(failure).splitlines()[0], False
+            except Exception as failure:  # a compiler that gives one case up says nothing of the next
+                row[dtype], is_right = f"{type(failure).__name__}: {failure}".splitlines()[0][:200], False
             if not is_right:
                 found["passed"] = False
                 print(f"attention {case.name} {dtype}: error {row[dtype]}", flush=True)

@@ -33,6 +33,7 @@ import torch
 from benchmarks.environment import device_name, head, model_name
 from benchmarks.gpu_check.marks import marks, say
 from benchmarks.gpu_check.plan import CALLS, KERNELS, PARTS, expected_seconds
+from benchmarks.gpu_check.results import read_results
 from benchmarks.gpu_check.running import Child, run_here
 from benchmarks.gpu_check.scene import Found, Scene
 from benchmarks.gpu_check.sizes import ON_CPU, Sizes
@@ -84,14 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = {key: result[key] for key in ("benchmark", "date", "environment", "device")}
     print(json.dumps({**summary, "failed": failed, "marks": [mark.to_json() for mark in measured]}))
     return int(bool(failed))
-
-
-def read_results(directory: Path) -> Found:
-    """What the parts of all calls found that were written to ``directory``; of two, the newer file's."""
-    found: Found = {}
-    for path in sorted(directory.glob("gpu_check*.json"), key=lambda path: path.stat().st_mtime):
-        found |= json.loads(path.read_text())
-    return found
 
 
 def _run(

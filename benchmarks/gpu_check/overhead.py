@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from benchmarks import overhead
 from benchmarks.decode.shapes import random_model
+from benchmarks.gpu_check.memory import let_go
 from benchmarks.gpu_check.scene import Found, Keep, Scene
 from ssd.bundled import MODEL_PATH
 from ssd.model.loading.load_target import load_model
@@ -31,6 +32,7 @@ def _overhead(scene: Scene, model: PreTrainedModel, codec: TextCodec, keep: Keep
     vocab_size = model.config.get_text_config().vocab_size
     found: Found = {"passed": True, "rows": []}
     for batch in sizes.overhead_batch:
+        let_go(model.device)
         max_tokens = 32 if scene.device != "cpu" else 4
         for row in overhead.compare(model, codec, batch, sizes.pairs, max_tokens, most_id=vocab_size):
             found["rows"].append(row)

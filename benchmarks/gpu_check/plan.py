@@ -79,10 +79,10 @@ PARTS: dict[str, Part] = {
         speed_large, Work(gb=16 * 5000, recorded=60, plain=150, layers=32, compiled=9, steps=600, other_s=15)
     ),
     "overhead-large": Part(
-        overhead_large, Work(gb=16 * 9000, recorded=150, plain=60, layers=32, steps=9000, step_s=1e-3, other_s=10)
+        overhead_large, Work(gb=16 * 9000, recorded=300, plain=60, layers=32, steps=9000, step_s=1e-3, other_s=20)
     ),
     "speed-small": Part(speed_small, Work(gb=2.5 * 5000, recorded=60, plain=150, layers=16, compiled=2, other_s=10)),
-    "race": Part(attention_race, Work(gb=300, compiled=14, other_s=30), needs_kernels=False),
+    "race": Part(attention_race, Work(gb=300, compiled=8, other_s=140), needs_kernels=False),
     "profile": Part(profiles, Work(gb=16 * 300, recorded=12, plain=60, layers=32, compiled=2, steps=300, other_s=25)),
     "growth": Part(growth, Work(recorded=60, steps=15_000, other_s=5)),
     "soak": Part(soak, Work(recorded=250, steps=8000, step_s=3e-3, other_s=10)),

@@ -35,7 +35,7 @@ class Sizes:
     """Larger batches of timed steps."""
     attention_contexts: tuple[int, ...] = (1024, 8192)
     """Of the race of attentions."""
-    attention_batches: tuple[int, ...] = (1, 8, 32)
+    attention_batches: tuple[int, ...] = (1, 32)
     """Rows of these."""
     attention_widths: tuple[int, ...] = (1, 16, 64)
     """Positions of these."""

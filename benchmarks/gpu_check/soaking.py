@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections import Counter, defaultdict
@@ -12,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.exactness import is_near_tie
+from benchmarks.gpu_check.memory import device_memory, let_go
 from benchmarks.gpu_check.scene import Found, Keep, Scene
 from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
@@ -162,10 +162,8 @@ def _reopen(scene: Scene, model: PreTrainedModel, codec: TextCodec) -> Found:
             engine.warm_up()
             list(engine.generate([[5, 6, 7] * 10] * _SLOTS, SamplingParams(max_tokens=8, temperature=0.0)))
             del engine
-        gc.collect()
-        if scene.device != "cpu":
-            torch.cuda.empty_cache()
-        after.append(_device_memory(torch.device(scene.device)))
+        let_go(torch.device(scene.device))
+        after.append(device_memory(torch.device(scene.device)))
     return {"after": after, "left_bytes": after[-1]["allocated"] - after[0]["allocated"]}
 
 
@@ -173,19 +171,6 @@ def _memory(target: Target, num_ended: int) -> dict[str, Any]:
     steps = target.steps if isinstance(target, SlotTarget) else None
     return {
         "requests": num_ended,
-        **_device_memory(target.device),
+        **device_memory(target.device),
         "recorded": 0 if steps is None else steps.num_recorded,
-    }
-
-
-def _device_memory(device: torch.device) -> dict[str, int]:
-    """Bytes: held by tensors, taken from the device by torch, in use on the device by anyone. Zeros on a CPU."""
-    if device.type != "cuda":
-        return {"allocated": 0, "reserved": 0, "in_use": 0}
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "in_use": total - free,
     }

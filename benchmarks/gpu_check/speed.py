@@ -23,6 +23,7 @@ from benchmarks.decode.steps import (
     tokens_said,
     weight_bytes,
 )
+from benchmarks.gpu_check.memory import let_go
 from benchmarks.gpu_check.proposing import propose
 from benchmarks.gpu_check.repeats import repeats
 from benchmarks.gpu_check.scene import Found, Keep, Scene
@@ -36,8 +37,10 @@ def speed_large(scene: Scene, keep: Keep) -> Found:
     found: Found = {"passed": True, "shape": scene.sizes.large}
     found["steps"] = steps(scene, model, found, keep, scene.sizes.step_batches)
     keep(found)
+    let_go(model.device)
     found["repeats"] = repeats(scene, model)
     keep(found)
+    let_go(model.device)
     found["propose"] = propose(scene, model)
     return found
 
@@ -67,8 +70,7 @@ def speed_variants(scene: Scene, keep: Keep) -> Found:
         )
         keep(found)
         del model
-        if scene.device != "cpu":
-            torch.cuda.empty_cache()
+        let_go(torch.device(scene.device))
     return found
 
 
@@ -110,7 +112,7 @@ def steps(
     widths |= {batch: [width for width in (1, 4, 16) if batch * width <= 512 and width <= widest] for batch in batches}
     for batch, of_batch in widths.items():
         for width in of_batch:
-            row = _row(target, model, Shape(batch, sizes.context, width - 1), sizes.rounds, bytes_read, copied)
+            row = _row(target, Shape(batch, sizes.context, width - 1), sizes.rounds, bytes_read, copied)
             result["rows"].append(row)
             found["steps"] = result
             keep(found)
@@ -122,17 +124,15 @@ def steps(
     return result
 
 
-def _row(
-    target: Target, model: PreTrainedModel, shape: Shape, rounds: int, bytes_read: int, copied: float
-) -> dict[str, Any]:
+def _row(target: Target, shape: Shape, rounds: int, bytes_read: int, copied: float) -> dict[str, Any]:
     random = np.random.default_rng(shape.batch)
     num_tokens = tokens_said(rounds, shape.width)
     length = max(8, shape.context - num_tokens // 2)
     prompts: list[Tokens] = [random.integers(3, target.vocab_size, length).astype(np.int32) for _ in range(shape.batch)]
     known: list[list[int]] = [[] for _ in prompts]
     if shape.draft:
-        known = time_steps(target, prompts, Shape(shape.batch, shape.context, 0), num_tokens, [], model).outputs
-    timing = time_steps(target, prompts, shape, rounds, known, model)
+        known = time_steps(target, prompts, Shape(shape.batch, shape.context, 0), num_tokens, [], None).outputs
+    timing = time_steps(target, prompts, shape, rounds, known, None)
     step = median(timing.steps)
     read = bytes_read + cache_bytes(target, shape)
     alone = pass_seconds(target, shape, rounds)
@@ -145,7 +145,6 @@ def _row(
         "pass_ms": round(1e3 * alone, 4),
         "outside_pass_share": round(1 - alone / step, 4),
         "outside_target_ms_p50": round(1e3 * median(timing.outside), 4),
-        "forward_ms_p50": round(1e3 * median(timing.forwards), 4),
         "tokens_per_step": round(timing.num_tokens / len(timing.steps), 2),
         "of_copy": round(bytes_read / copied / step, 4),
         "of_copy_with_cache": round(read / copied / step, 4),

@@ -17,8 +17,9 @@ FILES: Final = (
     "test_triton_sampling.py",
     "test_static_steps.py",
     "test_pass_noise.py",
+    "test_triton_layers.py",
     "test_taps.py",
-    "test_overlap.py",
+    "test_take_weights.py",
 )
 """Each in a process of its own, all at once: what they wait for is a compiler."""
 

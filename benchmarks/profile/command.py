@@ -1,12 +1,12 @@
 """Where does a step's time go, and what waits for what?
 
-``python -m benchmarks.profile [MODEL] [--shape tiny|1b|8b] [--batch B...] [--draft K...] [--context L] [--out DIR]``
+``python -m benchmarks.profile [MODEL] [--shape tiny|1b|8b] [--batch B...] [--draft K...] [--context L] [--traces DIR]``
 
 Steps of the engine under torch's profiler, plain ones (a draft of 0) and such as verify K tokens a row: the device's
 time by groups of kernels, its gaps between launches, its waits for the host; the host's time by parts of a step, and
 its waits for the device. On a CPU, where model and engine are one after another, operators by groups and what is
 outside of them. The profiler slows the host down: the step's time without it stands beside. Prints a table; the last
-line of stdout is one JSON object. With --out also profile.json and, of each batch and draft, a trace for a browser.
+line of stdout is one JSON object. With --traces also, of each batch and draft, a trace for a browser.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         codec = TextCodec.load(str(args.model))
         texts = [token for snippet in snippets(0) for token in codec.encode_prompt(snippet)]
     facts = model_facts(name, model)
-    found = profiles(model, texts, args.batch, args.draft, args.context, args.rounds, args.profiled, args.out)
+    found = profiles(model, texts, args.batch, args.draft, args.context, args.rounds, args.profiled, args.traces)
     result = {**head("profile"), **facts, "parameters": parameters, **found}
     line = json.dumps(result)
     if args.out is not None:
-        (args.out / "profile.json").write_text(line + "\n")
+        args.out.write_text(line + "\n")
     print(line)
     return 0
 
@@ -61,7 +61,7 @@ def profiles(
     context: int,
     rounds: int,
     profiled: int,
-    out: Path | None,
+    traces: Path | None,
 ) -> dict[str, Any]:
     """How passes are run, and a row for each batch and draft. texts : tokens of prompts; None for random ones."""
     width = max(drafts) + 1
@@ -72,13 +72,13 @@ def profiles(
         max_draft_tokens=max(1, *drafts),
         keeps_top=True,
     )
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+    if traces is not None:
+        traces.mkdir(parents=True, exist_ok=True)
     rows = []
     for batch in batches:
         for draft in drafts:
             shape = Shape(batch, context, draft)
-            trace = None if out is None else out / f"trace-b{batch}-t{shape.width}.json.gz"
+            trace = None if traces is None else traces / f"trace-b{batch}-t{shape.width}.json.gz"
             prompts = _prompts(texts, target.vocab_size, batch, max(8, context - shape.width * rounds // 2))
             rows.append(profile_steps(target, prompts, shape, rounds, profiled, trace))
             print(table(rows[-1]), flush=True)
@@ -124,7 +124,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--profiled", type=int, default=4, help="steps under the profiler (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--device", default="auto")
-    add("--out", type=Path, default=None, help="directory for profile.json and traces")
+    add("--traces", type=Path, default=None, metavar="DIR", help="directory for a trace of each batch and draft")
+    add("--out", type=Path, default=None, help="also write the JSON line to this file")
     args = parser.parse_args(argv)
     if min(*args.batch, args.context, args.rounds, args.profiled) < 1 or min(args.draft) < 0:
         parser.error("--batch, --context, --rounds and --profiled take numbers from 1, --draft from 0")
