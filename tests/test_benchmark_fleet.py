@@ -12,10 +12,11 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fleet.command import main
+from benchmarks.fleet.command import is_same, main
 from benchmarks.fleet.full import Fleet
 from benchmarks.fleet.limits import Unit, limits_of, load_of
 from benchmarks.fleet.streams import Streams
+from benchmarks.fleet.told import guesses
 from benchmarks.fleet.traffic import ROUTINGS, Load, Session, places_of, requests_of
 from benchmarks.fleet.views import Lagging
 from benchmarks.report.fleet import limits_section, shares_section
@@ -143,7 +144,37 @@ def test_a_replica_can_search_exactly_the_texts_that_the_shortcut_says(
             for view in (shortcut, whole):
                 view.learn(place, now, request.text, len(request.row.context))
     num_written = sum(replica.written.commands["XADD"] for replica in whole.replicas)
-    assert shortcut.num_entries == num_written
+    assert shortcut.told.num_entries == num_written
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(2, 4), st.sampled_from([0.0, 0.3, 2.0]), st.integers(2, 5))
+def test_filters_of_their_own_write_what_replicas_do_and_one_for_all_differs_only_by_guesses(
+    seed: int, replicas: int, lag_s: float, num_ids: int
+) -> None:
+    random = np.random.default_rng(seed)
+    sessions = []
+    for _ in range(6):
+        text = random.integers(0, num_ids, 60).astype(np.int32)  # so few that blocks often end alike
+        sessions.append(Session("made", [Row(text[:begin], text[begin : begin + 10]) for begin in (5, 20, 35, 50)]))
+    load = Load(replicas=replicas, concurrency=2, tokens_per_s=10, think_s=0.3, scored=1, seed=seed)
+    requests = requests_of(sessions, load)
+    places = places_of(requests, replicas, "random", seed)
+    config = IndexConfig(dedup_block_tokens=4, lead_in_tokens=2, seal_tokens=32, eviction="fifo")
+    whole = Fleet(replicas, lag_s, config, vocab_size=1000, max_tokens=1 << 20)
+    for number in sorted(range(len(requests)), key=lambda number: requests[number].end):
+        request = requests[number]
+        whole.learn(places[number], request.end, request.text, len(request.row.context))
+    found = guesses(requests, places, replicas, lag_s, config)
+    assert found["entries"] == sum(replica.written.commands["XADD"] for replica in whole.replicas)
+    assert found["unexplained"] == 0
+
+
+def test_what_whole_replicas_write_is_to_be_foretold_to_the_entry() -> None:
+    one_filter = {"entries": 8, "differing": 2, "unexplained": 0}
+    assert is_same({"entries": [7, 7], "one_filter": one_filter})
+    assert not is_same({"entries": [7, 8], "one_filter": one_filter})
+    assert not is_same({"entries": [7, 7], "one_filter": {**one_filter, "unexplained": 1}})
 
 
 def test_the_limit_that_breaks_first_leads_and_holds_exactly_so_many_replicas() -> None:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import naive_count, naive_skipped, sequences, snapshot_count, snapshot_text
 from tests.waiting import wait_until
 
@@ -241,6 +243,24 @@ def test_a_shared_log_does_not_outrun_the_sealing() -> None:
         for i in range(200):
             caches.get().append_shared([i % 100] * 120)
         assert caches.get().stats().num_dropped_tokens == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12), st.integers(1, 5), st.integers(20, 200))
+def test_pieces_shared_together_are_stored_as_one_by_one(ids: list[list[int]], together: int, capacity: int) -> None:
+    pieces = [np.array(each, np.int32) for each in ids]
+    config = IndexConfig(capacity_tokens=capacity, seal_tokens=16, dedup_block_tokens=4, lead_in_tokens=2)
+    one, other = (SuffixCache("a", config, fingerprint=FINGERPRINT) for _ in range(2))
+    for piece in pieces:
+        one.append_shared(piece, source={"n": 1})
+    for start in range(0, len(pieces), together):
+        other.append_all_shared(pieces[start : start + together], source={"n": 1})
+    assert snapshot_text(one.snapshot()) == snapshot_text(other.snapshot())
+    for cache in (one, other):
+        for each in ids:
+            cache.append(each, prompt_length=len(each))  # what is stored of it says what is known
+    assert snapshot_text(one.snapshot()) == snapshot_text(other.snapshot())
+    assert replace(one.stats(), generation=0) == replace(other.stats(), generation=0)
 
 
 def test_the_rebuild_process_may_be_killed_at_any_time() -> None:

@@ -71,11 +71,11 @@ def test_what_is_kept_of_a_segment_equals_going_through_its_tokens(
 
 def test_only_what_an_output_says_again_is_marked() -> None:
     usage, text = Usage(CAPACITY), np.arange(640, dtype=np.int32)
-    usage.add(windows(text), 0, 640)
+    usage.learn(text, 0, 640)
     assert not usage.used(0, 640).any()
     usage.mark(windows(np.arange(128, 192, dtype=np.int32)))
     assert np.flatnonzero(usage.used(0, 640)).tolist() == [2]
-    usage.add(windows(text[:0]), 128, 192)
+    usage.learn(text[:0], 128, 192)
     assert not usage.used(0, 640).any()
 
 

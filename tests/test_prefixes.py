@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.retrieval.prefixes import PrefixFilter, split_sequence
+from ssd.retrieval.prefixes import PrefixFilter, block_hashes, hash_of, split_sequence
 from tests.reference.retrieval import naive_skipped, naive_split
+from tests.reference.sharing import slow_block_hashes, slow_hash
 
 
 def _tokens(ids: list[int]) -> np.ndarray:
@@ -87,6 +88,21 @@ def test_equals_remembering_every_beginning(block_tokens: int, requests: list[tu
         skipped = naive_skipped(beginnings, ids, prompt_length, block_tokens)
         expected = [] if skipped == len(ids) else [ids[max(0, skipped - 3) :]]
         assert [piece for piece in _pieces(known, ids, prompt_length, position) if piece] == [p for p in expected if p]
+
+
+@given(
+    st.lists(st.integers(0, (1 << 31) - 1), max_size=40),
+    st.integers(0, 40),
+    st.integers(-(1 << 63), (1 << 63) - 1),
+    st.integers(1, 9),
+    st.integers(0, 12),
+)
+def test_hashes_of_blocks_equal_those_of_plain_loops(
+    ids: list[int], start: int, seed: int, block_tokens: int, lead_in_tokens: int
+) -> None:
+    found = block_hashes(_tokens(ids), start, seed, block_tokens, lead_in_tokens)
+    assert found == slow_block_hashes(ids, start, seed, block_tokens, lead_in_tokens)
+    assert hash_of(_tokens(ids)) == slow_hash(ids)
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(0, 8))

@@ -29,6 +29,7 @@ from ssd.sharing.entry import (
     MAX_ENTRY_TOKENS,
     Entry,
     InvalidEntryError,
+    join_planes,
     num_tokens_of,
     pack_entry,
     unpack_entry,
@@ -37,12 +38,20 @@ from ssd.sharing.keys import stream_key
 from ssd.sharing.push import push_segments
 from ssd.sharing.redis_log import RedisLog
 from tests.redis_server import RedisServer, redis_server
+from tests.reference.sharing import slow_tokens
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, catch_up, entry, eventually, replica, stored
 
 __all__ = ["redis_server"]  # the fixture
 
 
 # Entries
+
+
+@given(st.binary(min_size=4, max_size=200).map(lambda planes: planes[: len(planes) // 4 * 4]))
+def test_planes_are_joined_as_a_plain_loop_does(planes: bytes) -> None:
+    tokens = np.empty(len(planes) // 4, np.uint32)
+    largest = join_planes(np.frombuffer(planes, np.uint8), tokens)
+    assert tokens.tolist() == slow_tokens(planes) and largest == max(slow_tokens(planes))
 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=300), st.binary(min_size=24, max_size=24))

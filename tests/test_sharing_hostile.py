@@ -236,13 +236,13 @@ def test_a_slow_namespace_holds_up_no_other(
     with replica(redis_server.url) as (one, log):
         slow, _ = one.get(), one.get("other")
         eventually(lambda: log.stats().is_connected)
-        append = slow.append_shared
+        append = slow.append_all_shared
 
         def wait_for_room(*arguments: Any, **settings: Any) -> None:
             time.sleep(0.5)
             append(*arguments, **settings)
 
-        monkeypatch.setattr(slow, "append_shared", wait_for_room)
+        monkeypatch.setattr(slow, "append_all_shared", wait_for_room)
         for number in range(90):
             client.xadd(KEY, foreign(number))
         for number in range(300):

@@ -18,7 +18,6 @@ elsewhere, if a server ended by itself or sharing did not come back.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import tempfile
@@ -27,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import head
+from benchmarks.faults.ending import begin, end, parser_of
 from benchmarks.faults.questions import Question, ask_all
 from benchmarks.faults.rounds import OUTCOMES, PROBLEMS, Row, Setup, play, soak
 from benchmarks.faults.scene import server
@@ -40,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Inject, verify, print. Returns the exit status."""
     args = _parser().parse_args(argv)
     logging.getLogger("ssd").setLevel(logging.CRITICAL)  # of the replica here, which is meant to be in trouble
-    parameters = {name: getattr(args, name) for name in ("rounds", "combinations", "seed", "clients", "tokens", "calm")}
-    print(", ".join(f"{name} {value}" for name, value in parameters.items()), flush=True)
-    begin = time.monotonic()
+    parameters = begin(args, ("rounds", "combinations", "seed", "clients", "tokens", "calm"))
+    began = time.monotonic()
     setup = Setup(
         codec=TextCodec.load(str(MODEL_PATH)),
         questions=reference(args.tokens),
@@ -71,35 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             play(rows[-1], faults, setup)
             print(_line(rows[-1]), flush=True)
     _print_table(rows)
-    result: dict[str, Any] = {
-        **head("faults"),
-        "parameters": parameters,
-        "rows": [_facts(row) for row in rows],
-        **{name: sum(row.counts[name] for row in rows) for name in (*OUTCOMES, *PROBLEMS)},
-        "promised": sum(row.num_promised for row in rows),
-        "memory_mib": memory,
-        "seconds": round(time.monotonic() - begin, 1),
-    }
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    if args.json:
-        print(json.dumps(result))
-    return int(any(row.num_problems for row in rows))
+    counted = (*OUTCOMES, *PROBLEMS)
+    promised = sum(row.num_promised for row in rows)
+    facts = [_facts(row) for row in rows]
+    return end(args, "faults", parameters, rows, counted, began, rows=facts, promised=promised, memory_mib=memory)
 
 
 def _parser() -> argparse.ArgumentParser:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=1, help="of each fault (default: 1)")
+    purpose = (__doc__ or "").splitlines()[0]
+    parser = parser_of("faults", purpose, NAMES, rounds="1 of each fault", clients="4 at once", tokens=32, calm_s=2.0)
     parser.add_argument("--combinations", type=int, default=4, help="rounds of one to three faults (default: 4)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--clients", type=int, default=4, help="at once (default: 4)")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer (default: 32)")
-    parser.add_argument("--calm", type=float, default=2.0, help="seconds before and after a fault (default: 2)")
     parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS", help="one long round; prints memory")
-    parser.add_argument("--json", action="store_true", help="end stdout with one JSON line")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there as well")
     return parser
 
 

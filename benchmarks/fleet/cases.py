@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.fleet.drafts import counted, make_ready, replay
 from benchmarks.fleet.full import Fleet
+from benchmarks.fleet.told import guesses
 from benchmarks.fleet.traffic import ROUTINGS, Load, Request, Routing, Session, places_of, requests_of
 from benchmarks.fleet.views import Isolated, Lagging, OneCache, View
 from benchmarks.replay.settings import MEASURED_PATH
@@ -111,12 +112,16 @@ def run(stream: Stream, case: Case) -> dict[str, Any]:
         "traces": _by_trace(requests, steps),
         "requests": len(requests),
         "span_s": round(max(request.end for request in requests), 1),
-        **({"entries": view.num_entries, "tokens": view.num_tokens} if isinstance(view, Lagging) else {}),
+        **({"entries": view.told.num_entries, "tokens": view.told.num_tokens} if isinstance(view, Lagging) else {}),
     }
 
 
 def compare_with_whole(stream: Stream, replicas: int, lag_s: float) -> dict[str, Any]:
-    """The shortcut beside replicas that store everything: equal steps, and what their connections carried."""
+    """The shortcut beside replicas that store everything: equal steps, and what their connections carried.
+
+    ``entries`` : of whole replicas, and of the shortcut where each replica has a filter of its own, to be equal.
+    ``one_filter`` : how the one filter for all that the shortcut has differs from those, see ``told.guesses``.
+    """
     requests = requests_of(_sessions(stream), stream.load(replicas))
     places = places_of(requests, replicas, "random", stream.seed)
     whole = Fleet(replicas, lag_s, _config(), vocab_size=_LARGEST_ID, max_tokens=_CAPACITY)
@@ -131,17 +136,19 @@ def compare_with_whole(stream: Stream, replicas: int, lag_s: float) -> dict[str,
     ]
     written = sum(replica.written.commands["XADD"] for replica in whole.replicas)
     read = sum(replica.reader.num_received + replica.reader.num_known for replica in whole.replicas)
+    guessed = guesses(requests, places, replicas, lag_s, _config())
     return {
         "replicas": replicas,
         "lag_s": lag_s,
         "requests": len(requests),
         "accepted_per_step": [round(value, 5) for value in accepted],
         "same_steps": round(same / max(1, len(found[0])), 4),
-        "entries": [written, shortcut.num_entries],
+        "entries": [written, guessed.pop("entries")],
+        "one_filter": {"entries": shortcut.told.num_entries, **guessed},
         "sent_bytes": round(_bytes(replica.written for replica in whole.replicas) / written, 1),
         "read_bytes": round(_bytes(replica.read for replica in whole.replicas) / read, 1),
         "receive_us": round(1e6 * sum(replica.receive_s for replica in whole.replicas) / read, 1),
-        "tokens_of_an_entry": round(shortcut.num_tokens / shortcut.num_entries, 1),
+        "tokens_of_an_entry": round(shortcut.told.num_tokens / shortcut.told.num_entries, 1),
     }
 
 

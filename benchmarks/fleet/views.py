@@ -2,25 +2,24 @@
 
 All replicas read one log in one order. So what replica i can search at time t is the log up to t - lag, the same for
 all, and what i itself stored since then: one index that is advanced in order of time, with the few own texts of the
-last ``lag`` seconds in its tail, in place of an index for each replica. The texts are exactly those that a replica
-holds (``full`` has them all, the tests compare); what differs is that in a replica own texts stand where they came,
-not last, which can change which of many equally long matches is sampled.
+last ``lag`` seconds in its tail, in place of an index for each replica. The texts are those that a replica holds
+(``full`` has them all, the tests compare), but for guesses of its filter (``told``). What differs beside these is that
+in a replica own texts stand where they came, not last, which can change which of many equally long matches is sampled.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap, deque
-from typing import Protocol, cast
+from collections import deque
+from typing import Protocol
 
 import numpy as np
 
+from benchmarks.fleet.told import Told
 from ssd.config import IndexConfig
 from ssd.retrieval.packed import Tokens
-from ssd.retrieval.prefixes import PrefixFilter, split_sequence
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot, make_snapshot
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS
 
 FINGERPRINT = "0" * 32
 
@@ -65,18 +64,13 @@ class Isolated:
 
 
 class Lagging:
-    """A log: what a replica said, it knows at once, and the others ``lag_s`` later."""
+    """A log: what a replica said, it knows at once, and the others ``lag_s`` later. ``told`` : what was written."""
 
     def __init__(self, replicas: int, lag_s: float, config: IndexConfig) -> None:
         self._lag_s = lag_s
         self._cache = make_cache(config)
-        self._told = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
-        self._filters = [_OverTold(config, self._told) for _ in range(replicas)]
         self._own: list[deque[tuple[float, Tokens]]] = [deque() for _ in range(replicas)]
-        self._waiting: deque[tuple[float, Tokens]] = deque()
-        self.num_entries = 0
-        self.num_tokens = 0
-        """Written to the log."""
+        self.told = Told(replicas, config)
 
     def snapshot(self, replica: int, now: float) -> Snapshot:
         self._advance(now - self._lag_s)
@@ -87,28 +81,12 @@ class Lagging:
 
     def learn(self, replica: int, now: float, text: Tokens, prompt_length: int) -> None:
         self._advance(now - self._lag_s)
-        for piece in self._filters[replica].pieces(text, prompt_length, 0):
-            self._own[replica].append((now, piece))
-            for part in split_sequence(piece, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS):
-                self._waiting.append((now, part))
-                self.num_entries += 1
-                self.num_tokens += len(part)
+        self._own[replica] += [(now, piece) for piece in self.told.learn(replica, now, text, prompt_length)]
 
     def _advance(self, until: float) -> None:
-        while self._waiting and self._waiting[0][0] <= until:
-            piece = self._waiting.popleft()[1]
-            self._told.note(piece, 0)
+        for piece in self.told.advance(until):
             self._cache.append_shared(piece)
             self._cache.maintain()
-
-
-class _OverTold(PrefixFilter):
-    """A replica's filter: what it stored itself, over what all of them were told."""
-
-    def __init__(self, config: IndexConfig, told: PrefixFilter) -> None:
-        super().__init__(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
-        self._positions = cast(dict[int, int], ChainMap(self._positions, told._positions))
-        self._ends = cast(dict[int, int], ChainMap(self._ends, told._ends))
 
 
 def with_tail(snapshot: Snapshot, pieces: list[Tokens]) -> Snapshot:

@@ -20,7 +20,6 @@ elsewhere, if a server ended by itself or sharing did not come back.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import tempfile
@@ -29,8 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import head
 from benchmarks.faults.command import reference
+from benchmarks.faults.ending import begin, end, parser_of
 from benchmarks.fleet_faults.fleet import Fleet
 from benchmarks.fleet_faults.rounds import OUTCOMES, PROBLEMS, Row, close, play
 from benchmarks.fleet_faults.steps import compare
@@ -43,11 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Inject, verify, print. Returns the exit status."""
     args = _parser().parse_args(argv)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of the proxies, which are meant to be in trouble
-    parameters = {
-        name: getattr(args, name) for name in ("servers", "rounds", "seed", "clients", "tokens", "calm", "steps")
-    }
-    print(", ".join(f"{name} {value}" for name, value in parameters.items()), flush=True)
-    begin = time.monotonic()
+    parameters = begin(args, ("servers", "rounds", "seed", "clients", "tokens", "calm", "steps"))
+    began = time.monotonic()
     codec, questions = TextCodec.load(str(MODEL_PATH)), reference(args.tokens)
     print(f"{len(questions)} questions answered without speculation", flush=True)
     rows: list[Row] = []
@@ -65,35 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if steps is not None:
         low, high = steps["interval"]
         print(f"step with Redis over without: {steps['ratio']:.4f} ({low:.4f} ... {high:.4f}), {args.steps} pairs")
-    result: dict[str, Any] = {
-        **head("fleet_faults"),
-        "parameters": parameters,
-        "rows": [_facts(row) for row in rows],
-        **{name: sum(row.counts[name] for row in rows) for name in (*OUTCOMES, *PROBLEMS)},
-        "promised": num_promised,
-        "steps": steps,
-        "seconds": round(time.monotonic() - begin, 1),
-    }
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    if args.json:
-        print(json.dumps(result))
-    return int(any(row.num_problems for row in rows))
+    counted = (*OUTCOMES, *PROBLEMS)
+    facts = [_facts(row) for row in rows]
+    return end(args, "fleet_faults", parameters, rows, counted, began, rows=facts, promised=num_promised, steps=steps)
 
 
 def _parser() -> argparse.ArgumentParser:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet_faults", description=__doc__.splitlines()[0])
+    purpose = (__doc__ or "").splitlines()[0]
+    clients = "1 of each of two tenants at each server"
+    parser = parser_of("fleet_faults", purpose, NAMES, rounds="20", clients=clients, tokens=24, calm_s=1.0)
     parser.add_argument("--servers", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--rounds", type=int, default=20, help="(default: 20)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--clients", type=int, default=1, help="of each of two tenants at each server (default: 1)")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer (default: 24)")
-    parser.add_argument("--calm", type=float, default=1.0, help="seconds before and after a fault (default: 1)")
     parser.add_argument("--steps", type=int, default=400, metavar="PAIRS", help="0 leaves them out (default: 400)")
-    parser.add_argument("--json", action="store_true", help="end stdout with one JSON line")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there as well")
     return parser
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import from_dtype, njit
 
-from ssd.compiled.addresses import address, array_of
+from ssd.compiled.addresses import array_of
+from ssd.compiled.registry import name_memory
 
 Int64 = Annotated[int, np.int64]
 Uint64 = Annotated[int, np.uint64]
@@ -54,12 +55,15 @@ class Records(Generic[R]):
     """``count`` records in a row, zero at first, and the owner of their memory; ``records[i]`` is a view."""
 
     def __init__(self, record: type[R], count: int = 1) -> None:
-        self.array: npt.NDArray[Any] = np.zeros(count, dtype_of(record))
+        layout = dtype_of(record)
+        memory = np.zeros(count * layout.itemsize, np.uint8)
+        name_memory(memory)
+        self.array: npt.NDArray[Any] = memory.view(layout)
         """Of all records: ``records.array["field"]`` is an array over them."""
-        self.address = address(self.array)
-        self._views: list[R] = (
-            list((_struct_of(dtype_of(record)) * count).from_buffer(self.array.data)) if count else []
-        )
+        # Not of ``self.array``, for which numpy would describe every field first: several times all of the rest.
+        structs: Any = (_struct_of(layout) * count).from_buffer(memory.data) if count else ()
+        self.address = ctypes.addressof(structs) if count else 0
+        self._views: list[R] = list(structs)
 
     def __len__(self) -> int:
         return len(self._views)

@@ -15,7 +15,7 @@ from ssd.retrieval.ring import TokenRing
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
-from ssd.retrieval.usage import Flags, Usage, Windows, windows
+from ssd.retrieval.usage import Flags, Usage, Windows
 
 _RING_SEALS = 16  # the ring holds the tail of this many seals before a lagging rebuild costs tokens ...
 _RING_TOKENS = 1 << 18  # ... and no fewer than this, so that a very long prompt fits; untouched pages cost no memory
@@ -127,18 +127,34 @@ class SuffixIndex:
 
         Evicts the oldest segments, or drops the oldest unsealed sequences, to stay within the capacity. O(n).
         """
+        pieces = self.add(tokens)
+        if pieces:
+            self.publish()
+        return pieces
+
+    def add(self, tokens: Tokens) -> list[Tokens]:
+        """As ``append``, but it may not be searched before the next ``publish``."""
         pieces = split_sequence(tokens, self.max_piece_tokens, self.config.lead_in_tokens)
+        ring = self._ring
         for piece in pieces:
             if self._evict(len(piece) + 1):
                 self._publish_segments()
-            tail_start = self._ring.tail_start
-            position = self._ring.append(piece)
-            self.num_dropped_tokens += max(0, self._ring.tail_start - max(tail_start, self._sealing_stop))
+            tail_start = ring.tail_start
+            position = ring.append(piece)
+            if ring.tail_start > tail_start:
+                self.num_dropped_tokens += max(0, ring.tail_start - max(tail_start, self._sealing_stop))
             if self._usage is not None:
-                self._usage.add(windows(piece), position, self._ring.tail_stop)
-        if pieces:
-            self._publish()
+                self._usage.learn(piece, position, ring.tail_stop)
         return pieces
+
+    def publish(self) -> None:
+        """All that was added can be searched from now on. O(1)."""
+        ring = self._ring
+        self._generation += 1
+        # One assignment of an immutable object: a reader has either the old one or the new one, whole.
+        self._snapshot = make_snapshot(
+            self._generation, self._searched, self._table, ring.tokens, ring.tail_start, ring.tail_stop
+        )
 
     def note_said(self, said: Windows) -> None:
         """An output with these windows was said: what is stored of it was of use. Call it before storing the output."""
@@ -303,12 +319,4 @@ class SuffixIndex:
             # What has left and may come back is known still, or the next who says it would have it kept twice.
             known = (*self._ring_born[: self._num_kept], *self._leaving, *self._ring_born[self._num_kept :])
             self._usage.set_stored(known, self._ring.tail_start, self.recent_position)
-        self._publish()
-
-    def _publish(self) -> None:
-        ring = self._ring
-        self._generation += 1
-        # One assignment of an immutable object: a reader has either the old one or the new one, whole.
-        self._snapshot = make_snapshot(
-            self._generation, self._searched, self._table, ring.tokens, ring.tail_start, ring.tail_stop
-        )
+        self.publish()

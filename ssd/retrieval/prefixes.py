@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.errors import CacheError
 from ssd.retrieval.packed import Tokens
+
+_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT: Final = np.uint64(32)
 
 
 class PrefixFilter:
     """Knows which leading blocks of text are stored, by a chain of hashes. One writer.
 
     The hash of a block covers the blocks before it, so a known hash means that the whole beginning up to there is known
-    (64 bits of xxh3: a collision only loses a few tokens of drafting material). A block is forgotten once the ring
+    (64 bits: a collision only loses a few tokens of drafting material). A block is forgotten once the ring
     position it was stored at is evicted, so memory is bounded by capacity / block entries of about 100 bytes, twice
     that with ``follows_others``.
     """
@@ -32,7 +36,9 @@ class PrefixFilter:
         self._follows_others = follows_others and block_tokens > 0 and lead_in_tokens > 0
         self._positions: dict[int, int] = {}  # hash of a block -> position of the sequence that stored it
         self._ends: dict[int, int] = {}  # hash of the tokens that a piece after a block would begin with -> its hash
-        self._by_age: deque[tuple[int, list[tuple[int, int]]]] = deque()  # as (position, (block, its end) of all)
+        self._by_age: deque[tuple[int, list[int], list[int]]] = deque()  # position, hashes of blocks and of their ends
+        block_hashes(np.zeros(0, np.int32), 0, 0, max(1, block_tokens), lead_in_tokens)  # compiled here, not in a step
+        hash_of(np.zeros(0, np.int32))
 
     def __len__(self) -> int:
         """Blocks known."""
@@ -61,15 +67,17 @@ class PrefixFilter:
         """
         if not self._follows_others:
             return
-        before = self._ends.get(_hash(piece[: self._lead_in_tokens])) if len(piece) > self._lead_in_tokens else None
+        before = None
+        if len(piece) > self._lead_in_tokens:
+            before = self._ends.get(hash_of(piece[: self._lead_in_tokens]))
         start, seed = (0, 0) if before is None else (self._lead_in_tokens, before)
-        self._keep(piece, list(self._chain(piece, start, seed)), position)
+        self._keep(*self._chain(piece, start, seed), position)
 
     def forget_before(self, position: int) -> None:
         """Forget the blocks stored before ``position``: they are evicted. O(1) for each."""
         while self._by_age and self._by_age[0][0] < position:
-            stored_at, blocks = self._by_age.popleft()
-            for block_hash, end in blocks:
+            stored_at, hashes, ends = self._by_age.popleft()
+            for block_hash, end in zip(hashes, ends, strict=True):
                 if self._positions.get(block_hash) == stored_at:  # else it was stored again since
                     del self._positions[block_hash]
                     if self._ends.get(end) == block_hash:
@@ -77,40 +85,62 @@ class PrefixFilter:
 
     def _remember(self, tokens: Tokens, prompt_length: int, position: int) -> int:
         """Returns how many leading tokens are stored already, a multiple of the block length within the prompt."""
-        skipped = 0
-        is_known_so_far = True
-        blocks: list[tuple[int, int]] = []
-        for stop, block_hash in self._chain(tokens):
-            is_known_so_far = is_known_so_far and stop <= prompt_length and block_hash in self._positions
-            if is_known_so_far:
-                skipped = stop
-            else:
-                blocks.append((stop, block_hash))
-        self._keep(tokens, blocks, position)
-        return skipped
+        hashes, ends = self._chain(tokens, 0, 0)
+        num_known, most = 0, min(len(hashes), prompt_length // self._block_tokens)
+        while num_known < most and hashes[num_known] in self._positions:
+            num_known += 1
+        self._keep(hashes[num_known:], ends[num_known:], position)
+        return num_known * self._block_tokens
 
-    def _keep(self, tokens: Tokens, blocks: list[tuple[int, int]], position: int) -> None:
-        """``blocks`` : (end offset in ``tokens``, hash) of each."""
-        kept = []
-        for stop, block_hash in blocks:
-            self._positions[block_hash] = position
-            end = 0
+    def _keep(self, hashes: list[int], ends: list[int], position: int) -> None:
+        """Blocks that follow each other, as ``_chain`` gives them."""
+        if hashes:
+            self._positions.update(dict.fromkeys(hashes, position))
             if self._follows_others:
-                end = _hash(tokens[max(0, stop - self._lead_in_tokens) : stop])
-                self._ends[end] = block_hash
-            kept.append((block_hash, end))
-        if kept:
-            self._by_age.append((position, kept))
+                self._ends.update(zip(ends, hashes, strict=True))
+            self._by_age.append((position, hashes, ends))
 
-    def _chain(self, tokens: Tokens, start: int = 0, block_hash: int = 0) -> Iterator[tuple[int, int]]:
-        """(end offset, hash of everything up to there) of each whole block from ``start`` on."""
-        for stop in range(start + self._block_tokens, len(tokens) + 1, self._block_tokens):
-            block_hash = _hash(tokens[stop - self._block_tokens : stop], block_hash)
-            yield stop, block_hash
+    def _chain(self, tokens: Tokens, start: int, seed: int) -> tuple[list[int], list[int]]:
+        """Of each whole block from ``start`` on: the hash of everything up to its end, and of its last tokens, those
+        that a piece after it would begin with."""
+        return block_hashes(tokens, start, seed, self._block_tokens, self._lead_in_tokens)
 
 
-def _hash(tokens: Tokens, seed: int = 0) -> int:
-    return xxhash.xxh3_64_intdigest(tokens.data, seed=seed)
+def block_hashes(
+    tokens: Tokens, start: int, seed: int, block_tokens: int, lead_in_tokens: int
+) -> tuple[list[int], list[int]]:
+    """Two hashes of each whole block of ``tokens`` : int32[n], from ``start`` on: of the text up to its end, where
+    ``seed`` is that up to ``start``, and of its last ``lead_in_tokens`` tokens, or all there are. O(n), in one kernel.
+    """
+    found = np.empty((2, max(0, len(tokens) - start) // block_tokens), np.int64)
+    _hash_blocks(tokens, start, seed, block_tokens, lead_in_tokens, found)
+    hashes, ends = found.tolist()
+    return hashes, ends
+
+
+def hash_of(tokens: Tokens) -> int:
+    """Of ``tokens`` : int32[n], where they are the last ones of a block, as ``block_hashes`` has it. O(n)."""
+    return _hash(tokens, 0, len(tokens), 0)
+
+
+@kernel
+def _hash(tokens: TokenIds, start: int, stop: int, seed: int) -> int:
+    hashed = np.uint64(seed)
+    for i in range(start, stop):
+        hashed = (hashed ^ np.uint64(tokens[i] + 1)) * _FACTOR
+        hashed ^= hashed >> _SHIFT
+    return np.int64(hashed)  # type: ignore[return-value]
+
+
+@kernel
+def _hash_blocks(
+    tokens: TokenIds, start: int, seed: int, block_tokens: int, lead_in_tokens: int, found: Int64s
+) -> None:
+    for number in range(found.shape[1]):
+        stop = start + (number + 1) * block_tokens
+        seed = _hash(tokens, stop - block_tokens, stop, seed)
+        found[0, number] = seed
+        found[1, number] = _hash(tokens, max(0, stop - lead_in_tokens), stop, 0)
 
 
 def as_sequence(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
@@ -118,6 +148,8 @@ def as_sequence(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
     wide = np.array(token_ids)
     if len(wide) == 0:
         return np.empty(0, np.int32)
+    if wide.ndim == 1 and wide.dtype == np.int32 and np.minimum.reduce(wide) >= 0:
+        return wide
     if wide.ndim != 1 or wide.dtype.kind not in "iu" or wide.min() < 0 or wide.max() > np.iinfo(np.int32).max:
         raise CacheError("token ids must be one sequence of integers within 0..2147483647")
     return wide.astype(np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -185,25 +186,45 @@ class SuffixCache:
                 self.report_failure("a listener failed", error)
 
     def append_shared(self, token_ids: TokenIds, *, source: SourcePosition | None = None) -> None:
-        """Store a piece another replica stored, as it is; listeners do not hear of it. Never raises. O(n).
-
-        A prompt that begins with it is not stored, nor heard of, again: what one replica told, no other repeats.
-
-        ``source`` : as for ``set_source``, with this piece as the last one given.
-
-        Waits, at most a second, while the ring is half full of unsealed tokens: a replica that reads a long log must
-        not outrun the sealing. Once the cache is being closed there is none, and no wait. Not for the request path.
-        """
+        """``append_all_shared`` of one piece of any kind; what is no sequence of token ids is a failure."""
         try:
             tokens = as_sequence(token_ids)
-            with self._state.room:
-                if self._wake is not None:
-                    self._state.room.wait_for(lambda: self._state.is_closing or self._index.has_room(), _ROOM_WAIT_S)
-                if self._state.is_discarded:
-                    return
-                self._filter.note(tokens, self._index.next_position)
-                self._store([tokens])
-                self._state.num_appended += len(tokens)
+        except Exception as error:
+            self.report_failure("a shared piece was not stored", error)
+            return
+        self.append_all_shared((tokens,), source=source)
+
+    def append_all_shared(self, pieces: Sequence[Tokens], *, source: SourcePosition | None = None) -> None:
+        """Store pieces another replica stored, as they are; listeners do not hear of them. Never raises. O(tokens).
+
+        ``pieces`` : int32[n] each, ids >= 0, which the caller has checked; they are copied. A prompt that begins with
+        one is not stored, nor heard of, again: what one replica told, no other repeats.
+
+        ``source`` : as for ``set_source``, with the last of ``pieces`` as the last one given.
+
+        Waits, at most a second, while the ring is half full of unsealed tokens: a replica that reads a long log must
+        not outrun the sealing. Once the cache is being closed there is none, and no wait. Not for the request path,
+        which a call of many tokens may hold up: some thousand at once are well.
+        """
+        state, index = self._state, self._index
+        try:
+            wait_until: float | None = None
+            with state.room:
+                num_dropped = index.num_dropped_tokens
+                for tokens in pieces:
+                    if self._wake is not None and not index.has_room():
+                        index.publish()  # others have the lock meanwhile
+                        wait_until = wait_until or time.monotonic() + _ROOM_WAIT_S
+                        state.room.wait_for(
+                            lambda: state.is_closing or index.has_room(), max(0.0, wait_until - time.monotonic())
+                        )
+                    if state.is_discarded:
+                        return
+                    self._filter.note(tokens, index.next_position)
+                    index.add(tokens)
+                    state.num_appended += len(tokens)
+                index.publish()
+                self._forget_prefixes(index.num_dropped_tokens > num_dropped)
                 if source is not None:
                     self._set_source(source)
         except Exception as error:
@@ -264,10 +285,12 @@ class SuffixCache:
     def _store(self, pieces: list[Tokens]) -> Pieces:
         num_dropped, position = self._index.num_dropped_tokens, self._index.next_position
         stored = Pieces((part for piece in pieces for part in self._index.append(piece)), position)
-        # Positions say nothing about text dropped from the middle, so then every block is forgotten.
-        has_dropped = self._index.num_dropped_tokens > num_dropped
-        self._filter.forget_before(self._index.next_position if has_dropped else self._index.recent_position)
+        self._forget_prefixes(self._index.num_dropped_tokens > num_dropped)
         return stored
+
+    def _forget_prefixes(self, has_dropped: bool) -> None:
+        # Positions say nothing about text dropped from the middle, so then every block is forgotten.
+        self._filter.forget_before(self._index.next_position if has_dropped else self._index.recent_position)
 
     def _wake_if_due(self) -> None:
         if self._wake is not None and self._index.num_tail_tokens >= self._seal_tokens:

@@ -120,6 +120,14 @@ def _add(table: _Table, ends: Int64s, keys: Int64s, start: int, stop: int, is_ne
 
 
 @kernel
+def _learn(table: _Table, tokens: TokenIds, start: int, stop: int) -> None:
+    room = max(0, len(tokens) - WINDOW_TOKENS + 1)
+    ends, keys = np.empty(room, np.int64), np.empty(room, np.int64)
+    count = _find(tokens, ends, keys)
+    _add(table, ends[:count], keys[:count], start, stop, True)
+
+
+@kernel
 def _forget(table: _Table, keys: Int64s, start: int, stop: int) -> None:
     for key in keys:
         slot = key & (len(table.keys) - 1)
@@ -150,7 +158,7 @@ class Usage:
         self.set_stored((), 0, 0)
         # Compiled here and not where text is appended.
         none = windows(np.zeros(0, np.int32))
-        self.add(none, 0, 0)
+        self.learn(np.zeros(0, np.int32), 0, 0)
         self.add_again(none, 0)
         self.mark(none)
         self.forget(none, 0, 0)
@@ -169,9 +177,9 @@ class Usage:
         """An output held these windows: mark the blocks where they stand. O(windows)."""
         _mark(self._table, said.keys)
 
-    def add(self, found: Windows, start: int, stop: int) -> None:
-        """New text with these windows is stored at positions [start, stop), not marked. O(windows + blocks)."""
-        _add(self._table, found.ends, found.keys, start, stop, True)
+    def learn(self, tokens: TokenIds, start: int, stop: int) -> None:
+        """New text, ``tokens`` : int32[n], is stored at positions [start, stop), not marked. O(n), in one kernel."""
+        _learn(self._table, tokens, start, stop)
 
     def add_again(self, found: Windows, start: int) -> None:
         """Older text with these windows is stored at ``start`` now. O(windows)."""

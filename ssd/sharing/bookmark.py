@@ -99,7 +99,8 @@ class Bookmark:
     def passed(self, entry_id: bytes, sequence_id: bytes) -> None:
         """The entry was read. O(log of the number of entries read)."""
         number = self.waypoints[0].number + 1 if self.waypoints else 1
-        older = tuple(point for point in self.waypoints if _is_kept(number, point.number))
+        # One number in each range of distances 2^k ... 2^(k+1) - 1 is kept; a number once dropped stays so.
+        older = [p for p in self.waypoints if not p[0] % (1 << ((number - p[0]).bit_length() - 1))]
         self.waypoints = (Waypoint(number, entry_id, sequence_id), *older[: _MAX_WAYPOINTS - 1])
 
     def find(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
@@ -127,11 +128,6 @@ def sequence_id_of(replica_id: bytes, position: int) -> bytes:
 def position_of(sequence_id: bytes) -> int:
     """The ring position in what ``sequence_id_of`` made."""
     return int.from_bytes(sequence_id[8:], "little")
-
-
-def _is_kept(newest: int, number: int) -> bool:
-    """One number in each range of distances 2^k ... 2^(k+1) - 1 from the newest; a number once dropped stays so."""
-    return number % (1 << ((newest - number).bit_length() - 1)) == 0
 
 
 def _merged(*waypoints: tuple[Waypoint, ...]) -> tuple[Waypoint, ...]:

@@ -88,6 +88,10 @@ class BoundedParser(_RESP2Parser):
         super().on_connect(connection)  # type: ignore[no-untyped-call]
         self._buffer = BoundedBuffer(self._sock, self.socket_read_size, connection.socket_timeout)
 
+    def has_unread(self) -> bool:
+        """Whether more came than was asked for."""
+        return self._buffer is None or self._buffer.unread_bytes() > 0
+
     def read_response(self, *arguments: Any, **settings: Any) -> Any:
         """One reply."""
         self._room = MAX_REPLY_BYTES
@@ -101,7 +105,17 @@ class BoundedParser(_RESP2Parser):
     ) -> Any:
         line = self._buffer.readline(**settings)
         kind, text = line[:1], line[1:]
-        self._take(_ELEMENT_BYTES + len(text))
+        self._room -= _ELEMENT_BYTES + len(text)
+        if kind == b"$" and text.isdigit():
+            self._room -= int(text)
+            if self._room < 0:
+                raise OversizedReplyError(self._unfinished)
+            text = self._buffer.read(int(text), **settings)
+            return self.encoder.decode(text) if self.encoder.decode_responses and not disable_decoding else text
+        if self._room < 0:
+            raise OversizedReplyError(self._unfinished)
+        if kind == b"*" and text.isdigit():
+            return self._read_array(int(text), disable_decoding, settings)
         if kind == b"-":
             error = self.parse_error(text.decode("utf-8", errors="replace"))  # type: ignore[no-untyped-call]
             if isinstance(error, RedisConnectionError):
@@ -113,14 +127,7 @@ class BoundedParser(_RESP2Parser):
             return int(text)
         if kind in (b"$", b"*") and text == b"-1":
             return None
-        if kind in (b"$", b"*") and not text.isdigit():
-            raise InvalidResponse(f"Protocol Error: {line[:80]!r}")
-        if kind == b"*":
-            return self._read_array(int(text), disable_decoding, settings)
-        if kind == b"$":
-            self._take(int(text))
-            text = self._buffer.read(int(text), **settings)
-        elif kind != b"+":
+        if kind != b"+":
             raise InvalidResponse(f"Protocol Error: {line[:80]!r}")
         return text if disable_decoding else self.encoder.decode(text)
 
@@ -131,8 +138,3 @@ class BoundedParser(_RESP2Parser):
             elements.append(self._read_response(disable_decoding, **settings))
         self._unfinished.pop()
         return elements
-
-    def _take(self, num_bytes: int) -> None:
-        self._room -= num_bytes
-        if self._room < 0:
-            raise OversizedReplyError(self._unfinished)

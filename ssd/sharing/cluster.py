@@ -29,6 +29,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ssd.sharing.addresses import Host
+from ssd.sharing.one_server import OneServer
 from ssd.sharing.sentinels import read_host
 from ssd.sharing.slots import NUM_SLOTS, read_slots, slot_of, slot_of_key
 
@@ -179,7 +180,7 @@ class ClusterClient(redis.Redis):
                 if len(self._nodes) >= _MOST_NODES:
                     raise ClusterError(f"more than {_MOST_NODES} nodes")
                 pool = redis.ConnectionPool(**self._options | {"host": host[0], "port": host[1]})
-                self._nodes[host] = redis.Redis.from_pool(pool)
+                self._nodes[host] = OneServer.from_pool(pool)
             return self._nodes[host]
 
     def _owner(self, slot: int) -> Host:

@@ -66,17 +66,19 @@ def connect(url: str) -> redis.Redis:
 
 
 def _client(redis: Any, address: Address, settings: dict[str, Any]) -> redis.Redis:
+    from ssd.sharing.one_server import OneServer
+
     options = address.options | settings  # the URL's options do not win
     if address.kind == "sentinel":
         from ssd.sharing.sentinels import sentinel_pool
 
         pool = sentinel_pool(address.hosts, address.service, address.sentinel_options | settings, options)
-        return redis.Redis.from_pool(pool)  # type: ignore[no-any-return]
+        return OneServer.from_pool(pool)
     if address.kind == "cluster":
         from ssd.sharing.cluster import ClusterClient
 
         return ClusterClient(address.hosts, options)
-    return redis.Redis.from_pool(redis.ConnectionPool(**options))  # type: ignore[no-any-return]
+    return OneServer.from_pool(redis.ConnectionPool(**options))
 
 
 class Backoff:

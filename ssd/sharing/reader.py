@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ssd.retrieval.cache import SuffixCache
+from ssd.retrieval.packed import Tokens
 from ssd.sharing.append import FIELD
 from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import BLOCK_MS, connect
@@ -35,6 +36,7 @@ _SLOW_S = 0.25
 GATHER_S = 0.05
 """What comes within so long after entries is taken in one reply: many small ones are what a fleet costs its server."""
 _SUSPEND_S = 5.0
+_TOGETHER_TOKENS = 4096  # stored at once: most of what storing costs is once a call, and a cache is held up by it
 _MAX_BATCH = 7 * PAGE  # entries of all streams together that surely fit in one reply
 
 
@@ -255,43 +257,69 @@ class LogReader:
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
         """Entries of the log, in order; what is left when the cache is slow is read again later."""
         check_entries(entries, after=stream.last_id or BEGINNING)
+        started, place, num_tokens = time.monotonic(), stream.bookmark.waypoints, 0
+        arrived: list[tuple[bytes, Tokens]] = []
         for raw in entries:
             if self.link.is_stopping:
-                return
-            started = time.monotonic()
-            self._receive(stream, raw)
+                break
+            num_tokens += self._receive(stream, raw, arrived)
+            if num_tokens >= _TOGETHER_TOKENS:
+                self._store(stream, arrived)
+                now = time.monotonic()
+                if now - started > _SLOW_S:
+                    stream.rest()
+                    return
+                started, place, num_tokens = now, stream.bookmark.waypoints, 0
+                arrived.clear()
+        if stream.bookmark.waypoints is not place:
+            self._store(stream, arrived)
             if time.monotonic() - started > _SLOW_S:
                 stream.rest()
                 return
-        stream.wake()
-        self._trim(stream)
+        if not self.link.is_stopping:
+            stream.wake()
+            self._trim(stream)
 
-    def _receive(self, stream: Stream, raw: RawEntry) -> None:
-        """The next entry of the log."""
-        stream.saw(raw[0], _num_tokens(raw), was_fetched=raw[1] is not None)
-        stream.reception.num_bytes += len(_data(raw))
-        cache, entry = stream.cache(), self._unpack(stream, raw)
-        if isinstance(entry, InvalidEntryError):
+    def _receive(self, stream: Stream, raw: RawEntry, arrived: list[tuple[bytes, Tokens]]) -> int:
+        """The next entry of the log: what is new of it is added to ``arrived``. Returns how many tokens that are."""
+        data = _data(raw)
+        stream.saw(raw[0], num_tokens_of(data), was_fetched=raw[1] is not None)
+        stream.reception.num_bytes += len(data)
+        try:
+            entry = unpack_entry(data, stream.key, vocab_size=self._vocab_size)
+        except InvalidEntryError as error:
             self.num_invalid += 1
-            self.invalid[entry.kind] += 1
-            return
-        if cache is None:
-            return
+            self.invalid[error.kind] += 1
+            return 0
+        if stream.cache() is None:
+            return 0
         has_seen = stream.has_seen(entry.sequence_id)
         if stream.is_known(raw[0]):
             self.num_known += 1
-            return
+            return 0
         stream.bookmark.passed(raw[0], entry.sequence_id)
         if has_seen or stream.bookmark.is_ours(entry):
-            cache.set_source(stream.bookmark.position())
             self.num_known += 1
+            return 0
+        arrived.append((raw[0], entry.tokens))
+        return len(entry.tokens)
+
+    def _store(self, stream: Stream, arrived: Sequence[tuple[bytes, Tokens]]) -> None:
+        """Store what arrived, and that the bookmark is past it."""
+        cache = stream.cache()
+        if cache is None:
             return
-        cache.append_shared(entry.tokens, source=stream.bookmark.position())
-        self.num_received += 1
-        self.num_received_tokens += len(entry.tokens)
-        stream.reception.num_entries += 1
-        if (delay_s := stream.reception.delay_of(raw[0])) is not None:
-            self.delays.observe(delay_s)
+        if not arrived:
+            cache.set_source(stream.bookmark.position())
+            return
+        texts = [tokens for _, tokens in arrived]
+        cache.append_all_shared(texts, source=stream.bookmark.position())
+        self.num_received += len(texts)
+        self.num_received_tokens += sum(map(len, texts))
+        stream.reception.num_entries += len(texts)
+        for entry_id, _ in arrived:
+            if (delay_s := stream.reception.delay_of(entry_id)) is not None:
+                self.delays.observe(delay_s)
 
     def _unpack(self, stream: Stream, raw: RawEntry) -> Entry | InvalidEntryError:
         try:
