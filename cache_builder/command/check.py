@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from cache_builder.caches.check import check
-from cache_builder.command.parsers import Commands, add_command, codec_of
+from cache_builder.command.parsers import CACHE_DIRECTORY, Commands, add_command, codec_of
 from cache_builder.command.progress import progress_bar
 
 _DESCRIPTION = """\
@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
     command = add_command(
         commands, "check", _run, help="whether all of a cache directory is right", description=_DESCRIPTION
     )
-    command.add_argument("directory", type=Path, metavar="DIR")
+    command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument("--tokenizer", metavar="DIR_OR_MODEL", help="whose ids it should hold")
     command.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -19,8 +19,8 @@ stands in the other all the same, which is what drafts are made from.
 def add(commands: Commands) -> None:
     """Its arguments."""
     command = add_command(commands, "diff", _run, help="what two caches do not share", description=_DESCRIPTION)
-    command.add_argument("one", type=Path, metavar="A")
-    command.add_argument("other", type=Path, metavar="B")
+    command.add_argument("one", type=Path, metavar="A", help="a cache directory")
+    command.add_argument("other", type=Path, metavar="B", help="another one of the same tokenizer")
     command.add_argument("--tokenizer", metavar="DIR_OR_MODEL", help="show the newest difference as text")
     command.add_argument("--json", action="store_true", help="print one JSON object")
 

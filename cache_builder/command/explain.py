@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from cache_builder.command.parsers import Commands, add_command, codec_of
+from cache_builder.command.parsers import CACHE_DIRECTORY, Commands, add_command, codec_of
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig
 from ssd.errors import ConfigError
 
@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
     command = add_command(
         commands, "explain", _run, help="what would be drafted after a text, and why", description=_DESCRIPTION
     )
-    command.add_argument("directory", type=Path, metavar="DIR")
+    command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     text = command.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="FILE", help="the prompt; - is standard input")
     text.add_argument("--token-ids", metavar="FILE", help="prompt and output as a JSON array of ids")

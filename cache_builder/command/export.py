@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from cache_builder.caches.export import STANDARD_OUTPUT, export
-from cache_builder.command.parsers import Commands, add_command, codec_of
+from cache_builder.command.parsers import CACHE_DIRECTORY, Commands, add_command, codec_of
 from cache_builder.command.progress import progress_bar
 
 _DESCRIPTION = """\
@@ -20,7 +20,7 @@ same cache again; or with --tokenizer {"text": "..."}, to be read. A name that e
 def add(commands: Commands) -> None:
     """Its arguments."""
     command = add_command(commands, "export", _run, help="a cache as JSON lines", description=_DESCRIPTION)
-    command.add_argument("directory", type=Path, metavar="DIR")
+    command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument("--out", required=True, metavar="FILE", help="where to write; - is standard output")
     command.add_argument("--tokenizer", metavar="DIR_OR_MODEL", help="write text, not ids")
 

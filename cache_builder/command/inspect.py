@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 from cache_builder.caches.inspect import inspect_directory
-from cache_builder.command.parsers import Commands, add_command
+from cache_builder.command.parsers import CACHE_DIRECTORY, Commands, add_command
 
 
 def add(commands: Commands) -> None:
     """Its arguments."""
     command = add_command(commands, "inspect", _run, help="what a cache directory holds, and whether it is intact")
-    command.add_argument("directory", type=Path, metavar="DIR")
+    command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 

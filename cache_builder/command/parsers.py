@@ -18,6 +18,10 @@ else:
     Commands = object
 
 
+CACHE_DIRECTORY = "what `ssd-cache build` made, or CACHE_DIR/NAMESPACE of a server"
+"""Help for a directory that a command reads."""
+
+
 def add_command(
     commands: Commands, name: str, run: Callable[[argparse.Namespace], int], *, help: str, description: str = ""
 ) -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cache_builder.caches.inspect import fingerprint_of
 from cache_builder.command.logs import add_log_arguments, read_logs
-from cache_builder.command.parsers import Commands, add_command
+from cache_builder.command.parsers import CACHE_DIRECTORY, Commands, add_command
 from cache_builder.command.progress import progress_bar
 from ssd.errors import ConfigError, TokenizerMismatch
 
@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
     command = add_command(
         commands, "prune", _run, help="make a cache directory smaller, by what is used", description=_DESCRIPTION
     )
-    command.add_argument("directory", type=Path, metavar="DIR")
+    command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument(
         "--budget", required=True, metavar="SIZE", help="tokens, as 4000000 or 4M, or bytes of files, as 64MB or 64MiB"
     )

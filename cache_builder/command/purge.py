@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
     add_store_arguments(command)
     command.add_argument("--namespace", required=True, help="what is to be gone")
     command.add_argument(
-        "--directory", type=Path, action="append", default=[], metavar="DIR", help="a servers' --cache-dir; repeatable"
+        "--directory", type=Path, action="append", default=[], metavar="DIR", help="a server's --cache-dir; repeatable"
     )
     command.add_argument("--fingerprint", metavar="HEX", help="of one tokenizer only (default: of all there are)")
 

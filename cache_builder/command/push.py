@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 
 from cache_builder.caches.inspect import fingerprint_of
-from cache_builder.command.parsers import Commands, add_command, add_store_arguments, redis_url_of, store_of
+from cache_builder.command.parsers import (
+    CACHE_DIRECTORY,
+    Commands,
+    add_command,
+    add_store_arguments,
+    redis_url_of,
+    store_of,
+)
 from cache_builder.command.progress import progress_bar
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
 
@@ -24,7 +31,7 @@ def add(commands: Commands) -> None:
     command = add_command(
         commands, "push", _run, help="send a cache directory to running servers", description=_DESCRIPTION
     )
-    command.add_argument("directory", type=Path, metavar="DIR")
+    command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     add_store_arguments(command)
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="whom it is for (default: %(default)s)")
     command.add_argument("--log", action="store_true", help="write into the shared log, the newest that fits its bound")

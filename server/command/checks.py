@@ -82,7 +82,9 @@ def _check_cache(cache: CacheOptions) -> None:
         except OSError as error:
             raise ConfigError(f"--warm {directory} cannot be read: {error.strerror}") from error
         if manifest is None:
-            raise ConfigError(f"--warm {directory} holds no cache (no manifest.json): make one with `ssd-cache build`")
+            inside = sorted(path.parent.name for path in directory.glob("*/manifest.json"))
+            hint = f"it has caches in {', '.join(inside[:5])}" if inside else "make one with `ssd-cache build`"
+            raise ConfigError(f"--warm {directory} holds no cache (no manifest.json): {hint}")
     _check_size(cache)
     if cache.config.directory is not None:
         _check_writable(cache.config.directory)

@@ -58,8 +58,6 @@ def main() -> None:
     _PLACE.mkdir(exist_ok=True)
     with serving(_load, model=str(MODEL_PATH), model_names=("ssd-bundled",)) as server, chromium() as page:
         page.open(server.url, height=880)
-        time.sleep(2)
-        _take(page, "page-empty")
         for prompt in _ASKED_BEFORE:
             greedy_completion(server.port, prompt=prompt, max_tokens=220)
             time.sleep(1)

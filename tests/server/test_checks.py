@@ -36,6 +36,14 @@ def model(tmp_path: Path) -> Path:
     return copy
 
 
+def test_a_servers_whole_cache_directory_given_as_warm_up_is_answered_with_the_caches_in_it(tmp_path: Path) -> None:
+    for name in ("support", "default"):
+        with StaticWriter(tmp_path / name, fingerprint="0" * 32) as writer:
+            writer.append([1, 2, 3])
+    with pytest.raises(ConfigError, match=r"holds no cache .*: it has caches in default, support$"):
+        check("--warm", str(tmp_path))
+
+
 def test_what_can_work_passes(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with StaticWriter(tmp_path / "warm", fingerprint="0" * 32) as writer:
         writer.append([1, 2, 3])

@@ -90,5 +90,5 @@ async function show() {
 
 const base = new URL("v1", document.baseURI).href;
 find("base").textContent = base;
-find("example").textContent = `curl ${base}/completions --json '{"prompt": "import os", "max_tokens": 40}'`;
+find("example").textContent = `curl ${base}/completions -d '{"prompt": "import os", "max_tokens": 40}'`;
 show().catch((error) => find("state").textContent = `The description cannot be read: ${error.message}.`);
