@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,6 +65,17 @@ def test_the_width_maximises_expected_tokens_per_second(
         rates.append(expected / (fixed + per_position * len(rows) * (width + 1) + wide * (width > 0)))
     chosen = learned(fixed, per_position, wide).paying_width(drafts, [1.0] * len(drafts))
     assert rates[chosen] == pytest.approx(max(rates), rel=1e-2)
+
+
+@given(st.lists(st.lists(st.floats(0.01, 0.99), max_size=8), min_size=1, max_size=5), st.floats(1e-4, 0.1), st.data())
+def test_chains_are_cut_as_trees_of_the_same_tokens_are(
+    rows: list[list[float]], per_position: float, data: st.DataObject
+) -> None:
+    shares = [data.draw(st.floats(0.1, 1.0)) for _ in rows]
+    chains = [draft(*row) for row in rows]
+    trees = [replace(chain, parents=np.arange(-1, len(chain.token_ids) - 1, dtype=np.int32)) for chain in chains]
+    cost = learned(0.01, per_position)
+    assert cost.paying_width(chains, shares) == cost.paying_width(trees, shares)
 
 
 def test_what_is_distrusted_has_to_promise_more() -> None:

@@ -30,7 +30,7 @@ _TOP = torch.arange(SUCCESSORS, 0, -1, dtype=torch.float32).view(torch.int32)
 
 
 class RecitingTarget(SlotTarget):
-    """Says of every slot the text that it was given, token by token, whatever it is fed.
+    """Says of every slot the text that it was given, token by token, and behind a token that is not of it no more.
 
     Lengths, recorded shapes, buffers and their one copy are those of a GPU's target; what is recorded does nothing. The
     time that a device would take is waited for in the call that begins a pass, and is counted with what it takes to
@@ -88,6 +88,20 @@ class RecitingTarget(SlotTarget):
     def _recorded(self, step: Step) -> Step:
         return lambda: None if self._is_recorded else step()
 
+    def _said(
+        self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], tokens: TokenMatrix, trees: TreeShape | None
+    ) -> TokenMatrix:
+        """What follows each token, int64[B, T]: the text's next; behind what the text does not say, anything else."""
+        ahead = np.arange(tokens.shape[1]) if trees is None else trees.depths
+        at = slots[:, None], starts[:, None] + ahead
+        differs = self._texts[at] != tokens
+        if trees is None:
+            is_lost = np.logical_or.accumulate(differs, axis=1)
+        else:
+            is_lost = (trees.sees & differs[:, None, :]).any(-1)
+        following = self._texts[at[0], at[1] + 1]
+        return np.where(is_lost, (31 * following + 7 * tokens + 1) % self.vocab_size, following)
+
     def _append(
         self,
         slots: Sequence[int],
@@ -101,8 +115,7 @@ class RecitingTarget(SlotTarget):
         output = super()._append(slots, tokens, counts, trees, noise, **kwargs)
         began = time.perf_counter()
         if output.chosen is not None and output.packed_top is not None:
-            ahead = np.arange(tokens.shape[1]) if trees is None else trees.depths
-            said = torch.from_numpy(self._texts[np.array(slots)[:, None], starts[:, None] + ahead + 1])
+            said = torch.from_numpy(self._said(np.array(slots), starts, tokens, trees))
             output.chosen.copy_(said)
             output.packed_top[..., 0, :] = (said[..., None] + torch.arange(SUCCESSORS)) % self.vocab_size
             output.packed_top[..., 1, :] = _TOP

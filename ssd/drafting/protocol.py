@@ -94,11 +94,18 @@ class Draft:
 
         O(k).
         """
+        return np.array(self._chances())
+
+    @property
+    def promised(self) -> float:
+        """Expected accepted tokens, of a tree's nodes all together; with estimates only. O(k)."""
+        return float(sum(self._chances()))
+
+    def _chances(self) -> list[float]:
+        # Drafts are short: a loop over Python's numbers takes less than two calls of numpy.
         assert self.probabilities is not None
-        chances = self.probabilities.copy()
-        if self.parents is None:
-            return np.cumprod(chances, out=chances)
-        for node, parent in enumerate(self.parents.tolist()):
+        chances: list[float] = self.probabilities.tolist()
+        for node, parent in enumerate(self.parents_of_all()):
             if parent >= 0:
                 chances[node] *= chances[parent]
         return chances

@@ -14,11 +14,12 @@ has the model's law. ``docs/coupled-sampling.md`` has the argument in full.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from ssd.compiled.addresses import TokenIds, address, inlined, kernel, uint64_array
+from ssd.compiled.addresses import Int64s, TokenIds, address, inlined, kernel, uint64_array
 from ssd.compiled.records import Address, Int64, Record, Records, Uint64, view_of
 from ssd.drafting.noise_keys import CHOICE, GAMMA, UInt, UInt64, key_at, mixed, request_key
 
@@ -154,6 +155,15 @@ def _keys(noise_address: int, request: np.uint64, context: TokenIds, tokens: Tok
     return keys
 
 
+@kernel
+def _seeded_keys(requests: UInt64, lengths: Int64s, width: int) -> UInt64:
+    keys = np.empty((len(requests), width), np.uint64)
+    for b in range(len(requests)):
+        for t in range(width):
+            keys[b, t] = key_at(requests[b], lengths[b] + t)
+    return keys
+
+
 class SequenceNoise:
     """The noise of one sequence: made by `seeded` or `coupled`. ``address`` : of its `NoiseRecord`, for kernels."""
 
@@ -206,6 +216,17 @@ class SequenceNoise:
             self._make_slots(1 << (wanted - 1).bit_length())
             self._record.counted = 0
         _count(self.address, context)
+
+    @staticmethod
+    def seeded_keys(noises: Sequence[SequenceNoise], lengths: Sequence[int], width: int) -> UInt64:
+        """Of several sequences the ``keys`` of the tokens after their contexts and after ``width - 1`` tokens of a
+        chain, all by position and none coupled: uint64[B, width].
+
+        ``lengths`` : tokens of each context. O(B * width).
+        """
+        requests = np.array([noise._record.request for noise in noises], np.uint64)
+        keys: UInt64 = _seeded_keys(requests, np.array(lengths, np.int64), width)
+        return keys
 
     def drawn(self) -> UInt64:
         """Of each token drawn that ``advance`` was told, in order, its key and itself: uint64[n, 2], a view."""

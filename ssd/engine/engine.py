@@ -24,10 +24,10 @@ from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.proposals import Proposals
-from ssd.engine.request import FinishReason, Request, RequestOutput, VerifiedDraft
+from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
-from ssd.engine.verify import Pass, Verdict
+from ssd.engine.verify import Pass, Verdict, warm_up_verdicts
 from ssd.errors import EngineError, EngineStopped, QueueFull
 from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
@@ -281,6 +281,7 @@ class Engine:
         """Compile every kernel and run every kind of pass once, so that the first request compiles nothing."""
         self._proposals.warm_up()
         self._coupling.warm_up()
+        warm_up_verdicts()
         repeated = tuple([1, 2, 3] * min(12, self.max_model_len // 6))
         sampled = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True)
         greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -393,22 +394,23 @@ class Engine:
         """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
         taken = sequence.take(verdict.token_ids, verdict.logits)
         sequence.is_suspect = False
-        num_accepted = min(len(verdict.path), len(taken.token_ids))
+        num_drafted, num_accepted = len(draft.token_ids), min(len(verdict.path), len(taken.token_ids))
         stats = sequence.stats
         if not stats.num_verify_steps:
             self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
         self.metrics.histograms.count_tokens(stats, now)
         stats.num_verify_steps += 1
-        stats.num_drafts += bool(len(draft.token_ids))
-        stats.num_draft_tokens += len(draft.token_ids)
-        stats.num_accepted_tokens += num_accepted
-        if num_accepted:
-            by_source = stats.accepted_by_source
-            by_source[draft.source] = by_source.get(draft.source, 0) + num_accepted
-        if stats.steps is not None and len(draft.token_ids):
-            stats.steps.append((len(draft.token_ids), num_accepted))
-        self.metrics.count_draft(len(draft.token_ids), num_accepted, draft.source)
-        sequence.draft = VerifiedDraft(stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted)
+        if num_drafted:
+            stats.num_drafts += 1
+            stats.num_draft_tokens += num_drafted
+            stats.num_accepted_tokens += num_accepted
+            if num_accepted:
+                by_source = stats.accepted_by_source
+                by_source[draft.source] = by_source.get(draft.source, 0) + num_accepted
+            if stats.steps is not None:
+                stats.steps.append((num_drafted, num_accepted))
+        self.metrics.count_draft(num_drafted, num_accepted, draft.source)
+        sequence.draft = stats.num_verify_steps, draft.source, num_drafted, num_accepted
         self.metrics.generation_tokens += len(taken.token_ids)
         self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
         if taken.finish_reason is None:

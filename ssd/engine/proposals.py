@@ -74,7 +74,9 @@ class Proposals:
 
     def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
         due = self._throttle.due(batch)
-        shares = [self._kept_shares.share(sequence.request.sampling.temperature) for sequence in batch]
+        temperatures = [sequence.request.sampling.temperature for sequence in batch]
+        by_temperature = {temperature: self._kept_shares.share(temperature) for temperature in set(temperatures)}
+        shares = [by_temperature[temperature] for temperature in temperatures]
         started = time.perf_counter()
         lent = lend(batch, self._lead_in) if self._lead_in and len(batch) > 1 else [NOTHING_LENT] * len(batch)
         rows = zip(batch, shares, lent, due, strict=True)
@@ -118,7 +120,7 @@ class Proposals:
             draft = replace(draft, path=verdict.path[:num_accepted])
         is_told = draft.probabilities is not None or not len(draft.token_ids)
         if is_told and draft is not EMPTY_DRAFT:  # else nobody was asked, or what was said has been put aside
-            promised = 0.0 if draft.probabilities is None else float(draft.chances().sum())
+            promised = 0.0 if draft.probabilities is None else draft.promised
             self._kept_shares.observe(sequence.request.sampling.temperature, promised, len(verdict.path))
         self._drafter.observe(sequence.request.request_id, draft, num_accepted)
 
@@ -133,6 +135,8 @@ class Proposals:
         """A draft for each sequence with its share and what it is lent, in a pass of ``num_rows``."""
         is_priced = self._price_list.pass_time is not None
         price = self._price_list.price(num_rows)
+        prices = {share: np.array([price / share]) if is_priced else None for share in {share for _, share, _ in asked}}
+        may_branch = branches(self._shape, num_rows)
         requests = []
         for sequence, share, (live, live_number) in asked:
             cache = None if sequence.namespace is None else sequence.namespace.cache
@@ -145,8 +149,8 @@ class Proposals:
                     snapshot=None if cache is None else cache.snapshot(),
                     learned=None if cache is None else cache.learned,
                     limit=sequence.most_drafted(self._limit),
-                    prices=np.array([price / share]) if is_priced else None,
-                    tree=self._may_branch(sequence, num_rows),
+                    prices=prices[share],
+                    tree=may_branch and _takes_trees(sequence),
                     prediction=sequence.prediction,
                     sampling=sequence.sampling,
                     slot=sequence.slot,
@@ -159,23 +163,22 @@ class Proposals:
         if drafts is None or len(drafts) != len(asked):
             return [EMPTY_DRAFT] * len(asked)
         return [
-            self._usable(draft, sequence, num_rows)
+            self._usable(draft, request)
             if len(draft.token_ids) and (sequence.stats.num_verify_steps or _is_sure(draft, share))
             else EMPTY_DRAFT
-            for draft, (sequence, share, _) in zip(drafts, asked, strict=True)
+            for draft, request, (sequence, share, _) in zip(drafts, requests, asked, strict=True)
         ]
 
-    def _usable(self, draft: Draft, sequence: Sequence, num_rows: int) -> Draft:
+    def _usable(self, draft: Draft, request: DraftRequest) -> Draft:
         """The draft, or nothing where a token or parent cannot be; cut to what may still be generated."""
-        limit = sequence.most_drafted(self._limit)
-        allow_tree = self._may_branch(sequence, num_rows)
-        found = usable(draft, limit, vocab_size=self._target.vocab_size, allow_tree=allow_tree)
+        found = usable(draft, request.limit, vocab_size=self._target.vocab_size, allow_tree=request.tree)
         self._best_effort.num_failures += found is None
         return EMPTY_DRAFT if found is None else found
 
-    def _may_branch(self, sequence: Sequence, num_rows: int) -> bool:
-        is_free = sequence.sampling.acceptance == "match" and sequence.request.sampling.structured_output is None
-        return is_free and branches(self._shape, num_rows)
+
+def _takes_trees(sequence: Sequence) -> bool:
+    """Whether the tokens of a sequence can be chosen at every node of a tree."""
+    return sequence.sampling.acceptance == "match" and sequence.request.sampling.structured_output is None
 
 
 def _is_sure(draft: Draft, share: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,7 @@ from ssd.text.grammar import GrammarState
 from ssd.text.stream import TextStream
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """What one pass added to a sequence.
 
     ``spelled`` : the tokens of which text is still to be made. ``text`` : what was made already. The rest as in
@@ -75,6 +74,8 @@ class Sequence:
         self.tokens[: len(prompt)] = prompt
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._is_coupled = noise.is_coupled
+        self._ending_ids = self.eos_token_ids | self.stop_token_ids
         self.sampling = SamplingRow(
             params=sampling,
             noise=noise,
@@ -98,8 +99,8 @@ class Sequence:
             submitted_s=time.perf_counter(),
             is_coupled=noise.is_coupled,
         )
-        self.draft: VerifiedDraft | None = None
-        """What was drafted for the last pass, until its output is made."""
+        self.draft: tuple[int, str, int, int] | None = None
+        """What was drafted for the last pass, as a `VerifiedDraft` says it, until its output is made."""
         self.finish_reason: FinishReason | None = None
         self._stream = stream
         self._grammar = grammar
@@ -139,18 +140,24 @@ class Sequence:
 
     def note_context(self) -> None:
         """Have the noise take note of the context: nothing of it is taken back."""
-        self.sampling.noise.advance(self.context)
+        if self._is_coupled:
+            self.sampling.noise.advance(self.context)
 
     def sampling_row(self, draft: Draft) -> SamplingRow:
         """What choosing this sequence's next tokens needs."""
         self.note_context()
         return self.sampling.at(self.context, self.num_prompt_tokens, draft, self._grammar)
 
-    def take(self, token_ids: Tokens[int], logits: torch.Tensor) -> Taken:
+    @property
+    def asks_logprobs(self) -> bool:
+        """Whether `take` needs logits."""
+        return self.request.sampling.logprobs is not None
+
+    def take(self, token_ids: Tokens[int], logits: torch.Tensor | None) -> Taken:
         """Append verified tokens up to the first that ends the output; nothing after it is sent, counted or kept.
 
-        logits : [>= n, V], the model's own, row i for token i. Text is made here only as far as it may end the output:
-        `output` must follow, for one after the other.
+        logits : [>= n, V], the model's own, row i for token i; may be None where it ``asks_logprobs`` not. Text is made
+        here only as far as it may end the output: `output` must follow, for one after the other.
         """
         before = self.num_tokens
         emitted: list[int] = []
@@ -158,6 +165,11 @@ class Sequence:
         stop_reason: str | int | None = None
         stopping = self._stream if self._stream is not None and self._stream.may_stop else None
         text: list[str] = []
+        if stopping is None and len(token_ids) < self.num_remaining and self._ending_ids.isdisjoint(token_ids):
+            emitted = spelled = list(token_ids)  # nothing ends here
+            self.num_tokens += len(emitted)
+            self.tokens[before : self.num_tokens] = emitted
+            token_ids = ()
         for token_id in token_ids:
             emitted.append(token_id)
             self.tokens[self.num_tokens] = token_id
@@ -181,15 +193,18 @@ class Sequence:
             if stop_reason is None and stopping.stop_hit is not None:  # completed by the last flush
                 self.finish_reason, stop_reason = FinishReason.STOP, stopping.stop_hit
         self.stats.num_output_tokens += len(emitted)
+        logprobs = None
         num_top = self.request.sampling.logprobs
-        if num_top is not None and self.request.sampling.drawn_logprobs:
-            draft = Draft(self.tokens[before : self.num_tokens - 1])
-            logits = drawn_scores(
-                logits, self.sampling.at(self.tokens[:before], self.num_prompt_tokens, draft, self._grammar)
-            )
+        if num_top is not None:
+            assert logits is not None
+            if self.request.sampling.drawn_logprobs:
+                draft = Draft(self.tokens[before : self.num_tokens - 1])
+                logits = drawn_scores(
+                    logits, self.sampling.at(self.tokens[:before], self.num_prompt_tokens, draft, self._grammar)
+                )
+            logprobs = token_logprobs(logits, emitted, num_top)
         if self._grammar is not None:
             self._grammar.advance(emitted)
-        logprobs = None if num_top is None else token_logprobs(logits, emitted, num_top)
         return Taken(tuple(emitted), spelled, "".join(text), self.finish_reason, stop_reason, logprobs)
 
     def output(self, taken: Taken) -> RequestOutput:
@@ -222,6 +237,6 @@ class Sequence:
             refusal=refusal,
             logprobs=taken.logprobs,
             prompt_logprobs=prompt_logprobs,
-            draft=draft,
+            draft=None if draft is None else VerifiedDraft(*draft),
             stats=self.stats,
         )

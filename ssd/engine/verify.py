@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.config import DraftShape
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, ScoredPass
+from ssd.config import MAX_SPECULATIVE_TOKENS, DraftShape
+from ssd.drafting.protocol import Draft, ScoredPass
 from ssd.engine.audience import Audience
 from ssd.engine.sequence import Sequence
 from ssd.errors import require_fault
@@ -20,27 +20,27 @@ from ssd.model.kv.tree import is_tree, leading_chain, node_parents
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.target import Target
-from ssd.model.verification import accepted_length, accepted_path
+from ssd.model.verification import accepted_lengths, accepted_path
 
 log = logging.getLogger(__name__)
 
-_FIRST_NODE = np.zeros(1, np.int64)
-"""The path of a row without a draft."""
-_NO_NODE = np.zeros(0, np.int64)
-"""The path of a row that failed."""
+_NODES = np.arange(MAX_SPECULATIVE_TOKENS + 1)
+"""Its beginnings are the paths of chains; that of no node is of a row that failed."""
+_TOKENS = np.arange(MAX_SPECULATIVE_TOKENS, dtype=np.int32)
+"""Its beginnings are the indices of the tokens of chains."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Verdict:
+class Verdict(NamedTuple):
     """What the target says to one row.
 
     ``token_ids`` : the accepted tokens and one more, the target's own. ``path`` : int32[accepted], the accepted
-    tokens' indices in the draft. ``logits`` : [>= len(token_ids), V], the model's own, row i for token i.
+    tokens' indices in the draft. ``logits`` : [>= len(token_ids), V], the model's own, row i for token i; None for a
+    row that asks for no log-probabilities.
     """
 
     token_ids: list[int]
     path: npt.NDArray[np.int32]
-    logits: torch.Tensor
+    logits: torch.Tensor | None
 
 
 def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
@@ -74,10 +74,15 @@ def usable(draft: Draft, limit: int, *, vocab_size: int, allow_tree: bool) -> Dr
         if straight == len(tokens) or not allow_tree:
             draft = Draft(tokens, draft.match_length, draft.source, draft.probabilities).cut(straight)
     draft = draft.cut(limit)
-    tokens = draft.token_ids
-    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+    tokens = draft.token_ids.tolist()  # of few numbers Python finds the least sooner than numpy does
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         return None
     return draft
+
+
+def warm_up_verdicts() -> None:
+    """Compile what compares drafts with what the target says."""
+    accepted_lengths(np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), np.ones(1, np.int64))
 
 
 class Pass:
@@ -114,41 +119,53 @@ class Pass:
         The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
         them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
         """
-        chosen = self._choose()
-        nodes = [
-            _agreeing(draft, row) if isinstance(row, np.ndarray) and len(draft.token_ids) else _FIRST_NODE
-            for draft, row in zip(self.drafts, chosen, strict=True)
-        ]
+        failed = self._choose()
+        self._paths = [_NODES[: length + 1] for length in self._accepted_lengths()]
+        for b, draft in enumerate(self.drafts if self._has_trees else ()):
+            if draft.parents is not None:
+                self._paths[b] = accepted_path(draft.token_ids, draft.parents, self._chosen[b])
         if self._has_trees:
-            self._target.keep_paths(self._slots, self._counts, nodes)
-        self._paths = [
-            path if isinstance(row, np.ndarray) else _NO_NODE for row, path in zip(chosen, nodes, strict=True)
-        ]
+            self._target.keep_paths(self._slots, self._counts, self._paths)
         self.seconds = time.perf_counter() - self._started
-        rows = zip(chosen, nodes, self._output.logits, self.drafts, strict=True)
-        return [
-            _verdict(row, path, scores, draft) if isinstance(row, np.ndarray) else row
-            for row, path, scores, draft in rows
+        verdicts: list[Verdict | BaseException] = [
+            self._verdict(b, chosen) for b, chosen in enumerate(self._chosen.tolist())
         ]
+        for b, error in failed.items():
+            verdicts[b], self._paths[b] = error, _NODES[:0]
+        return verdicts
 
-    def _choose(self) -> list[npt.NDArray[np.int64] | BaseException]:
-        """The target's tokens of each row; after a failure each row alone, and of one that fails, what it raised."""
+    def _verdict(self, b: int, chosen: list[int]) -> Verdict:
+        path = self._paths[b]
+        logits = self._output.logits[b] if self.batch[b].asks_logprobs else None
+        if self.drafts[b].parents is None:
+            return Verdict(chosen[: len(path)], _TOKENS[: len(path) - 1], logits)
+        if logits is not None:
+            logits = logits[torch.from_numpy(path).to(logits.device)]
+        return Verdict([chosen[node] for node in path.tolist()], (path[1:] - 1).astype(np.int32), logits)
+
+    def _accepted_lengths(self) -> list[int]:
+        if self._fed.shape[1] == 1:
+            return [0] * len(self.batch)
+        lengths: list[int] = accepted_lengths(self._fed, self._chosen, np.array(self._counts)).tolist()
+        return lengths
+
+    def _choose(self) -> dict[int, BaseException]:
+        """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
         try:
-            self._chosen = target_tokens(self._output, self._rows)
-            return list(self._chosen)
+            self._chosen = np.ascontiguousarray(target_tokens(self._output, self._rows))
+            return {}
         except BaseException as error:
             require_fault(error)
             if len(self._rows) == 1:
-                return [error]
-        chosen: list[npt.NDArray[np.int64] | BaseException] = []
+                return {0: error}
+        failed: dict[int, BaseException] = {}
         for b, row in enumerate(self._rows):
             try:
                 self._chosen[b] = target_tokens(self._output.row(b), [row])[0]
-                chosen.append(self._chosen[b])
             except BaseException as error:
                 require_fault(error)
-                chosen.append(error)
-        return chosen
+                failed[b] = error
+        return failed
 
     def scored(self, audience: Audience) -> ScoredPass:
         """What the target said at every position; once verdicts are known, before any of their tokens is taken."""
@@ -164,7 +181,7 @@ class Pass:
             fed=self._fed,
             counts=np.array(used, np.int64),
             parents=self._parents,
-            chosen=np.ascontiguousarray(self._chosen),
+            chosen=self._chosen,
             paths=self._paths,
             top_ids=top_ids,
             top_logits=top_logits,
@@ -173,26 +190,15 @@ class Pass:
 
 def _fed(batch: Rows[Sequence], drafts: Rows[Draft], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """Each row's last token and draft, int64[B, width], padded with 0; and the token before, int32[B], -1 for none."""
-    fed, before = np.zeros((len(batch), width), np.int64), np.full(len(batch), -1, np.int32)
-    for b, (sequence, draft) in enumerate(zip(batch, drafts, strict=True)):
-        tokens, end = sequence.tokens, sequence.num_tokens
-        fed[b, 0] = tokens[end - 1]
-        if end > 1:
-            before[b] = tokens[end - 2]
-        if len(draft.token_ids):
-            fed[b, 1 : 1 + len(draft.token_ids)] = draft.token_ids
-    return fed, before
-
-
-def _verdict(chosen: npt.NDArray[np.int64], path: npt.NDArray[np.int64], logits: torch.Tensor, draft: Draft) -> Verdict:
-    if path is _FIRST_NODE:  # most rows of text that nobody knows
-        return Verdict([int(chosen[0])], EMPTY_DRAFT.token_ids, logits)
-    if draft.parents is not None:
-        logits = logits[torch.from_numpy(path).to(logits.device)]
-    return Verdict(chosen[path].tolist(), (path[1:] - 1).astype(np.int32), logits)
-
-
-def _agreeing(draft: Draft, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    if draft.parents is None:
-        return np.arange(accepted_length(draft.token_ids, chosen) + 1)
-    return accepted_path(draft.token_ids, draft.parents, chosen)
+    ends = [
+        sequence.tokens[sequence.num_tokens - 2 : sequence.num_tokens].tolist()
+        if sequence.num_tokens > 1
+        else [-1, int(sequence.tokens[0])]
+        for sequence in batch
+    ]
+    fed = np.zeros((len(batch), width), np.int64)
+    fed[:, 0] = [last for _, last in ends]
+    if width > 1:
+        for row, draft in zip(fed, drafts, strict=True):
+            row[1 : 1 + len(draft.token_ids)] = draft.token_ids
+    return fed, np.array([before for before, _ in ends], np.int32)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.model.kv.features import FeatureStore
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.noise import Noise
@@ -82,10 +83,13 @@ class Target(ABC):
         return self._fed[slot, : self.length(slot)]
 
     def _feed(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int], **kwargs: Any) -> PassOutput:
-        for slot, row, count in zip(slots, tokens, counts, strict=True):
-            room = self._fed[slot, self.length(slot) :][:count]
-            room[:] = row[: len(room)]
+        starts = self.lengths_of(slots)
+        _note(self._fed, np.array(slots), starts, np.ascontiguousarray(tokens, np.int64), np.array(counts))
         return self._append(slots, tokens, counts, **kwargs)
+
+    def lengths_of(self, slots: Sequence[int]) -> Int64s:
+        """Tokens that each of these slots holds, int64[B]."""
+        return np.array([self.length(slot) for slot in slots])
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
         """Append to ``slot``, which holds ``start`` tokens, positions ``start`` to ``end`` of ``source``."""
@@ -137,6 +141,14 @@ class Target(ABC):
     def prefill(self, slots: Sequence[int], tokens: TokenMatrix, counts: Sequence[int]) -> None:
         """Append tokens to slots without scoring them."""
         self._feed(slots, tokens, counts, **self._keep_last)
+
+
+@kernel
+def _note(fed: TokenIds, slots: Int64s, starts: Int64s, tokens: TokenMatrix, counts: Int64s) -> None:
+    """Note what slots are fed behind what they hold, as far as there is room: what lies beyond is never text."""
+    for b in range(len(slots)):
+        for t in range(min(counts[b], fed.shape[1] - starts[b])):
+            fed[slots[b], starts[b] + t] = tokens[b, t]
 
 
 def pad_rows(rows: Sequence[npt.NDArray[np.int32] | npt.NDArray[np.int64]]) -> TokenMatrix:

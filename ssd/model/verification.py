@@ -5,22 +5,29 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ssd.compiled.addresses import kernel
 from ssd.model.kv.tree import Ints, Parents
 
 
-def accepted_length(draft: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64]) -> int:
-    """How many draft tokens the target would have produced itself: the length of the common prefix.
+@kernel
+def accepted_lengths(fed: Ints, chosen: Ints, counts: Ints) -> npt.NDArray[np.int64]:
+    """How many tokens of each row's draft the target would have produced itself, int64[B]: of two texts the length of
+    the common prefix.
 
-    draft : int32[k]. chosen : int64[>= k + 1], the target's token at each position, given the draft before it.
+    fed : int64[B, T], the context's last token and the draft, ``counts[b]`` tokens together. chosen : int64[B, T], the
+    target's token at each position, given the draft before it. O(positions).
 
-    The output is ``chosen[:accepted + 1]``: the accepted tokens and one more, the recovered token at the first
+    The output of a row is ``chosen[:accepted + 1]``: the accepted tokens and one more, the recovered token at the first
     difference or the bonus token after full acceptance. Each was chosen with the very prefix that precedes it in the
     output, so it is the token plain decoding chooses there: for greedy trivially, for sampling because the noise is a
     function of seed and position alone. The law is therefore the target's (Leviathan et al. 2023, appendix A.1, is
     the special case of a one-point draft distribution).
     """
-    differs = np.flatnonzero(draft != chosen[: len(draft)])
-    return int(differs[0]) if len(differs) else len(draft)
+    lengths = np.zeros(len(counts), np.int64)
+    for b in range(len(counts)):
+        while lengths[b] + 1 < counts[b] and fed[b, lengths[b] + 1] == chosen[b, lengths[b]]:
+            lengths[b] += 1
+    return lengths
 
 
 def accepted_path(token_ids: npt.NDArray[np.int32], parents: Parents, chosen: Ints) -> Ints:

@@ -128,6 +128,23 @@ def num_paying(address: int, num_rows: int, step: int, gains: Floats) -> int:
 
 
 @kernel
+def paying_width_of_chains(address: int, probabilities: Floats, sizes: Int64s, shares: Floats) -> int:
+    """How many tokens of each row's draft give most where every row is padded to the widest.
+
+    ``probabilities`` : of all rows' tokens one after another, float64[sum of ``sizes``], each once those before it are
+    accepted. ``shares`` : float64[rows], how far each row's are trusted. O(tokens).
+    """
+    gains, first = np.zeros(sizes.max()), 0
+    for row in range(len(sizes)):
+        chance = shares[row]
+        for i in range(sizes[row]):
+            chance *= probabilities[first + i]
+            gains[i] += chance
+        first += sizes[row]
+    return num_paying(address, len(sizes), len(sizes), gains)
+
+
+@kernel
 def cut_rows(address: int, probabilities: Floats, sizes: Int64s, best_first: Floats) -> None:
     """Lower ``sizes`` to the beginnings of the drafts, chains and one a row, that together give most, without padding.
 

@@ -16,6 +16,7 @@ from ssd.pricing.pass_costs import (
     num_paying,
     observe_pass,
     pass_seconds,
+    paying_width_of_chains,
     token_price,
 )
 from ssd.pricing.rate import FORGETTING
@@ -41,6 +42,10 @@ class EstimatedDraft(Protocol):
     @property
     def probabilities(self) -> Floats | None:
         """Chance of each token once those before it are accepted, float64[k]; None without estimates."""
+
+    @property
+    def parents(self) -> npt.NDArray[np.int32] | None:
+        """Of a tree, of each token the index of the one before it; None of a chain."""
 
     def chances(self) -> Floats:
         """Chance that each token and all before it are accepted, float64[k]; with estimates only."""
@@ -84,7 +89,9 @@ class PriceList:
     def begin(self) -> None:
         """End the warm-up: of all that it did, only what was calibrated says something about requests to come."""
         begin_serving(self.address)
-        num_paying(self.address, 1, 1, np.zeros(1))  # compiled before the first request needs it
+        # Compiled before the first request needs it.
+        num_paying(self.address, 1, 1, np.zeros(1))
+        paying_width_of_chains(self.address, np.zeros(1), np.ones(1, np.int64), np.ones(1))
 
     def observe(self, num_positions: int, num_tokens: int, seconds: float, *, is_wide: bool = False) -> None:
         """Learn from a pass that put out ``num_tokens``. O(1).
@@ -112,10 +119,15 @@ class PriceList:
         widest = max((len(draft.token_ids) for draft in drafts), default=0)
         if widest == 0 or not self._costs.is_known:
             return widest
+        estimates = [draft.probabilities for draft in drafts if len(draft.token_ids)]
+        known = [estimate for estimate in estimates if estimate is not None]
+        if len(known) < len(estimates):
+            return widest
+        if all(draft.parents is None for draft in drafts):
+            sizes = np.array([len(draft.token_ids) for draft in drafts])
+            return paying_width_of_chains(self.address, np.concatenate(known), sizes, np.array(shares))
         gains = np.zeros(widest)
         for draft, share in zip(drafts, shares, strict=True):
-            if draft.probabilities is not None:
+            if len(draft.token_ids):
                 gains[: len(draft.token_ids)] += share * draft.chances()
-            elif len(draft.token_ids):
-                return widest
         return num_paying(self.address, len(drafts), len(drafts), gains)

@@ -96,7 +96,7 @@ class TextStream:
     def _push_together(self, token_ids: Sequence[int]) -> str | None:
         """None, and nothing was pushed, where a string may stop the text or a character may be incomplete."""
         codec, silent = self._codec, self._silent
-        if self._stop or any(t in silent or not 0 <= t < codec.vocab_size for t in token_ids):
+        if self._stop or not silent.isdisjoint(token_ids) or min(token_ids) < 0 or max(token_ids) >= codec.vocab_size:
             return None
         text, last = codec.decode([*self._window, *token_ids]), codec.decode(token_ids[-1:])
         if _REPLACEMENT in text or _REPLACEMENT in last or not last or not text.startswith(self._context_text):

@@ -69,7 +69,7 @@ class SuffixDrafter:
         self._looks_up = retrieval
         self._successors = NamespaceSuccessors() if recycling else None
         self._choices = NamespaceChoices() if keyed else None
-        self._verified: dict[str, tuple[int, TokenIds]] = {}
+        self._verified: dict[str, tuple[int, int | TokenIds]] = {}  # tokens, and which were right: so many or these
         self._learned: dict[str, LearnedState | None] = {}
 
     @property
@@ -118,10 +118,13 @@ class SuffixDrafter:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
         workspace.look_into(requests[0].live)
-        successors = [self._successors_of(request) for request in requests]
+        learned = requests[0].learned
+        if learned is None:  # each from what it said itself
+            successors = [self._successors_of(request) for request in requests]
+        else:
+            successors = [self._successors_of(requests[0])] * count
         choices = [self._choices_of(request) for request in requests]
         held = workspace.fill(requests, self._price, successors, self._looks_up, choices)
-        learned = requests[0].learned
         model = self._models.of(learned)
         self._learned.update((request.request_id, learned) for request in requests)
         longest, shortest = self._longest, self._shortest
@@ -148,20 +151,21 @@ class SuffixDrafter:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""
         if draft is EMPTY_DRAFT:  # nothing was asked at this step: the last draft is still the one before
             return
-        path = draft.path
         if draft.parents is None or num_accepted == 0:
-            path = np.arange(num_accepted, dtype=np.int32)
-        if path is None:  # of a tree, and nobody says which tokens of it
+            self._verified[request_id] = len(draft.token_ids), num_accepted
+        elif draft.path is None:  # of a tree, and nobody says which tokens of it
             self._verified.pop(request_id, None)
         else:
-            self._verified[request_id] = len(draft.token_ids), contiguous(path)
+            self._verified[request_id] = len(draft.token_ids), contiguous(draft.path)
 
     def finish(self, request_id: str) -> None:
         """Learn from the last step and forget the request: it has ended."""
         state, verified = self._workspace.known_state(request_id), self._verified.pop(request_id, None)
         learned = self._learned.pop(request_id, None)
         if state is not None and verified is not None:
-            end_request(self._workspace.address, state, *verified, self._models.of(learned).address)
+            size, right = verified
+            path = np.arange(right, dtype=np.int32) if isinstance(right, int) else right
+            end_request(self._workspace.address, state, size, path, self._models.of(learned).address)
         self._workspace.forget(request_id)
         self._models.ended(learned)
         if self._successors is not None:

@@ -18,13 +18,12 @@ Parents = npt.NDArray[np.int32]
 
 def is_tree(parents: Parents, num_tokens: int) -> bool:
     """True when ``num_tokens`` parents are there and each is -1 or before its child."""
-    return parents.shape == (num_tokens,) and bool(np.all((parents >= -1) & (parents < np.arange(num_tokens))))
+    return parents.shape == (num_tokens,) and all(-1 <= parent < i for i, parent in enumerate(parents.tolist()))
 
 
 def leading_chain(parents: Parents) -> int:
     """How many of the first tokens are a chain: each goes on from the one before it."""
-    branches = np.flatnonzero(parents != np.arange(-1, len(parents) - 1))
-    return int(branches[0]) if len(branches) else len(parents)
+    return next((i for i, parent in enumerate(parents.tolist()) if parent != i - 1), len(parents))
 
 
 def path_to(parents: Parents, node: int) -> list[int]:

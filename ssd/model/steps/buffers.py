@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.compiled.addresses import kernel
 from ssd.drafting.suffix.successors import SUCCESSORS
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
@@ -21,6 +22,35 @@ from ssd.model.sampling.sampler import Sampler
 from ssd.model.sampling.top_tokens import packed_top
 
 Ints = npt.NDArray[np.int64]
+
+_AHEAD = np.arange(1 << 12)[None]
+"""How far behind its row's start each token of a chain stands."""
+_MOST_VIEWS = 1024
+"""Of outputs, kept to be given again: making one takes microseconds."""
+
+
+@kernel
+def _fill(
+    ints: Ints, rows: int, width: int, slots: Ints, starts: Ints, tokens: Ints, depths: Ints, scratch: int
+) -> None:
+    """Write tokens, positions and places of ``rows`` x ``width``, and at the end slots and starts, into zeros.
+
+    ``slots``, ``starts`` : int64[B]. ``tokens`` : int64[B, T]. ``depths`` : int64[B or 1, T], how far behind its row's
+    start each token stands.
+    """
+    num_rows, num_tokens = tokens.shape
+    count, last = rows * width, len(ints) - 2 * rows
+    for row in range(rows):
+        is_real = row < num_rows
+        start, slot = (starts[row], slots[row]) if is_real else (0, slots[0])
+        ints[last + row], ints[last + rows + row] = slot, start
+        for t in range(width):
+            at = row * width + t
+            ints[count + at] = start + t
+            ints[2 * count + at] = start + t if is_real else scratch + t
+            if is_real and t < num_tokens:
+                ints[at] = tokens[row, t]
+                ints[count + at] = start + depths[row if len(depths) > 1 else 0, t]
 
 
 class StepShape(NamedTuple):
@@ -87,6 +117,7 @@ class StepBuffers:
         self._sent: tuple[npt.NDArray[Any], ...] = ()
         """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
         self._max_positions = max_positions
+        self._left: dict[tuple[StepShape, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
 
     def inputs(self, shape: StepShape) -> StepInputs:
         """Views of what `fill` fills."""
@@ -126,28 +157,22 @@ class StepBuffers:
         """
         num_rows, width = tokens.shape
         assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree
-        ahead = np.arange(shape.width)
-        grid = np.empty((self._grids, shape.rows, shape.width), np.int64)
-        grid[0] = grid[3:] = 0
-        grid[0, :num_rows, :width] = tokens
-        grid[1, :num_rows] = grid[2, :num_rows] = starts[:, None] + ahead
-        grid[1, num_rows:], grid[2, num_rows:] = ahead, scratch + ahead
-        if noise is not None:
-            assert self._sampler is not None
-            keys, bits = grid[3:]  # one buffer takes all: temperatures lie side by side in the first half of theirs
-            keys[:num_rows, :width] = noise.keys.view(np.int64)
-            temperatures = bits.reshape(-1).view(np.float32)[: shape.num_positions].reshape(keys.shape)
-            temperatures[:num_rows, :width] = noise.temperatures
+        assert noise is None or self._sampler is not None
+        ints = np.zeros(self._grids * shape.num_positions + 2 * shape.rows, np.int64)
+        places = _AHEAD[:, :width] if trees is None else trees.depths
+        _fill(ints, shape.rows, shape.width, np.array(slots), starts, np.ascontiguousarray(tokens), places, scratch)
         self._sent = ()
+        if noise is not None:
+            # One buffer takes all: temperatures lie side by side in the first half of theirs.
+            first, n = 3 * shape.num_positions, shape.num_positions
+            grid = shape.rows, shape.width
+            ints[first : first + n].reshape(grid)[:num_rows, :width] = noise.keys.view(np.int64)
+            bits = ints[first + n : first + 2 * n].view(np.float32)[:n].reshape(grid)
+            bits[:num_rows, :width] = noise.temperatures
         if trees is not None:
-            grid[1, :num_rows, :width] = starts[:, None] + trees.depths
             sees = np.broadcast_to(np.eye(shape.width, dtype=np.bool_), (shape.rows, shape.width, shape.width)).copy()
             sees[:num_rows, :width, :width] = trees.sees
             self._send(self._sees, sees)
-        row = np.empty((2, shape.rows), np.int64)
-        row[0, :num_rows], row[1, :num_rows] = slots, starts
-        row[0, num_rows:], row[1, num_rows:] = slots[0], 0
-        ints = np.concatenate([grid.reshape(-1), row.reshape(-1)])
         self._send(self._ints, ints)
 
     def _send(self, there: torch.Tensor, here: npt.NDArray[Any]) -> None:
@@ -179,6 +204,23 @@ class StepBuffers:
         assert self._logits is not None
         n, grid = shape.num_positions, (shape.rows, shape.width)
         return self._logits[:n].view(*grid, -1), self._chosen[:n].view(grid)
+
+    def outputs_of(
+        self, shape: StepShape, num_rows: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`outputs` and `packed_top` of the first ``num_rows`` rows and ``width`` positions: views, made once."""
+        key = shape, num_rows, width
+        if key not in self._left:
+            if len(self._left) == _MOST_VIEWS:
+                self._left.clear()
+            logits, chosen = self.outputs(shape)
+            top = self.packed_top(shape)
+            self._left[key] = (
+                logits[:num_rows, :width],
+                chosen[:num_rows, :width],
+                None if top is None else top[:num_rows, :width],
+            )
+        return self._left[key]
 
     def packed_top(self, shape: StepShape) -> torch.Tensor | None:
         """The most probable tokens of the last pass, int32[rows, width, 2, SUCCESSORS]: a view; None where not kept."""

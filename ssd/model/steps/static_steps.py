@@ -122,14 +122,8 @@ class StaticSteps:
             self._steps[shape]()
         elif not self._open(shape, num_rows):
             return None
-        logits, chosen = self._buffers.outputs(shape)
-        top = self._buffers.packed_top(shape)
-        return PassOutput(
-            logits[:num_rows, :width],
-            chosen[:num_rows, :width],
-            noise,
-            None if top is None else top[:num_rows, :width],
-        )
+        logits, chosen, top = self._buffers.outputs_of(shape, num_rows, width)
+        return PassOutput(logits, chosen, noise, top)
 
     @torch.inference_mode()
     def warm_up(self, *, with_trees: bool) -> None:

@@ -52,6 +52,10 @@ class SlotTarget(Target):
         """Tokens the slot holds."""
         return int(self.kv_cache.lengths[slot])
 
+    def lengths_of(self, slots: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Tokens that each of these slots holds, int64[B]."""
+        return self.kv_cache.lengths[list(slots)]
+
     def rollback(self, slot: int, length: int) -> None:
         """Lower the slot's length; what lies beyond is overwritten later."""
         assert 0 <= length <= self.kv_cache.lengths[slot]
