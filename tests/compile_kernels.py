@@ -1,83 +1,156 @@
 """Compile our kernels for GPUs that need not be there: Triton brings its own assembler.
 
-``python -m tests.compile_kernels`` prints what each takes; TRITON_INTERPRET must not be set.
+``python -m tests.compile_kernels`` prints what each takes, and fails where one keeps numbers outside its registers;
+TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ssd.model.kv.triton_attention import _attend_split, _combine_splits
+from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
+from ssd.model.layers.triton_gate import _BLOCK as GATE_BLOCK
+from ssd.model.layers.triton_gate import _gate
+from ssd.model.layers.triton_norm import _normalise
+from ssd.model.layers.triton_rotary import _BLOCK_HEADS, _turn_both
 from ssd.model.sampling.triton_sampling import _BLOCK, _MOST_SPLITS, _choose_split, _sample_split
 
 CAPABILITIES = (80, 90)
 """Ampere, Hopper."""
 
-PLAIN: dict[str, Any] = {
-    "GROUPS": 4, "KV_HEADS": 8, "DIM": 128, "VALUE_DIM": 128, "SPLITS": 8, "WINDOW": 0, "CHUNK": 0, "IS_CAPPED": False,
-    "IS_TREE": False, "BLOCK_QUERIES": 16, "BLOCK_KEYS": 64, "BLOCK_DIM": 128, "BLOCK_VALUE": 128,
-}  # fmt: skip
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("bf16", PLAIN),
-    ("bf16", {**PLAIN, "IS_TREE": True, "BLOCK_QUERIES": 64}),
-    ("fp32", {**PLAIN, "IS_TREE": True, "WINDOW": 4096, "BLOCK_QUERIES": 64, "BLOCK_KEYS": 32}),
-    ("fp16", {**PLAIN, "DIM": 192, "BLOCK_DIM": 256, "CHUNK": 8192, "BLOCK_QUERIES": 32, "BLOCK_KEYS": 32}),
-    ("bf16", {**PLAIN, "DIM": 256, "VALUE_DIM": 256, "BLOCK_DIM": 256, "BLOCK_VALUE": 256, "IS_CAPPED": True,
-              "WINDOW": 4096, "IS_TREE": True, "BLOCK_QUERIES": 32, "BLOCK_KEYS": 32}),
-]  # fmt: skip
-"""Element type and constants: as an 8B Llama has them, trees, float32, latent attention, and Gemma 2."""
+_STRICT = 90
+"""Where no number may lie outside the registers; a few bytes do on Ampere."""
 
-_POINTERS = {"partial": "fp32", "weights": "fp32", "slots": "i64", "starts": "i64", "positions": "i64", "sees": "u8"}
-_NUMBERS = {"scale": "fp32", "softcap": "fp32"}
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_POINTERS = {"weights": "fp32", "partial": "fp32", "slots": "i64", "starts": "i64", "positions": "i64", "sees": "u8"}
 _SAMPLING_POINTERS = {"keys": "i64", "temperatures": "fp32", "scores": "fp64", "tokens": "i32", "out": "i64"}
+_VALUES = ("query", "keys", "values", "out", "sinks", "logits", "x", "weight", "q", "k", "cos", "sin", "query_out",
+           "key_out", "gate", "up")  # fmt: skip
+_NUMBERS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32", "offset": "fp32"}
+_ODD = ("width", "splits", "heads", "size")
+"""Numbers that need not be multiples of 16."""
 
 
-def compiled_bytes(
-    kernel: Any, element: str, constants: dict[str, Any], capability: int, pointers: dict[str, str] = _POINTERS
-) -> int:
-    """Shared memory that a program of the kernel takes; raises what the compiler raises.
+class Variant(NamedTuple):
+    """A kernel as it is launched. pointers : what arguments point to, those that do not point to ``element``."""
 
-    pointers : what arguments point to, those that do not point to ``element``.
-    """
-    names = kernel.arg_names
-    types = {name: _type_of(name, element, constants, pointers) for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    # Pointers are 16-byte aligned, as torch's are.
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if types[name].startswith("*")}
-    source = ASTSource(kernel, types, values, aligned)
-    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
-    return int(found.metadata.shared)
+    name: str
+    kernel: Any
+    element: str
+    constants: dict[str, Any]
+    pointers: dict[str, str]
+    num_warps: int = 4
 
 
-def _type_of(name: str, element: str, constants: dict[str, Any], pointers: dict[str, str]) -> str:
-    if name in constants:
-        return "constexpr"
-    if name in pointers:
-        return f"*{pointers[name]}"
-    if name in ("query", "keys", "values", "out", "sinks", "logits"):
-        return f"*{element}"
-    return _NUMBERS.get(name, "i32")
+class Compiled(NamedTuple):
+    """What a program takes: registers of a thread, bytes of shared memory, and of a thread's memory beside those."""
+
+    registers: int
+    shared: int
+    spilled: int
 
 
-def main() -> None:
-    """Every variant for every GPU."""
+def variants() -> Iterator[Variant]:
+    """As an 8B Llama has them: chains and trees; float32, a window; latent attention; Gemma 2; then the others."""
+    for is_tree in (False, True):
+        for num_queries in (4, 32, 64):
+            yield _attention("bf16", num_queries, is_tree=is_tree)
+        yield _attention("fp32", 64, is_tree=is_tree, window=4096)
+    yield _attention("bf16", 4, is_whole=True)
+    yield _attention("fp16", 64, dim=192, chunk=8192)
+    for element in ("bf16", "fp32"):
+        yield _attention(element, 64, dim=256, value_dim=256, is_capped=True, window=4096, is_tree=True)
     combining = {"VALUE_DIM": 128, "SPLITS": 32, "HAS_SINKS": True, "BLOCK_VALUE": 128}
-    sampling = {"BLOCK": _BLOCK}
+    yield Variant("combine", _combine_splits, "bf16", combining, _POINTERS)
+    for element in ("fp32", "bf16", "fp16"):
+        yield Variant(f"sample {element}", _sample_split, element, {"BLOCK": _BLOCK}, _SAMPLING_POINTERS)
+    yield Variant("choose", _choose_split, "fp32", {"BLOCK": _MOST_SPLITS}, _SAMPLING_POINTERS)
+    for element in ("fp32", "bf16"):
+        yield Variant(f"norm {element}", _normalise, element, {"ROUNDS_FIRST": True, "BLOCK": 4096}, {}, 8)
+        heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "QUERY_BLOCKS": 4, "HALF": 64, "BLOCK_HALF": 64}
+        yield Variant(f"rotary {element}", _turn_both, element, {**heads, "BLOCK_HEADS": _BLOCK_HEADS}, {}, 2)
+        yield Variant(f"gate {element}", _gate, element, {"BLOCK": GATE_BLOCK}, {})
+
+
+def _attention(
+    element: str,
+    num_queries: int,
+    *,
+    dim: int = 128,
+    value_dim: int = 128,
+    window: int = 0,
+    chunk: int = 0,
+    is_capped: bool = False,
+    is_tree: bool = False,
+    is_whole: bool = False,
+) -> Variant:
+    tiles = tiles_of(_DTYPES[element], dim, value_dim, num_queries, is_tree=is_tree)
+    constants = {
+        "GROUPS": 4, "KV_HEADS": 8, "DIM": dim, "VALUE_DIM": value_dim, "IS_WHOLE": is_whole, "WINDOW": window,
+        "CHUNK": chunk, "IS_CAPPED": is_capped, "IS_TREE": is_tree, "BLOCK_QUERIES": tiles.queries,
+        "BLOCK_KEYS": tiles.keys, "BLOCK_DIM": tiles.dim, "BLOCK_VALUE": tiles.value_dim,
+    }  # fmt: skip
+    name = f"{element} {tiles.queries} queries of {dim}{' of a tree' if is_tree else ''}{' in one' if is_whole else ''}"
+    pointers = {**_POINTERS, "found": element if is_whole else "fp32"}
+    return Variant(name, _attend_split, element, constants, pointers, tiles.num_warps)
+
+
+def compiled(variant: Variant, capability: int) -> Compiled:
+    """What a program of the kernel takes; raises what the compiler raises."""
+    names = variant.kernel.arg_names
+    types = {name: _type_of(name, variant) for name in names}
+    values = {(names.index(name),): value for name, value in variant.constants.items()}
+    # Pointers are 16-byte aligned, as torch's are, and so are rows.
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name in names
+        if types[name].startswith("*") or (types[name] == "i32" and name not in _ODD)
+    }
+    source = ASTSource(variant.kernel, types, values, aligned)
+    options = {"num_stages": NUM_STAGES, "num_warps": variant.num_warps}
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "kernel.cubin"
+        path.write_bytes(found.asm["cubin"])
+        told = subprocess.run([_CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    sizes = {name: int(size) for name, size in re.findall(r"(REG|STACK|LOCAL):(\d+)", told.stdout)}
+    return Compiled(sizes["REG"], int(found.metadata.shared), sizes["STACK"] + sizes["LOCAL"])
+
+
+def _type_of(name: str, variant: Variant) -> str:
+    if name in variant.constants:
+        return "constexpr"
+    if name in variant.pointers:
+        return f"*{variant.pointers[name]}"
+    return f"*{variant.element}" if name in _VALUES else _NUMBERS.get(name, "i32")
+
+
+def main() -> int:
+    """Every variant for every GPU."""
+    num_spilling = 0
     for capability in CAPABILITIES:
-        for element, constants in VARIANTS:
-            shared = compiled_bytes(_attend_split, element, constants, capability)
-            print(f"sm_{capability} {element}: {shared} bytes of shared memory")
-        print(f"sm_{capability} combine: {compiled_bytes(_combine_splits, 'bf16', combining, capability)} bytes")
-        for element in ("fp32", "bf16", "fp16"):
-            shared = compiled_bytes(_sample_split, element, sampling, capability, _SAMPLING_POINTERS)
-            print(f"sm_{capability} sample {element}: {shared} bytes of shared memory")
-        shared = compiled_bytes(_choose_split, "fp32", {"BLOCK": _MOST_SPLITS}, capability, _SAMPLING_POINTERS)
-        print(f"sm_{capability} choose: {shared} bytes of shared memory")
+        for variant in variants():
+            found = compiled(variant, capability)
+            num_spilling += capability == _STRICT and found.spilled > 0
+            print(
+                f"sm_{capability} {variant.name}: {found.registers} registers, {found.shared} bytes of shared memory, "
+                f"{found.spilled} spilled",
+                flush=True,
+            )
+    return int(num_spilling > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,6 +6,8 @@ raises where it does not run here.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -147,12 +149,12 @@ def flex(problem: Problem) -> Attend:
 
 
 def varlen(problem: Problem) -> Attend:
-    """torch's varlen_attn with the length of each row; its own cache [positions, heads, dim] in row order."""
+    """torch's varlen_attn with the length of each row; its own cache [positions, heads, dim] in row order.
+
+    Before torch 2.12 it takes no lengths, and the operation below it does: FlashAttention 2 either way.
+    """
     _needs_cuda(problem)
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        raise NotHereError("torch has no varlen_attn with seqused_k before 2.12") from error
+    attend = _imported("torch.nn.attention.varlen", "varlen_attn")
     batch, heads, width, dim = problem.query.shape
     keys, values = (each.transpose(1, 2).flatten(0, 1).contiguous() for each in problem.in_order())
     query = problem.query.transpose(1, 2).reshape(batch * width, heads, dim)
@@ -160,18 +162,29 @@ def varlen(problem: Problem) -> Attend:
     options: dict[str, Any] = {"device": query.device, "dtype": torch.int32}
     first_query = torch.arange(0, (batch + 1) * width, width, **options)
     first_key = torch.arange(0, (batch + 1) * slot_length, slot_length, **options)
-    used = (problem.lengths + width).to(torch.int32)
-    rules: dict[str, Any] = {"scale": problem.scale, "window_size": (-1, 0), "enable_gqa": True, "seqused_k": used}
-    attend: Any = varlen_attn
-    return lambda: attend(query, keys, values, first_query, first_key, width, slot_length, **rules).view(
-        batch, width, heads, dim
-    )
+    places = first_query, first_key, width, slot_length
+    rules: dict[str, Any] = {"scale": problem.scale, "seqused_k": (problem.lengths + width).to(torch.int32)}
+    if "seqused_k" in inspect.signature(attend).parameters:
+        rules |= {"window_size": (-1, 0), "enable_gqa": True}
+        return lambda: attend(query, keys, values, *places, **rules).view(batch, width, heads, dim)
+    below: Any = torch.ops.aten._flash_attention_forward
+    return lambda: below(query, keys, values, *places, 0.0, True, False, **rules)[0].view(batch, width, heads, dim)
 
 
 def flash_attn(problem: Problem) -> Attend:
     """flash-attn's flash_attn_with_kvcache, by slot and length; its own cache [slots, positions, heads, dim]."""
+    return _with_kvcache(problem, "flash_attn")
+
+
+def flash_attn_3(problem: Problem) -> Attend:
+    """The same of FlashAttention 3, by its own name or as fa3-fwd packs it."""
+    names = ("flash_attn_interface", "fa3_fwd_interface")
+    return _with_kvcache(problem, next(filter(importlib.util.find_spec, names), names[0]))
+
+
+def _with_kvcache(problem: Problem, module: str) -> Attend:
     _needs_cuda(problem)
-    attend = _imported("flash_attn", "flash_attn_with_kvcache")
+    attend = _imported(module, "flash_attn_with_kvcache")
     keys, values = (each.transpose(1, 2).contiguous() for each in (problem.keys, problem.values))
     query = problem.query.transpose(1, 2).contiguous()
     used, slots = (problem.lengths + query.shape[1]).to(torch.int32), problem.rows.slots.to(torch.int32)
@@ -219,6 +232,7 @@ CANDIDATES: dict[str, Callable[[Problem], Attend]] = {
     "flex_attention": flex,
     "varlen_attn": varlen,
     "flash-attn": flash_attn,
+    "FlashAttention 3": flash_attn_3,
     "FlashInfer": flashinfer,
 }
 
@@ -230,6 +244,6 @@ def _needs_cuda(problem: Problem) -> None:
 
 def _imported(module: str, name: str) -> Any:
     try:
-        return getattr(__import__(module), name)
-    except (ImportError, AttributeError) as error:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, OSError, AttributeError) as error:
         raise NotHereError(f"{module} is not installed, or has no {name}") from error

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else load_model(args.model, dtype=args.dtype, device=args.device)
     )
     # A target replaces layers of its model; what it is compared with stays as the library loads it.
-    library = deepcopy(model) if model.device.type == "cpu" or args.fuse_linears else model
+    library = deepcopy(model)
     target = open_target(
         model,
         num_slots=max(args.batch),

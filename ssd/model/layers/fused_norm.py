@@ -58,22 +58,29 @@ def fuse_norms(model: nn.Module) -> Iterator[Replaced]:
                 yield Replaced(parent, name, lambda child=child: child)  # type: ignore[misc]
 
 
-def _fused(norm: nn.Module) -> FusedNorm | None:
-    """One that computes what ``norm`` does, if it is such a layer: weights may be kept as they are or less 1."""
+def weight_and_eps(norm: nn.Module) -> tuple[nn.Parameter, float] | None:
+    """What a layer that may be such a norm, by its looks, computes with; None where it is another."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if (
         not type(norm).__name__.endswith("RMSNorm")
         or not isinstance(weight, nn.Parameter)
         or not isinstance(eps, float)
-        or weight.dtype != torch.float32
         or weight.dim() != 1
         or len(list(norm.parameters())) != 1
         or has_hooks(norm)
         or len(inspect.signature(norm.forward).parameters) != 1
     ):
         return None
+    return weight, eps
+
+
+def _fused(norm: nn.Module) -> FusedNorm | None:
+    """One that computes what ``norm`` does, if it is such a layer: weights may be kept as they are or less 1."""
+    found = weight_and_eps(norm)
+    if found is None or found[0].dtype != torch.float32:
+        return None
     for offset in (0.0, 1.0):
-        fused = FusedNorm(weight, eps, offset)
+        fused = FusedNorm(*found, offset)
         if _agree(norm, fused):
             return fused
     return None

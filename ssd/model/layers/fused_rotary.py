@@ -18,9 +18,11 @@ from ssd.compiled.addresses import float32_array, kernel
 from ssd.model.layers.replace import MOST_NUMBERS, Replaced, agrees
 
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+MakeRotary = Callable[[Rotary], Rotary]
+"""Of the library's function one that computes the same."""
 
 _NAME = "apply_rotary_pos_emb"
-_MOST_ERROR = 1e-6
+_HOST = torch.device("cpu")
 
 
 class FusedRotary:
@@ -39,44 +41,54 @@ class FusedRotary:
         return _turned(q, cos, sin), _turned(k, cos, sin)
 
 
-def fuse_rotary(model: nn.Module) -> Iterator[Replaced]:
-    """Give layers that turn queries and keys in the usual way the loop for it; what was replaced, as it goes."""
+def fuse_rotary(
+    model: nn.Module,
+    make: MakeRotary = FusedRotary,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = _HOST,
+    most_error: float = 1e-6,
+) -> Iterator[Replaced]:
+    """Give layers that turn queries and keys in the usual way what ``make`` makes; what was replaced, as it goes.
+
+    dtype, device : of the numbers that are tried. most_error : as a share of their norm, put down to rounding.
+    """
     copies: dict[FunctionType, FunctionType | None] = {}
     for module in model.modules():
         forward = type(module).forward
         if not isinstance(forward, FunctionType) or "forward" in vars(module):
             continue
         if forward not in copies:
-            copies[forward] = _with_loop(forward)
+            plain = forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
+            is_usual = plain is not None and _agree(plain, make, dtype, device, most_error)
+            copies[forward] = _with_another(forward, make(plain)) if is_usual else None
         copy = copies[forward]
         if copy is not None:
             module.forward = MethodType(copy, module)
             yield Replaced(module, "forward", lambda module=module, own=forward: MethodType(own, module))  # type: ignore[misc]
 
 
-def _with_loop(forward: FunctionType) -> FunctionType | None:
-    """A copy of ``forward`` that calls the loop; None where it turns nothing, or in another way."""
-    plain = forward.__globals__.get(_NAME)
-    if _NAME not in forward.__code__.co_names or plain is None or not _agree(plain):
-        return None
-    names = {**forward.__globals__, _NAME: FusedRotary(plain)}
+def _with_another(forward: FunctionType, rotary: Rotary) -> FunctionType:
+    """A copy of ``forward`` that calls ``rotary``."""
+    names = {**forward.__globals__, _NAME: rotary}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
 
 
 @torch.inference_mode()
-def _agree(plain: Rotary) -> bool:
+def _agree(plain: Rotary, make: MakeRotary, dtype: torch.dtype, device: torch.device, most_error: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (
-        torch.randn(*shape, generator=generator) for shape in ((2, 3, 5, 8), (2, 1, 5, 8), *[(2, 5, 8)] * 2)
+        torch.randn(*shape, generator=generator).to(device, dtype)
+        for shape in ((2, 3, 5, 8), (2, 1, 5, 8), *[(2, 5, 8)] * 2)
     )
     try:
         wanted = plain(q, k, cos, sin)
     except Exception:  # it takes something else
         return False
-    found = FusedRotary(plain)(q, k, cos, sin)
-    return all(agrees(got, want, _MOST_ERROR) for got, want in zip(found, wanted, strict=True))
+    found = make(plain)(q, k, cos, sin)
+    return all(agrees(got, want, most_error) for got, want in zip(found, wanted, strict=True))
 
 
 def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

@@ -39,10 +39,13 @@ def replace_layers(
     ``expected`` : its `plain_logits`. ``tolerance`` : greatest relative error of them that is put down to rounding.
     True when layers were replaced. Changes ``model`` in place, and again does nothing. O(weights).
     """
-    replaced = [each for replace in kinds for each in replace(model)]
-    if not replaced:
-        return False
+    replaced: list[Replaced] = []
     try:
+        for replace in kinds:
+            for each in replace(model):
+                replaced.append(each)  # one by one: what fails leaves those before it to be taken back
+        if not replaced:
+            return False
         error = max(
             float((found - want).norm() / want.norm())
             for found, want in zip(plain_logits(model), expected, strict=True)
@@ -50,7 +53,7 @@ def replace_layers(
         if error < tolerance:
             return True
         reason = f"logits differ by {error:.2g}"
-    except Exception as failure:  # a model that reaches into its layers, for one
+    except Exception as failure:  # a compiler, or a model that reaches into its layers
         reason = first_line(failure)
     log.warning("the layers of %s stay as they are, which is slower: %s", type(model).__name__, reason)
     for parent, name, again in replaced:
@@ -65,7 +68,10 @@ def parents(model: nn.Module) -> list[nn.Module]:
 
 def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool:
     """Whether two tensors have one shape and differ by at most ``most_error``, as a share of the second's norm."""
-    return found.shape == wanted.shape and float((found - wanted).norm()) <= most_error * float(wanted.norm())
+    if found.shape != wanted.shape:
+        return False
+    found, wanted = found.float(), wanted.float()
+    return float((found - wanted).norm()) <= most_error * float(wanted.norm())
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -14,9 +14,10 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ssd.errors import first_line
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.cpu_layers import CPU_LAYERS
+from ssd.model.layers.device_layers import device_layers
 from ssd.model.layers.fused_linear import fuse_linears
 from ssd.model.layers.probe_logits import PROBE_LENGTH, plain_logits
-from ssd.model.layers.replace import replace_layers
+from ssd.model.layers.replace import Replace, replace_layers
 from ssd.model.ways.logits_probe import PROBE_SLOTS, PROBE_WIDTH, check_windows, declared_layers, relative_error
 from ssd.model.ways.recurrent_target import RecurrentTarget, ReplayTarget
 from ssd.model.ways.row_target import RowTarget
@@ -46,8 +47,8 @@ class Way:
 def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
     """The fastest way that gives the model's own logits on a small probe: a few passes over 13 tokens.
 
-    Faster layers take the place of the model's own first, see `replace_layers`: on a CPU all there are, elsewhere one
-    for the linear layers that read the same input, where ``fuse`` asks for it.
+    Faster layers take the place of the model's own first, see `replace_layers`. fuse : on a device too, one for the
+    linear layers that read the same input.
 
     1. `SlotTarget`: one batched pass. 2. `RowTarget`: rows one by one on transformers' caches. 3. `ReplayTarget`: the
     same for running states, with a copy to return to. 4. `RecurrentTarget`: for states that take one token at a time;
@@ -61,8 +62,7 @@ def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
     # Quantised activations turn the last bit of a float32 into a step of their scale.
     exact = model.dtype == torch.float32 and getattr(model.config, "quantization_config", None) is None
     limit = _MOST_ERROR if exact else _MOST_ERROR_LOW_PRECISION
-    kinds = CPU_LAYERS if model.device.type == "cpu" else (fuse_linears,) if fuse else ()
-    replace_layers(model, kinds, expected=expected, tolerance=limit)
+    replace_layers(model, _faster_layers(model, fuse=fuse), expected=expected, tolerance=limit)
     if keeps_state(model):
         reason = "it keeps a running state"
     else:
@@ -81,6 +81,12 @@ def find_way(model: PreTrainedModel, *, fuse: bool = False) -> Way:
     if single < limit:
         return Way(RecurrentTarget, reason)
     return Way(WholeTarget, f"{reason}, and its cache does not give its own logits again")
+
+
+def _faster_layers(model: PreTrainedModel, *, fuse: bool) -> tuple[Replace, ...]:
+    if model.device.type == "cpu":
+        return CPU_LAYERS
+    return (*device_layers(model.device, model.dtype), *((fuse_linears,) if fuse else ()))
 
 
 def keeps_state(model: PreTrainedModel) -> bool:
