@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -50,7 +52,7 @@ def random_model(shape: str, *, dtype: str, device: str, seed: int = 0) -> PreTr
     torch.set_default_dtype(kind)
     try:
         with place:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=kind)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(SHAPES[shape]), dtype=kind)
     finally:
         torch.set_default_dtype(before)
     return model.eval()

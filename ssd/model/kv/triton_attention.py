@@ -55,7 +55,7 @@ def triton_attention(
         torch.empty(batch, heads, width, 0 if is_whole else splits, *last, dtype=torch.float32, device=query.device)
         for last in ((value_dim,), ())
     )
-    with torch.cuda.device_of(query):
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         _attend_split[(num_tiles, batch * kv_heads, splits)](
             query, stored_keys, stored_values, out if is_whole else partial, weights,
             rows.slots, rows.starts.contiguous(), rows.positions,
