@@ -1,8 +1,10 @@
-"""What all tests share: seeded property tests, and two options that say which tests a run leaves out."""
+"""What all tests share: seeded property tests, passes of fixed length, and options that say what a run leaves out."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: `make test ALL=1` and .ci/run run it"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def times_are_fixed() -> Iterator[None]:
+    """Engines in this process are told times that depend on no clock, see `tests.fixed_times`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "ssd.engine.proposals" in sys.modules:  # tests that open an engine were imported; others need no torch
+            from tests.fixed_times import fix_times
+
+            fix_times(patch)
+        yield

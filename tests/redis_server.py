@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.processes import find_redis_server, free_port
+from tests.waiting import PATIENCE_S
 
 
 class RedisServer:
@@ -28,7 +29,7 @@ class RedisServer:
     def start(self) -> None:
         """Start and wait until it answers."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:

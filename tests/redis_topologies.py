@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from benchmarks.faults.processes import find_redis_server, free_port
+from tests.waiting import wait_until
 
 SERVICE = "ssd"
 
@@ -43,7 +43,7 @@ class Node:
         """Start it and wait until it answers."""
         process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._process = process
-        wait(lambda: self.ask("PING") is not None or process.poll() is not None)
+        wait_until(lambda: self.ask("PING") is not None or process.poll() is not None)
         assert process.poll() is None, f"it ended: {self._command}"
 
     def ask(self, *command: object) -> Any:
@@ -96,8 +96,8 @@ class Watched:
         """Start all and wait until the replica follows and each sentinel knows the others."""
         for node in (*self.servers, *self.sentinels):
             node.start()
-        wait(lambda: (self.servers[1].ask("ROLE") or [""] * 4)[3] == "connected")
-        wait(lambda: all(_knows_all(sentinel.ask("SENTINEL", "MASTER", SERVICE)) for sentinel in self.sentinels))
+        wait_until(lambda: (self.servers[1].ask("ROLE") or [""] * 4)[3] == "connected")
+        wait_until(lambda: all(_knows_all(sentinel.ask("SENTINEL", "MASTER", SERVICE)) for sentinel in self.sentinels))
 
     @property
     def master(self) -> Node:
@@ -108,8 +108,8 @@ class Watched:
     def fail_over(self) -> None:
         """Have the replica promoted while the master lives."""
         former = self.master
-        wait(lambda: self.sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE) is not None)
-        wait(lambda: self.master is not former and self.master.role() == "master")
+        wait_until(lambda: self.sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE) is not None)
+        wait_until(lambda: self.master is not former and self.master.role() == "master")
 
     def close(self) -> None:
         """Kill all."""
@@ -138,11 +138,11 @@ class Cluster:
             node.ask("CLUSTER", "ADDSLOTS", *range(number * share, min(16384, (number + 1) * share)))
         for node in nodes[1:]:
             node.ask("CLUSTER", "MEET", "127.0.0.1", self.masters[0].port)
-        wait(lambda: all(_cluster_info(node).get("cluster_known_nodes") == str(len(nodes)) for node in nodes))
+        wait_until(lambda: all(_cluster_info(node).get("cluster_known_nodes") == str(len(nodes)) for node in nodes))
         for replica, master in zip(self.replicas, self.masters, strict=False):
-            wait(lambda replica=replica, master=master: replica.ask("CLUSTER", "REPLICATE", id_of(master)))  # type: ignore[misc]
-        wait(lambda: all(_cluster_info(node).get("cluster_state") == "ok" for node in nodes))
-        wait(lambda: all((node.ask("ROLE") or [""] * 4)[3] == "connected" for node in self.replicas))
+            wait_until(lambda replica=replica, master=master: replica.ask("CLUSTER", "REPLICATE", id_of(master)))  # type: ignore[misc]
+        wait_until(lambda: all(_cluster_info(node).get("cluster_state") == "ok" for node in nodes))
+        wait_until(lambda: all((node.ask("ROLE") or [""] * 4)[3] == "connected" for node in self.replicas))
 
     def node_of(self, slot: int) -> Node:
         """The master of a slot."""
@@ -179,14 +179,6 @@ def started(topology: Any) -> Iterator[Any]:
         yield topology
     finally:
         topology.close()
-
-
-def wait(claim: Callable[[], object], within_s: float = 20.0) -> None:
-    """Until ``claim()`` is true."""
-    deadline = time.monotonic() + within_s
-    while not claim():
-        assert time.monotonic() < deadline, "the servers did not come up"
-        time.sleep(0.02)
 
 
 def _port_with_bus() -> int:

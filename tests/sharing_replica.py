@@ -20,6 +20,7 @@ from ssd.sharing.connection import connect
 from ssd.sharing.entry import Entry, pack_entry
 from ssd.sharing.keys import stream_key
 from ssd.sharing.redis_log import RedisLog
+from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
 VOCAB_SIZE = 1000
@@ -70,12 +71,9 @@ def stored(caches: CacheSet, namespace: str = "default") -> list[list[int]]:
     return sequences[:-1]
 
 
-def eventually(claim: Callable[[], object], within_s: float = 15.0) -> None:
+def eventually(claim: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     """Wait until ``claim()`` is true."""
-    deadline = time.monotonic() + within_s
-    while not claim():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)
+    wait_until(claim, within_s)
 
 
 def entry(*tokens: int, replica_id: bytes = b"elsewher", sequence_id: bytes = b"s" * 16, key: str = KEY) -> bytes:

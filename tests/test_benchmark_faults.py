@@ -95,7 +95,6 @@ def test_a_near_tie_excuses_a_difference_where_it_is_and_nowhere_else() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(find_redis_server() is None, reason="no redis-server")
 def test_faults_are_injected_and_nothing_is_wrong_afterwards(tmp_path: Path) -> None:
     options = ["--only", "server-kill-serving", "log-last-id", "--combinations", "0", "--calm", "1", "--json"]

@@ -43,7 +43,6 @@ def test_a_note_of_one_store_may_be_in_each_and_is_promised_by_its_own_alone() -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.skipif(find_redis_server() is None, reason="no redis-server")
 def test_a_fleet_comes_through_faults_and_nothing_is_wrong_afterwards(tmp_path: Path) -> None:
     options = ["--servers", "2", "--rounds", "2", "--only", "resets", "flushall", "--steps", "4", "--json"]

@@ -12,7 +12,6 @@ __all__ = ["redis_server"]  # a fixture
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_every_text_is_drafted_by_the_other_replica(redis_server: RedisServer) -> None:
     found = latency(redis_server.url, 2, 4000.0, 3.0)
     assert found["is_whole"]

@@ -28,6 +28,7 @@ from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import eventually, stored
 from tests.tokenizers_for_tests import write_model_directory
+from tests.waiting import PATIENCE_S
 
 __all__ = ["redis_server"]  # the fixture
 
@@ -443,7 +444,7 @@ def test_a_build_that_is_ended_leaves_nothing(number: signal.Signals, model: Pat
     eventually(lambda: [*tmp_path.glob(".out.unfinished")] or process.poll() is not None)
     process.send_signal(number)
     assert process.stdin is not None and process.stderr is not None
-    assert process.wait(20) == (128 + number if number is signal.SIGTERM else -number)
+    assert process.wait(PATIENCE_S) == (128 + number if number is signal.SIGTERM else -number)
     assert [*tmp_path.iterdir()] == [] or number is signal.SIGKILL
     if number is signal.SIGTERM:
         assert process.stderr.read() == "ssd-cache: terminated, nothing was changed\n"

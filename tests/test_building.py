@@ -35,6 +35,7 @@ from ssd.retrieval.manifest import read_manifest
 from ssd.retrieval.sequences import sequences_of
 from ssd.retrieval.static import load_static_directory
 from tests.tokenizers_for_tests import write_model_directory
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(ssd.__file__).parent.parent
 SEGMENT_TOKENS = 4000
@@ -323,7 +324,7 @@ def test_a_build_killed_at_any_moment_ends_as_if_it_was_not(
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         segments = unfinished_directory(out) / "new"
         begun = len([*segments.glob("*.seg")]) if segments.exists() else 0
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while process.poll() is None and time.monotonic() < deadline:
             if segments.exists() and len([*segments.glob("*.seg")]) > begun:
                 break

@@ -22,6 +22,7 @@ from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.static import StaticWriter
 from tests.reference.retrieval import naive_count, naive_skipped, sequences, snapshot_count, snapshot_text
+from tests.waiting import wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,10 +43,7 @@ def _said(caches: CacheSet, namespace: str = "default") -> list[list[int]]:
 
 
 def _wait_until_sealed(caches: CacheSet) -> None:
-    deadline = time.monotonic() + 30
-    while caches.get().stats().num_tail_tokens:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not caches.get().stats().num_tail_tokens)
 
 
 # Learning

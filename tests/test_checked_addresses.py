@@ -93,7 +93,6 @@ def test_wrong_addresses_and_indices_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_kernels_that_search_and_draft_stay_within_what_they_were_given() -> None:
     done = run_checked("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"not ({_WITH_A_MODEL})", *KERNELS)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -108,7 +108,6 @@ def test_whole_answers_have_the_models_law(prompt: Text, window: int, params: Sa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_million_tokens_of_a_quarter_million_answers_have_the_models_law(window: int) -> None:
     draws = 250_000
@@ -236,7 +235,6 @@ def test_two_laws_agree_as_often_as_the_bound_says(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["coupled", "of seeds"])
 def test_a_million_tokens_of_one_prompt_come_as_often_as_the_model_says(kind: str) -> None:
     """The next token after one prompt, each with a fresh secret, or as ever with a fresh seed."""

@@ -26,14 +26,13 @@ from ssd.sharing.reception import Delays, StreamStats
 from ssd.sharing.redis_log import SharingStats
 from ssd.sharing.refusals import all_reasons
 from tests.server.bundled_engine import load_bundled
-from tests.server.client import ask, get, wait_until
+from tests.server.client import ask, get, until_ready, wait_until
 from tests.server.failing_engine import RunningServer, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 DRAIN_S = 30
 """What requests under way have by default."""
-START_S = 240.0
 KEY = "a-key"
 AUTHORISED = {"authorization": f"Bearer {KEY}"}
 SPECULATION = {
@@ -117,7 +116,7 @@ def test_every_metric_that_is_drawn_or_watched_is_exported(server: RunningServer
         text = get(server.port, "/metrics").content.decode()
         return used - {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
-    wait_until(lambda: missing() <= SPECULATION, 30)
+    wait_until(lambda: missing() <= SPECULATION)
     assert missing() <= SPECULATION
 
 
@@ -167,7 +166,7 @@ def test_prometheus_has_something_to_draw_in_every_panel(server: RunningServer, 
 
     try:
         ask_of_all_kinds(server)
-        wait_until(is_scraped, 30)
+        wait_until(is_scraped)
         ask_of_all_kinds(server)
         time.sleep(4)
         empty = {title for title, each in panels().items() for expression in each if not value(expression)}
@@ -269,7 +268,7 @@ def test_the_unit_s_command_starts_and_its_signal_ends_it(tmp_path: Path) -> Non
     arguments = shlex.split(line.replace("$SSD_ARGUMENTS", "--max-num-seqs 2 --max-model-len 256"))[1:]
     process = subprocess.Popen([sys.executable, "-m", "server", *arguments], cwd=ROOT)
     try:
-        wait_until(lambda: is_healthy(port), START_S)
+        until_ready(port, process)
         asked = {"prompt": "a", "max_tokens": 2}
         assert ask(port, "POST", "/v1/completions", asked, headers=AUTHORISED).status == 200
         process.terminate()
@@ -277,13 +276,6 @@ def test_the_unit_s_command_starts_and_its_signal_ends_it(tmp_path: Path) -> Non
     finally:
         process.kill()
         process.wait()
-
-
-def is_healthy(port: int) -> bool:
-    try:
-        return get(port, "/health", timeout=5).status == 200
-    except OSError:
-        return False
 
 
 # -- Kubernetes ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import build_segment
+from tests.waiting import PATIENCE_S
 
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -97,7 +98,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     results = context.Queue()
     process = context.Process(target=_try_to_open, args=(tmp_path, results))
     process.start()
-    assert "another process" in results.get(timeout=30)
+    assert "another process" in results.get(timeout=PATIENCE_S)
     process.join()
     with pytest.raises(CacheLocked):  # within one process too
         _open(tmp_path)

@@ -129,7 +129,6 @@ def prompts(number: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "coupled"])
-@pytest.mark.timeout(600)
 def test_a_draft_model_changes_no_token(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Real weights in float32; requests join as others leave. The model itself as a draft is nearly always right."""
     asked = prompts(24)

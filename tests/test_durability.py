@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -37,6 +36,7 @@ from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import naive_count, sequences, snapshot_text
+from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -630,10 +630,8 @@ def hanging_job(directory: Path) -> Iterator[tuple[MergeWorker, MergeJob]]:
 
 def next_process(worker: MergeWorker, last: int | None = None) -> int:
     """The id of the worker's process once it runs and is not ``last``."""
-    deadline = time.monotonic() + 30
-    while (found := worker.process_id) in (None, last):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: worker.process_id not in (None, last))
+    found = worker.process_id
     assert found is not None
     return found
 
@@ -650,7 +648,7 @@ def test_a_killed_rebuild_process_leaves_no_half_written_file(tmp_path: Path, ca
         (tmp_path / "out.seg").write_bytes(b"its answer alone may be missing")
         os.kill(process, signal.SIGKILL)
         with pytest.raises(StoreUnavailable):
-            future.result(timeout=30)
+            future.result(timeout=PATIENCE_S)
         assert {path.name for path in tmp_path.iterdir()} == {"input"}
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
@@ -661,7 +659,7 @@ def test_closing_while_a_merge_runs_leaves_no_half_written_file(tmp_path: Path) 
         (tmp_path / f"out.seg.{next_process(worker)}.tmp").write_bytes(b"as far as it got")
         worker.close()
         with pytest.raises(CacheError):
-            future.result(timeout=30)
+            future.result(timeout=PATIENCE_S)
         assert {path.name for path in tmp_path.iterdir()} == {"input"}
 
 

@@ -28,6 +28,7 @@ from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
+from tests.waiting import PATIENCE_S
 
 CODEC = TextCodec.load(str(MODEL_PATH))
 POISON = "poison"
@@ -353,7 +354,7 @@ class Gate:
         def slow(name: str) -> SuffixCache:
             self.threads.append(threading.current_thread().name)
             if name == "slow":
-                assert self.open.wait(60)
+                assert self.open.wait(PATIENCE_S)
             return open_cache(name)
 
         monkeypatch.setattr(caches, "_open", slow)

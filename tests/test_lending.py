@@ -21,8 +21,8 @@ from ssd.retrieval.namespace import HeldNamespace
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.terms import NamespaceTerms
-from tests.test_namespaces import eventually
 from tests.test_successors import scored_pass
+from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
 READER = NamespaceTerms(reads_shared=True)
@@ -34,7 +34,7 @@ TERMS = {"default": NamespaceTerms(), "a": READER, "b": READER, "c": NamespaceTe
 def held(caches: CacheSet, name: str, terms: NamespaceTerms | None = None) -> HeldNamespace:
     found = caches.hold(name, terms or TERMS.get(name, NamespaceTerms()))
     assert found is not None
-    eventually(lambda: found.cache)
+    wait_until(lambda: found.cache)
     return found
 
 
@@ -180,7 +180,7 @@ def test_forgetting_waits_for_an_opening_that_is_under_way(tmp_path: Path) -> No
     class Slow(CacheSet):
         def _open(self, name: str):  # type: ignore[no-untyped-def]
             if name == "a":
-                assert gate.wait(60)
+                assert gate.wait(PATIENCE_S)
             return super()._open(name)
 
     with Slow(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
@@ -191,7 +191,7 @@ def test_forgetting_waits_for_an_opening_that_is_under_way(tmp_path: Path) -> No
         forgetting.start()
         gate.set()
         forgetting.join()
-        eventually(lambda: mine.cache)
+        wait_until(lambda: mine.cache)
         assert mine.cache is not None and seen(mine.cache.snapshot()) == set()
         assert not (tmp_path / "a").exists()
 

@@ -24,7 +24,6 @@ SETTINGS = covering_settings(DRAFTERS, [1, 4, 16], [1, 4, 8])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "coupled"])
 def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Greedy against transformers' ``generate``; by a seed or coupled against the engine without speculation."""

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.segment_file import open_segment, write_segment
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import naive_order
+from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -41,13 +40,6 @@ def _job(directory: Path, num_inputs: int = 2, num_tokens: int = 50) -> MergeJob
         num_tokens=num_inputs * num_tokens,
         durable=False,
     )
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def _is_gone(process_id: int) -> bool:
@@ -81,20 +73,20 @@ def test_the_process_merges_reports_errors_and_survives_kill_9(tmp_path: Path) -
     worker = MergeWorker()
     try:
         job = _job(tmp_path)
-        worker.submit(job).result(timeout=60)
+        worker.submit(job).result(timeout=PATIENCE_S)
         merged = open_segment(tmp_path / "out.seg", fingerprint=FINGERPRINT)
         assert merged.order.tolist() == naive_order(merged.tokens.tolist())
         assert len(merged) == 100 and merged.start == 0
 
         (tmp_path / "in-1.seg").write_bytes(b"damaged")
         with pytest.raises(CacheError, match=r"SegmentCorrupt"):
-            worker.submit(job).result(timeout=60)
+            worker.submit(job).result(timeout=PATIENCE_S)
 
         job = _job(tmp_path, num_inputs=3)
         first = worker.process_id
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        worker.submit(job).result(timeout=60)
+        worker.submit(job).result(timeout=PATIENCE_S)
         assert len(open_segment(tmp_path / "out.seg", fingerprint=FINGERPRINT)) == 150
         assert worker.num_restarts == 1 and worker.process_id not in (None, first)
         last = worker.process_id
@@ -132,7 +124,7 @@ def test_a_killed_parent_leaves_neither_process_nor_scratch_directory(tmp_path: 
         worker_id = int(parent.stdout.readline())
         assert not _is_gone(worker_id)
         parent.kill()
-    _wait_until(lambda: _is_gone(worker_id) and not scratch.exists())
+    wait_until(lambda: _is_gone(worker_id) and not scratch.exists())
 
 
 def test_the_process_loads_neither_torch_nor_numba() -> None:

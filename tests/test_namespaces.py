@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import sequences, snapshot_text
+from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
 TEXT = np.array([1, 2, 3], np.int32)
@@ -38,7 +38,7 @@ class SlowSet(CacheSet):
 
     def _open(self, name: str) -> SuffixCache:
         if name == "slow":
-            assert self.gate.wait(60)
+            assert self.gate.wait(PATIENCE_S)
         if name == "broken":
             raise RuntimeError("injected")
         self.opened.append((name, threading.current_thread().name))
@@ -46,7 +46,7 @@ class SlowSet(CacheSet):
 
     def _close_one(self, cache: SuffixCache) -> None:
         if cache.name == "slow":
-            assert self.gate.wait(60)
+            assert self.gate.wait(PATIENCE_S)
         super()._close_one(cache)
         self.closed.append((cache.name, threading.current_thread().name))
 
@@ -64,13 +64,6 @@ def held(caches: CacheSet, name: str) -> HeldNamespace:
     return found
 
 
-def eventually(claim: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not claim():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.005)
-
-
 def said(cache: SuffixCache) -> list[list[int]]:
     return sequences(snapshot_text(cache.snapshot()))
 
@@ -78,12 +71,12 @@ def said(cache: SuffixCache) -> list[list[int]]:
 def test_holding_a_namespace_waits_for_no_file(caches: SlowSet) -> None:
     caches.gate.clear()
     slow, other = held(caches, "slow"), held(caches, "other")
-    eventually(lambda: other.cache)
+    wait_until(lambda: other.cache)
     assert slow.cache is None
     slow.append(TEXT, prompt_length=0)
     assert caches.names() == ["default", "other"]
     caches.gate.set()
-    eventually(lambda: slow.cache)
+    wait_until(lambda: slow.cache)
     assert said(caches.get("slow")) == [[1, 2, 3]]
     slow.append(TEXT + 3, prompt_length=0)
     assert said(caches.get("slow")) == [[1, 2, 3], [4, 5, 6]]
@@ -110,7 +103,7 @@ def test_what_waits_for_a_namespace_is_bounded_and_what_is_lost_is_counted(cache
     for _ in range(4):
         slow.append(long, prompt_length=0)
     caches.gate.set()
-    eventually(lambda: slow.cache)
+    wait_until(lambda: slow.cache)
     stats = caches.get("slow").stats()
     assert (stats.num_appended_tokens, stats.num_failures) == (200_000, 1)
 
@@ -120,9 +113,9 @@ def test_what_cannot_be_opened_is_counted_logged_once_and_tried_again(
 ) -> None:
     for number in range(1, 4):
         holder = held(caches, "broken")
-        eventually(lambda: caches.num_failed_openings == number)  # noqa: B023
+        wait_until(lambda: caches.num_failed_openings == number)  # noqa: B023
         assert holder.cache is None
-        eventually(lambda: "broken" not in caches._aside.values())
+        wait_until(lambda: "broken" not in caches._aside.values())
     assert caches.hold("no/name") is None
     assert caches.num_failed_openings == 4
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
@@ -136,10 +129,10 @@ def test_a_namespace_that_is_opened_for_long_is_one_failure(
     monkeypatch.setattr(cache_module, "_LONG_OPENING_S", 0.0)
     caches.gate.clear()
     slow = held(caches, "slow")
-    eventually(lambda: caches.num_failed_openings == 1)
+    wait_until(lambda: caches.num_failed_openings == 1)
     assert "slow" in caplog.text
     caches.gate.set()
-    eventually(lambda: slow.cache)
+    wait_until(lambda: slow.cache)
 
 
 def test_a_damaged_directory_costs_only_what_would_be_kept(
@@ -148,7 +141,7 @@ def test_a_damaged_directory_costs_only_what_would_be_kept(
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "manifest.json").write_text("{")
     bad = held(caches, "bad")
-    eventually(lambda: bad.cache)
+    wait_until(lambda: bad.cache)
     assert caches.get("bad").stats().num_failures == 1
     assert caches.num_failed_openings == 0
     assert "damaged" in caplog.text
@@ -164,7 +157,7 @@ def test_what_is_held_is_not_closed_to_make_room(tmp_path: Path) -> None:
         del first
         gc.collect()
         caches.get("c")
-        eventually(lambda: caches.closed)
+        wait_until(lambda: caches.closed)
         assert caches.names() == ["b", "c", "default"]
         assert caches.closed == [("a", "ssd-close-a")]
         assert second.cache is caches.get("b")
@@ -180,7 +173,7 @@ def test_a_namespace_that_is_being_closed_is_opened_again_when_that_is_done(tmp_
         again.append(TEXT + 3, prompt_length=0)
         assert again.cache is None
         caches.gate.set()
-        eventually(lambda: again.cache)
+        wait_until(lambda: again.cache)
         assert said(caches.get("slow")) == [[1, 2, 3], [4, 5, 6]]
         assert caches.get("slow").stats().num_failures == 0, "its directory was free"
 
@@ -196,7 +189,7 @@ def test_closing_does_not_wait_for_ever_for_a_directory(
     caches.close()
     assert "still being opened" in caplog.text
     caches.gate.set()
-    eventually(lambda: not caches._aside)
+    wait_until(lambda: not caches._aside)
     with SlowSet(tmp_path) as again:
         assert said(again.get("slow")) == [[1, 2, 3]], "the thread that opened it closed it"
 

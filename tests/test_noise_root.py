@@ -21,6 +21,7 @@ from ssd.sharing.noise_root import ROOT_BYTES, NoiseRoot
 from ssd.sharing.shared_root import KEY, SharedRoot
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import eventually
+from tests.waiting import PATIENCE_S
 
 __all__ = ["redis_server"]  # the fixture
 
@@ -126,36 +127,36 @@ def sharing(server: RedisServer, path: Path | None = None) -> Iterator[tuple[Noi
 
 def test_replicas_agree_and_a_directory_keeps_what_they_agree_on(redis_server: RedisServer, tmp_path: Path) -> None:
     with sharing(redis_server, tmp_path / "one") as (one, a), sharing(redis_server, tmp_path / "two") as (two, b):
-        a.wait(10)
-        b.wait(10)
+        a.wait(PATIENCE_S)
+        b.wait(PATIENCE_S)
         assert one() == two() and one.source == two.source == "replicas"
         assert NoiseRoot.kept_at(tmp_path / "one")() == NoiseRoot.kept_at(tmp_path / "two")() == one()
     redis_server.kill()
     with sharing(redis_server, tmp_path / "two") as (two, b):
-        b.wait(10)
+        b.wait(PATIENCE_S)
         assert two() == one() and two.source == "directory" and b.num_failures
     redis_server.start()  # an empty one
     with sharing(redis_server, tmp_path / "one") as (again, a), sharing(redis_server) as (new, b):
-        a.wait(10)
-        b.wait(10)
+        a.wait(PATIENCE_S)
+        b.wait(PATIENCE_S)
         eventually(lambda: new() == again())
 
 
 def test_a_redis_that_comes_later_is_asked_until_it_answers(redis_server: RedisServer) -> None:
     redis_server.kill()
     with sharing(redis_server) as (one, a), sharing(redis_server) as (two, _):
-        a.wait(10)
+        a.wait(PATIENCE_S)
         own = one()
         assert one.source == "memory" and own != two()
         redis_server.start()
-        eventually(lambda: one() == two() and one.source == two.source == "replicas", 20)
+        eventually(lambda: one() == two() and one.source == two.source == "replicas")
 
 
 def test_a_root_that_redis_lost_is_written_again(redis_server: RedisServer) -> None:
     with sharing(redis_server) as (one, a), closing(connect(redis_server.url)) as client:
-        a.wait(10)
+        a.wait(PATIENCE_S)
         client.flushall()
-        eventually(lambda: client.get(KEY) == one(), 20)
+        eventually(lambda: client.get(KEY) == one())
         assert not a.num_failures
 
 
@@ -167,8 +168,8 @@ def test_whatever_else_is_under_the_key_costs_the_agreement_alone(
         client.rpush(KEY, *hostile) if isinstance(hostile, list) else client.set(KEY, hostile)
         with sharing(redis_server) as (one, a):
             own = one()
-            a.wait(10)
+            a.wait(PATIENCE_S)
             eventually(lambda: "ssd-share-noise interrupted" in caplog.text)
             assert a.num_failures and one() == own and one.source == "memory" and own.hex() not in caplog.text
             client.delete(KEY)
-            eventually(lambda: one.source == "replicas" and client.get(KEY) == own, 20)
+            eventually(lambda: one.source == "replicas" and client.get(KEY) == own)

@@ -183,7 +183,7 @@ def test_closing_while_nothing_can_be_written_keeps_what_was_and_ends(
     assert [level for level, _ in messages(caplog)] == [logging.ERROR]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_merge_the_worker_could_not_write_is_part_of_the_outage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -236,7 +236,7 @@ def test_closing_and_flushing_do_not_wait_for_what_is_appended_meanwhile(
         assert said(again) == list(range(learned))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_appends_of_a_log_do_not_wait_for_room_in_a_cache_that_is_being_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -104,9 +104,17 @@ class Echo:
     has_store = True
     full_draft: Setting = {"knob": 1.0}  # noqa: RUF012
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_state: bool = True) -> None:
         self.running: list[str] = []
         self.held = 0
+        self.shares_state = shares_state
+        self.others: list[Echo] = []
+
+    def apart(self, max_tokens: int, setting: Setting) -> Echo:
+        if not self.shares_state:
+            self.others.append(Echo(shares_state=False))
+            return self.others[-1]
+        return self
 
     def insert(self, sequence: np.ndarray) -> tuple[int, int]:
         self.held += len(sequence)
@@ -117,15 +125,14 @@ class Echo:
             raise ValueError(f"{request_id} runs")
         self.running.append(request_id)
 
-    def speculate(
-        self, request_id: str, context: np.ndarray, max_tokens: int, setting: dict[str, float]
-    ) -> Speculation:
+    def speculate(self, request_id: str, context: np.ndarray, max_tokens: int, setting: Setting) -> Speculation:
         assert request_id in self.running
-        draft = context[-max_tokens:].tolist()
-        return Speculation(ns=2000, token_ids=draft, parents=chain(len(draft)), probs=[setting["knob"]] * len(draft))
+        draft, knob = context[-max_tokens:].tolist(), float(setting["knob"])
+        return Speculation(ns=2000, token_ids=draft, parents=chain(len(draft)), probs=[knob] * len(draft))
 
     def add(self, request_id: str, token_ids: np.ndarray) -> None:
         assert request_id in self.running
+        self.held += len(token_ids)
 
     def stop(self, request_id: str, keep: bool) -> None:
         self.running.remove(request_id)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.redis_server import RedisServer, redis_server
-from tests.server.client import get, greedy_completion, wait_until
-from tests.server.test_process import SMALL, START_S, answers, running
+from tests.server.client import get, greedy_completion, until_ready, wait_until
+from tests.server.test_process import SMALL, running
 
 __all__ = ["redis_server"]  # a fixture
 
@@ -33,7 +33,7 @@ def replicas(redis_server: RedisServer) -> Iterator[tuple[int, int]]:
             _, port = stack.enter_context(running("--redis", redis_server.url, "--namespace", "shared", *SMALL))
             ports.append(port)
         for port in ports:
-            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
+            until_ready(port)
         yield ports[0], ports[1]
 
 
@@ -57,13 +57,12 @@ def steps_of(port: int, prompt: str) -> tuple[str, float]:
     return text, counters(port)["ssd:verify_steps_total"] - before
 
 
-@pytest.mark.timeout(400)
 def test_replicas_share_and_outlive_redis(replicas: tuple[int, int], redis_server: RedisServer) -> None:
     first, second = replicas
 
     # What was asked of the first is drafted by the second.
     learned = {prompt: steps_of(first, prompt) for prompt in PROMPTS}
-    wait_until(lambda: counters(second)["ssd:sharing_received_total"] >= len(PROMPTS), 10)
+    wait_until(lambda: counters(second)["ssd:sharing_received_total"] >= len(PROMPTS))
     again = {prompt: steps_of(second, prompt) for prompt in PROMPTS}
     assert all(again[prompt][0] == text for prompt, (text, _) in learned.items())
     # Together: how long a draft pays is judged by the clock, and a busy machine makes some of them shorter.
@@ -85,11 +84,11 @@ def test_replicas_share_and_outlive_redis(replicas: tuple[int, int], redis_serve
     threads = [threading.Thread(target=load, args=(port,)) for port in replicas]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(outcomes) >= 4, 60)
+    wait_until(lambda: len(outcomes) >= 4)
     redis_server.kill()
     num_until = len(outcomes)
     time.sleep(3)  # both notice
-    wait_until(lambda: len(outcomes) >= num_until + 8, 60)
+    wait_until(lambda: len(outcomes) >= num_until + 8)
     stop.set()
     for thread in threads:
         thread.join()
@@ -104,4 +103,4 @@ def test_replicas_share_and_outlive_redis(replicas: tuple[int, int], redis_serve
         complete(first, prompt)
         return counters(second)["ssd:sharing_received_total"] > received
 
-    wait_until(resumed, 30)
+    wait_until(resumed)

@@ -37,8 +37,8 @@ class Pair:
         self._number += 1
         self.one.append([1, self._number])
         self.two.append([2, self._number])
-        eventually(lambda: [1, self._number] in self.two.stored(), within_s=30)
-        eventually(lambda: [2, self._number] in self.one.stored(), within_s=30)
+        eventually(lambda: [1, self._number] in self.two.stored())
+        eventually(lambda: [2, self._number] in self.one.stored())
 
     def write_meanwhile(self, seconds: float) -> None:
         """Both learn, a text every 20 ms."""

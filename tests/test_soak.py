@@ -112,7 +112,6 @@ def run(engine: Engine, random: np.random.Generator) -> dict[str, Asked]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("runs_beside_host", [False, True])
 def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
     runs_beside_host: bool, capsys: pytest.CaptureFixture[str]

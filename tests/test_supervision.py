@@ -28,7 +28,7 @@ from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS, build_segment
 from tests.reference.retrieval import sequences, snapshot_text
 from tests.test_merge_worker import _is_gone as is_gone
 from tests.test_merge_worker import _job as make_job
-from tests.test_merge_worker import _wait_until as wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,7 +65,7 @@ def worker() -> Iterator[MergeWorker]:
 def test_a_stopped_process_is_killed_and_another_does_the_job(
     tmp_path: Path, worker: MergeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker.start().result(timeout=60)
+    worker.start().result(timeout=PATIENCE_S)
     stopped = worker.process_id
     assert stopped is not None
     monkeypatch.setattr(merge_worker, "_PATIENCE_S", 1.0)
@@ -73,7 +73,7 @@ def test_a_stopped_process_is_killed_and_another_does_the_job(
     future = worker.submit(make_job(tmp_path))
     wait_until(lambda: worker.num_restarts == 1)
     monkeypatch.setattr(merge_worker, "_PATIENCE_S", 60.0)
-    future.result(timeout=60)
+    future.result(timeout=PATIENCE_S)
     assert len(open_segment(tmp_path / "out.seg", fingerprint=FINGERPRINT)) == 100
     assert is_gone(stopped) and worker.process_id not in (None, stopped)
     assert any("no answer within 1 s, it is killed" in message for message in messages(caplog))
@@ -89,20 +89,20 @@ def test_after_many_crashes_jobs_are_refused_for_a_while_and_then_tried_again(
     job = make_job(tmp_path)
     for _ in range(3):
         with pytest.raises(StoreUnavailable):
-            worker.submit(job).result(timeout=30)
+            worker.submit(job).result(timeout=PATIENCE_S)
     crashes = worker.num_restarts
     assert crashes == merge_worker._MAX_CRASHES
     with pytest.raises(StoreUnavailable, match="merged inside the server"):
-        worker.submit(job).result(timeout=30)
+        worker.submit(job).result(timeout=PATIENCE_S)
     assert worker.num_restarts == crashes  # nothing was started
     time.sleep(1.6)
     with pytest.raises(StoreUnavailable):
-        worker.submit(job).result(timeout=30)
+        worker.submit(job).result(timeout=PATIENCE_S)
     assert worker.num_restarts == crashes + 1  # one attempt, and then twice as long a pause
     assert worker._refused_until - time.monotonic() > 2.0
     monkeypatch.setattr(sys, "executable", executable)
     worker._refused_until = 0.0
-    worker.submit(job).result(timeout=60)
+    worker.submit(job).result(timeout=PATIENCE_S)
     assert (tmp_path / "out.seg").exists() and worker._crashes == 0
 
 
@@ -142,7 +142,7 @@ def test_a_process_that_is_told_to_end_leaves_a_living_servers_files_alone_and_r
         num_failures, num_segments, num_files = map(int, server.stdout.readline().split())
         assert num_failures == 0 and num_segments == num_files > 0
         server.stdin.close()
-        assert server.wait(timeout=60) == 0
+        assert server.wait(timeout=PATIENCE_S) == 0
     assert not scratch.exists()
     for number in (signal.SIGKILL, signal.SIGSEGV):
         with subprocess.Popen(
@@ -151,7 +151,7 @@ def test_a_process_that_is_told_to_end_leaves_a_living_servers_files_alone_and_r
             assert server.stdout is not None
             orphaned, process_id = server.stdout.readline().split()
             server.send_signal(number)
-            server.wait(timeout=60)
+            server.wait(timeout=PATIENCE_S)
             gone, left = int(process_id), Path(orphaned)
             wait_until(lambda gone=gone, left=left: is_gone(gone) and not left.exists())  # type: ignore[misc]
 
@@ -160,13 +160,12 @@ def test_a_process_that_is_told_to_end_leaves_a_living_servers_files_alone_and_r
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_segments_and_descriptors_stay_few_while_the_process_is_stopped(tmp_path: Path) -> None:
     """Its time-out is far away: what piles up meanwhile is merged here."""
     with opened(tmp_path, rebuild_interval_s=0.01) as caches:
         cache = caches.get()
         assert caches._worker is not None
-        caches._worker.start().result(timeout=60)
+        caches._worker.start().result(timeout=PATIENCE_S)
         process_id = caches._worker.process_id
         assert process_id is not None
         os.kill(process_id, signal.SIGSTOP)

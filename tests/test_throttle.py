@@ -7,6 +7,7 @@ from collections.abc import Sequence as Rows
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target
 from ssd.pricing.throttle import Throttle
+from tests.fixed_times import measure_asking
 from tests.models import VOCAB, tiny_model
 
 MODEL = tiny_model()
@@ -106,7 +108,8 @@ class Nothing:
         return
 
 
-def test_the_engine_asks_a_slow_drafter_less_and_says_the_same() -> None:
+def test_the_engine_asks_a_slow_drafter_less_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_asking(monkeypatch)
     drafter = Nothing()
     texts = []
     for drafts in (DraftConfig(num_speculative_tokens=4), DraftConfig(num_speculative_tokens=0)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 
 import torch
@@ -43,8 +44,18 @@ SHAPES = {
 The tiny one is for a look at the scripts."""
 
 
-def random_model(shape: str, *, dtype: str, device: str, seed: int = 0) -> PreTrainedModel:
-    """A model of ``SHAPES[shape]`` whose weights are normal, made where they stay."""
+_LOUD = 50.0
+"""Times that the embedding of a model that speaks is larger: it outweighs what 32 layers of random weights add."""
+
+
+def random_model(shape: str, *, dtype: str, device: str, seed: int = 0, speaks: bool = False) -> PreTrainedModel:
+    """A model of ``SHAPES[shape]`` whose weights are normal, made where they stay.
+
+    speaks : whether each token clearly says which comes next. Scores of random weights lie so near to each other that
+    passes of different width choose differently in bfloat16, and drafts of what was said before are rejected. Every
+    token is followed by another one, so that text does not repeat itself; where input and output share their embedding
+    it is followed by itself.
+    """
     torch.manual_seed(seed)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     kind = DTYPES["bfloat16" if place.type == "cuda" else "float32"] if dtype == "auto" else DTYPES[dtype]
@@ -55,4 +66,17 @@ def random_model(shape: str, *, dtype: str, device: str, seed: int = 0) -> PreTr
             model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(SHAPES[shape]), dtype=kind)
     finally:
         torch.set_default_dtype(before)
-    return model.eval()
+    return _speaking(model.eval()) if speaks else model.eval()
+
+
+@torch.no_grad()
+def _speaking(model: PreTrainedModel) -> PreTrainedModel:
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if output is not embedding:
+        size = len(output)
+        place = torch.arange(size, device=output.device)
+        # One cycle through the whole vocabulary: a step that has no factor in common with its size.
+        step = next(step for step in range(int(size * 0.618), size) if math.gcd(step, size) == 1)
+        output[(place + step) % size] = embedding[place]
+    embedding *= _LOUD
+    return model

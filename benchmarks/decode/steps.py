@@ -119,7 +119,7 @@ def time_steps(
     shape: Shape,
     rounds: int,
     known: list[list[int]],
-    library: PreTrainedModel,
+    library: PreTrainedModel | None,
 ) -> Timing:
     """``rounds`` steps of the engine over ``shape.batch`` of the prompts, and as many bare forwards, by turns.
 
@@ -127,7 +127,7 @@ def time_steps(
     the other read.
 
     ``known`` : what each prompt's request says, as many tokens as `tokens_said`; with a draft of 0 it may be empty.
-    ``library`` : the model of the bare forwards, as its library loads it.
+    ``library`` : the model of the bare forwards, as its library loads it; None makes none.
     """
     timed = TimedTarget(target)
     engine = Engine(
@@ -151,7 +151,7 @@ def time_steps(
 
     while not all(outputs):  # prompts are read beside the first steps
         step()
-    forward = BareForward(library, shape, len(prompts[0]) + num_tokens // 2)
+    forward = None if library is None else BareForward(library, shape, len(prompts[0]) + num_tokens // 2)
     steps: list[float] = []
     targets: list[float] = []
     outside: list[float] = []
@@ -171,9 +171,10 @@ def time_steps(
             steps.append(took)
             put_out += new
         num_steps += 1
-        if turn == _TURN - 1:
+        if turn == _TURN - 1 and forward is not None:
             forwards += [forward.seconds() for _ in range(_TURN)][1:]
-    forwards += [forward.seconds() for _ in range(len(steps) - len(forwards) + 1)][1:]
+    if forward is not None:
+        forwards += [forward.seconds() for _ in range(len(steps) - len(forwards) + 1)][1:]
     while engine.has_work():
         step()
     return Timing(steps, targets, outside, forwards, outputs, put_out)

@@ -1,144 +1,149 @@
-"""Everything that only a GPU can show, in one run of at most ten minutes; needs none of the web packages.
+"""Everything that only a GPU can show, in calls of less than nine minutes; needs none of the web packages.
 
-``python -m benchmarks.gpu_check [MODEL] [--device cuda] [--parts PART...] [--minutes M] [--out DIR]``
+``python -m benchmarks.gpu_check [MODEL] [--call K | --parts PART...] [--real DIR] [--minutes M] [--out DIR]``
 
-- passes: the small model by plain passes, static shapes, CUDA graphs, with and without our attention kernel: logits and
-  greedy text against plain passes, what warming up takes, the time of a pass at batch 1, 4, 16, T = 1 to 65, and of one
-  whose tokens are sampled inside and outside.
-- attention: our kernel and other attentions against float32, and their times (`benchmarks.attention`).
-- decode: steps of the engine over random weights in the shape of an 8B Llama, context 1024, draft 0 and 15, with graphs
-  without, and with fused layers (`benchmarks.decode`).
-- exactness: float32 greedy against ``model.generate`` and sampling against no speculation, every pair of drafter, draft
-  limit and batch size; bfloat16: how often a token differs (published, not asserted).
-- growth: a stream with repeats, speculation on and off in turn.
+- call 1, is it right: our attention against float32 over lengths, heads, windows, sinks, caps and trees; the tests
+  that do more on a GPU; the small model by plain passes, static shapes and recorded ones, with our kernels and without;
+  greedy output against ``model.generate`` and sampled output against no speculation, in three types.
+- call 2, is it fast: steps of an 8B and a 1B shape beside a copy of memory, repeats at batch 1, what drafting for 64
+  rows takes, and speculation that gains nothing at batch 1 to 64.
+- call 3, why: attentions side by side, steps under the profiler, growth, and a soak with cancellations and leaks.
+- call 4, what else: a pretrained model (``--real``), the small model's overhead, steps without recording and fused.
 
-A part that fails does not stop the next; none begins after the minutes are over. Ends stdout with one JSON line, and
-with an error status where a part failed. ``--device cpu`` runs the same for a look at the script itself.
+Without --call or --parts, all of them. Parts run in the order of their worth, each in a process of its own: one that
+fails, hangs or has no time left is said and does not stop the next, and what it had found stands. The drafter's
+kernels are compiled beside the first parts. Ends with the marks, met or not, and one JSON line; status 1 where a part
+failed. With --out the result is written after every part; ``--marks`` reads all results there and prints their marks.
+``--device cpu`` runs the same at small sizes, for a look at the script itself. docs/gpu.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import benchmarks.decode
-from benchmarks.attention.command import compare
 from benchmarks.environment import device_name, head, model_name
-from benchmarks.gpu_check.engine import exactness, growth
-from benchmarks.gpu_check.passes import passes
+from benchmarks.gpu_check.marks import marks, say
+from benchmarks.gpu_check.plan import CALLS, KERNELS, PARTS, expected_seconds
+from benchmarks.gpu_check.results import read_results
+from benchmarks.gpu_check.running import Child, run_here
+from benchmarks.gpu_check.scene import Found, Scene
+from benchmarks.gpu_check.sizes import ON_CPU, Sizes
 from ssd.bundled import MODEL_PATH
+
+_LEAST_SHARE = 0.4
+"""Of its expected time that a part must have left to begin: what it finds first is worth most."""
+
+_MOST_SHARE = 4.0
+"""Of its expected time, and a minute, that a part may take: one that hangs shall not take the next ones' time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 where a part failed."""
     args = _parse(argv)
+    if args.marks:
+        say(marks(read_results(args.out)))
+        return 0
+    scene = Scene(str(args.model), args.real, args.device, _sizes(args), args.out)
+    names = tuple(args.parts or (CALLS[args.call - 1] if args.call else PARTS))
+    minutes = args.minutes or (8.5 if args.call else 60.0)
     name = device_name(torch.device(args.device))
-    print(f"gpu_check: {model_name(args.model)} on {name}; {', '.join(args.parts)}; at most {args.minutes} minutes")
-    result: dict[str, Any] = {
+    expected = expected_seconds(names, PARTS)
+    print(f"gpu_check: {model_name(args.model)} on {name}; {', '.join(names)}")
+    print(f"some {expected:.0f} s, at most {60 * minutes:.0f}", flush=True)
+    result: Found = {
         **head("gpu_check"),
         "device": name,
-        "parameters": {
-            key: getattr(args, key)
-            for key in ("parts", "batch", "width", "prompts", "max_tokens", "requests", "rounds")
-        },
+        "parameters": {each.name: getattr(scene.sizes, each.name) for each in fields(Sizes)},
     }
-    began = time.perf_counter()
-    for part in args.parts:
-        part_began = time.perf_counter()
-        if part_began - began > 60 * args.minutes:
-            result[part] = {"skipped": f"{args.minutes} minutes were over"}
-            print(f"== {part}: skipped")
-            continue
-        print(f"== {part}", flush=True)
-        try:
-            result[part] = PARTS[part](args)
-        except Exception as failure:  # the next parts may still tell something
-            traceback.print_exc()
-            result[part] = {"passed": False, "failure": f"{type(failure).__name__}: {failure}"}
-        result[part]["seconds"] = round(time.perf_counter() - part_began, 1)
-        line = json.dumps(result)
-        if args.out:  # after every part: what is known is not lost
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "gpu_check.json").write_text(line + "\n")
-    failed = [part for part in args.parts if not _passed(result[part])]
-    if failed:
-        print(f"failed: {', '.join(failed)}")
-    print(json.dumps(result))
+    path = None if args.out is None else args.out / f"gpu_check{f'-{args.call}' if args.call else ''}.json"
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(part: str, found: Found) -> None:
+        result[part] = found
+        if path is not None:
+            path.write_text(json.dumps(result) + "\n")
+
+    _run(names, scene, 60 * minutes, write, is_here=args.here)
+    failed = [part for part in names if not result[part].get("passed", False)]
+    found = marks(result)
+    result["marks"] = [mark.to_json() for mark in found]
+    if path is not None:
+        path.write_text(json.dumps(result) + "\n")
+    measured = [mark for mark in found if mark.is_met is not None]
+    say(measured)
+    print(f"failed: {', '.join(failed)}" if failed else "all parts passed")
+    summary = {key: result[key] for key in ("benchmark", "date", "environment", "device")}
+    print(json.dumps({**summary, "failed": failed, "marks": [mark.to_json() for mark in measured]}))
     return int(bool(failed))
 
 
-def attention(args: argparse.Namespace) -> dict[str, Any]:
-    """A few shapes, in the type that models are served in, and in float32."""
-    device = torch.device(args.device)
-    contexts = [1024, 8192] if device.type == "cuda" else [64]
-    rows = compare([1, 8], [1, 16], contexts, (32, 8, 128), args.attention_dtype, device, args.rounds)
-    exact = compare([3], [5], [300], (8, 2, 64), "float32", device, 2)
-    return {
-        "passed": all(row.get("is_right", True) for row in [*rows, *exact] if row["candidate"] == "ours"),
-        "rows": rows,
-        "float32": exact,
-    }
+def _run(
+    names: Sequence[str], scene: Scene, seconds: float, write: Callable[[str, Found], None], *, is_here: bool
+) -> None:
+    ends = time.monotonic() + seconds
+    compiling = None
+    if not is_here and any(PARTS[name].needs_kernels for name in names):
+        compiling = Child(KERNELS.run, scene)
+    for name in names:
+        part, began = PARTS[name], time.monotonic()
+        expected = part.work.seconds
+        if part.needs_kernels and compiling is not None:
+            write("kernels", compiling.result(ends - time.monotonic()))
+            compiling = None
+        left = ends - time.monotonic()
+        if left < min(_LEAST_SHARE * expected, seconds):
+            write(name, {"skipped": f"{left:.0f} s were left, it takes some {expected:.0f}", "passed": True})
+            print(f"== {name}: skipped, {left:.0f} s were left", flush=True)
+            continue
+        print(f"== {name}: some {expected:.0f} s", flush=True)
+        if is_here:
+            found = run_here(part.run, scene, partial(write, name))
+        else:
+            found = Child(part.run, scene).result(min(left, _MOST_SHARE * expected + 60))
+        found["seconds"], found["expected_seconds"] = round(time.monotonic() - began, 1), round(expected, 1)
+        write(name, found)
+        print(f"== {name}: {found['seconds']} s, {'passed' if found.get('passed') else 'FAILED'}"
+              f"{''.join(f', {found[key]}' for key in ('failure', 'cut') if key in found)}", flush=True)  # fmt: skip
+    if compiling is not None:
+        compiling.result(0)
 
 
-def decode(args: argparse.Namespace) -> dict[str, Any]:
-    """The same steps with graphs, without, and with fused layers."""
-    sizes = ["--batch", "1", "--context", str(args.decode_context), "--draft", "0", "15", "--rounds", str(args.rounds)]
-    base = ["--shape", args.decode_shape, "--device", args.device, "--no-baselines", *sizes]
-    found: dict[str, Any] = {"passed": True}
-    ways = {"graphs": [], "enforce_eager": ["--enforce-eager"], "fused": ["--fuse-linears"]}
-    for name, options in ways.items():
-        with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
-            out = Path(directory) / "decode.json"
-            found["passed"] &= benchmarks.decode.main([*base, *options, "--out", str(out)]) == 0
-            found[name] = json.loads(out.read_text())
-        for row in found[name]["rows"]:
-            print(f"decode {args.decode_shape} {name} T {row['T']}: step {row['step_ms_p50']} ms, "
-                  f"bare forward {row['forward_ms_p50']} ms, {row['bytes_per_s'] / 1e9:.0f} GB/s")  # fmt: skip
-    return found
-
-
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "passes": passes,
-    "attention": attention,
-    "decode": decode,
-    "exactness": exactness,
-    "growth": growth,
-}
-
-
-def _passed(part: dict[str, Any]) -> bool:
-    """A part, and every part of it that says so."""
-    inner = [value for value in part.values() if isinstance(value, dict)]
-    return part.get("passed", True) and all(value.get("passed", True) for value in inner)
+def _sizes(args: argparse.Namespace) -> Sizes:
+    given = {each.name: getattr(args, each.name) for each in fields(Sizes) if getattr(args, each.name) is not None}
+    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return replace(ON_CPU if args.device == "cpu" else Sizes(), **made)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("model", nargs="?", default=MODEL_PATH, help="Hugging Face directory or id (default: bundled)")
-    add("--device", default="cuda")
-    add("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="(default: all, in this order)")
-    add("--minutes", type=float, default=8.0, help="no part begins later (default: %(default)s)")
-    add("--prompts", type=int, default=64, help="of the exactness check (default: %(default)s)")
-    add("--max-tokens", type=int, default=48, help="of its outputs (default: %(default)s)")
-    add("--requests", type=int, default=96, help="of the growth stream (default: %(default)s)")
-    add("--rounds", type=int, default=20, help="timed passes of each shape (default: %(default)s)")
-    add("--batch", type=int, nargs="+", default=[1, 4, 16], metavar="B", help="rows of timed passes")
-    add("--width", type=int, nargs="+", default=[1, 2, 5, 9, 17, 65], metavar="T", help="positions of each")
-    add("--decode-shape", choices=tuple(benchmarks.decode.SHAPES), default="8b")
-    add("--decode-context", type=int, default=1024)
-    add("--attention-dtype", default=None, choices=("float32", "bfloat16", "float16"))
-    add("--out", type=Path, default=None, help="directory for gpu_check.json")
+    add("model", nargs="?", default=MODEL_PATH, help="directory or id of the small model (default: bundled)")
+    add("--device", default="cuda", help="cuda, or cpu for a look at the script (default: %(default)s)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="the parts of one call")
+    which.add_argument("--parts", nargs="+", choices=tuple(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    which.add_argument("--marks", action="store_true", help="run nothing: print the marks of the results in --out")
+    add("--real", default=None, metavar="DIR", help="a pretrained model, for the part growth-real")
+    add("--minutes", type=float, default=None, help="after which nothing runs (default: 8.5 with --call, else 60)")
+    add("--here", action="store_true", help="parts in this process, one after another: none is cut")
+    add("--out", type=Path, default=None, help="directory for results and traces")
+    for each in fields(Sizes):
+        default = getattr(Sizes(), each.name)
+        kind = type(default[0]) if isinstance(default, tuple) else type(default)
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        add(f"--{each.name.replace('_', '-')}", type=kind, default=None, help=f"(default: {shown})",
+            nargs="+" if isinstance(default, tuple) else None)  # fmt: skip
     args = parser.parse_args(argv)
-    args.attention_dtype = args.attention_dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    if args.marks and args.out is None:
+        parser.error("--marks needs --out, the directory that the results lie in")
     return args

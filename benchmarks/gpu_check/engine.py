@@ -3,43 +3,72 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
 
 from benchmarks.decode.steps import passes_of
 from benchmarks.exactness import Report, Setting, compare, covering_settings, reference_greedy, run
-from benchmarks.growth import run_stream
+from benchmarks.gpu_check.scene import Found, Keep, Scene
+from benchmarks.growth import repeat, run_stream
 from benchmarks.streams import made_stream
 from benchmarks.workloads import MIXED, snippets
 from ssd.config import SamplingParams
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
+_TYPES = ("float32", "bfloat16", "float16")
 
-def exactness(args: argparse.Namespace) -> dict[str, Any]:
-    """Every pair of drafter, draft limit and batch size, greedy and sampled; bfloat16 differences are counted only."""
-    codec = TextCodec.load(str(args.model))
+
+def exactness(scene: Scene, keep: Keep) -> Found:
+    """Every pair of drafter, draft limit and batch size, greedy and sampled.
+
+    Float32 must say the same; first differences in shorter types are counted, as a share of all tokens.
+    """
+    return _exactness(scene, scene.model, keep)
+
+
+def growth(scene: Scene, keep: Keep) -> Found:
+    """The same requests twice, then a stream with repeats, both at batch 1, float32, speculation on and off in turn."""
+    return _growth(scene, scene.model, "float32", keep)
+
+
+def growth_real(scene: Scene, keep: Keep) -> Found:
+    """The same on a pretrained model in bfloat16, and its outputs in float32 compared. Nothing where there is none."""
+    if scene.real is None:
+        return {"passed": True, "skipped": "no pretrained model: name its directory with --real"}
+    found = _growth(scene, scene.real, "bfloat16", keep)
+    found["exactness"] = _exactness(scene, scene.real, lambda _: None, types=("float32",), drafters=("ssd", "random"))
+    found["passed"] &= found["exactness"]["passed"]
+    return found
+
+
+def _exactness(
+    scene: Scene,
+    name: str,
+    keep: Keep,
+    *,
+    types: Sequence[str] = _TYPES,
+    drafters: Sequence[str] = ("ssd", "frequency", "random", "oracle"),
+) -> Found:
+    sizes, codec = scene.sizes, TextCodec.load(name)
     eos = codec.eos_token_ids
-    prompts = [codec.encode_prompt(text)[-160:] for text in snippets(1)[: args.prompts]]
-    greedy = [SamplingParams(max_tokens=args.max_tokens, temperature=0.0)] * len(prompts)
+    prompts = [codec.encode_prompt(text)[-160:] for text in snippets(1)[: sizes.prompts]]
+    greedy = [SamplingParams(max_tokens=sizes.max_tokens, temperature=0.0)] * len(prompts)
     sampled = [
-        SamplingParams(max_tokens=args.max_tokens, temperature=0.8, top_p=0.95, seed=i) for i in range(len(prompts))
+        SamplingParams(max_tokens=sizes.max_tokens, temperature=0.8, top_p=0.95, seed=i) for i in range(len(prompts))
     ]
-    found: dict[str, Any] = {}
-    for dtype in ("float32", "bfloat16"):
-        model = load_model(args.model, dtype=dtype, device=args.device)
-        target = open_target(model, num_slots=16, max_length=512)
+    found: Found = {"passed": True}
+    for dtype in types:
+        target = open_target(load_model(name, dtype=dtype, device=scene.device), num_slots=16, max_length=512)
         report = Report()
-        expected = reference_greedy(target, prompts, args.max_tokens, eos)
+        expected = reference_greedy(target, prompts, sizes.max_tokens, eos)
         drawn, _ = run(target, prompts, sampled, None, eos_token_ids=eos)
-        if dtype == "float32":
-            settings = covering_settings(["ssd", "frequency", "random", "oracle"], [1, 4, 16], [1, 4, 16])
-        else:
-            settings = [Setting("ssd", 16, 8)]
+        is_exact = dtype == "float32"
+        settings = covering_settings(drafters, [1, 4, 16], [1, 4, 16]) if is_exact else [Setting("ssd", 16, 8)]
         for setting in settings:
             compare(target, prompts, greedy, expected, setting, eos_token_ids=eos, report=report)
             compare(target, prompts, sampled, drawn, setting, eos_token_ids=eos, report=report)
         flips = report.num_ties + len(report.mismatches)
-        print(f"exactness {dtype}: {report}; settings {', '.join(map(str, settings))}")
+        print(f"exactness {dtype}: {report}; settings {', '.join(map(str, settings))}", flush=True)
         found[dtype] = {
             "way": target.way,
             "passes": passes_of(target),
@@ -47,20 +76,31 @@ def exactness(args: argparse.Namespace) -> dict[str, Any]:
             "tokens": report.num_tokens,
             "ties": report.num_ties,
             "mismatches": len(report.mismatches),
+            "first_mismatches": report.mismatches[:5],
             "first_differences_per_10k_tokens": round(1e4 * flips / max(1, report.num_tokens), 3),
-            "passed": report.passed or dtype != "float32",
+            "passed": report.passed or not is_exact,
         }
+        found["passed"] &= found[dtype]["passed"]
+        keep(found)
     return found
 
 
-def growth(args: argparse.Namespace) -> dict[str, Any]:
-    """A stream with repeats at batch 1, greedy, float32: speculation on and off in turn."""
-    codec = TextCodec.load(str(args.model))
-    model = load_model(args.model, dtype="float32", device=args.device)
-    on, off = (open_target(model, num_slots=1, max_length=1024) for _ in range(2))
-    options = argparse.Namespace(requests=args.requests, max_tokens=96, window=8, batch=1, num_speculative_tokens=16)
-    stream = made_stream(MIXED, codec, args.requests, seed=0, most_tokens=1024 - 96)
-    summary = run_stream(on, off, codec, stream, "greedy", options).summary()
+def _growth(scene: Scene, name: str, dtype: str, keep: Keep) -> Found:
+    sizes, codec = scene.sizes, TextCodec.load(name)
+    max_tokens = 96 if scene.device != "cpu" else 8
+    model = load_model(name, dtype=dtype, device=scene.device)
+    options = argparse.Namespace(
+        requests=sizes.requests, max_tokens=max_tokens, window=8, batch=1, num_speculative_tokens=64,
+        repeated=sizes.repeated, seed=0,
+    )  # fmt: skip
+    found: Found = {"passed": True, "dtype": dtype, "repeated": repeat(model, codec, options)}
+    keep(found)
+    print(f"growth: the same requests again {found['repeated']['speedup_second']}x", flush=True)
+    on, off = (open_target(model, num_slots=1, max_length=1024, max_draft_tokens=64) for _ in range(2))
+    stream = made_stream(MIXED, codec, sizes.requests, seed=0, most_tokens=1024 - max_tokens)
+    found["stream"] = summary = run_stream(on, off, codec, stream, "greedy", options).summary()
+    if dtype == "float32":
+        found["passed"] = not summary["mismatches"] and not found["repeated"]["mismatches"]
     print(f"growth: on/off {summary['speedup_first']} at first, {summary['speedup_last']} at last, "
           f"tokens per step {summary['acceptance_length_first']} to {summary['acceptance_length_last']}")  # fmt: skip
-    return summary
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -12,6 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.decode.steps import passes_of, synchronize
+from benchmarks.gpu_check.scene import Found, Keep, Scene
+from benchmarks.gpu_check.sizes import Sizes
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
@@ -29,20 +30,21 @@ from ssd.model.ways.steps_probe import make_steps, steps_error, triton_kernel
 
 _CONTEXT = 256
 _NUM_TOKENS = 32
-_MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.08}
+_MOST_ERROR = {"float32": 1e-3, "bfloat16": 0.08, "float16": 0.02}
 """As `find_way` allows."""
 
 
-def passes(args: argparse.Namespace) -> dict[str, Any]:
+def passes(scene: Scene, keep: Keep) -> Found:
     """For each type and way: error against plain passes, greedy tokens that differ, milliseconds of a pass.
 
-    Float32 must say the same tokens; where bfloat16 differs it is counted.
+    Float32 must say the same tokens; where shorter types differ it is counted.
     """
-    found: dict[str, Any] = {"passed": True}
-    for dtype in ("float32", "bfloat16"):
+    sizes = scene.sizes
+    found: Found = {"passed": True}
+    for dtype in _MOST_ERROR:
         target = open_target(
-            load_model(args.model, dtype=dtype, device=args.device),
-            num_slots=max(args.batch),
+            load_model(scene.model, dtype=dtype, device=scene.device),
+            num_slots=max(sizes.batch),
             max_length=512,
             max_draft_tokens=64,
         )
@@ -56,7 +58,7 @@ def passes(args: argparse.Namespace) -> dict[str, Any]:
             ways.append(way)
             try:
                 target.steps = steps
-                way |= _measure(target, args)
+                way |= _measure(target, sizes)
                 text = way.pop("text")
                 plain_text = plain_text or text
                 differing = sum(a != b for row, plain in zip(text, plain_text, strict=True)
@@ -71,6 +73,7 @@ def passes(args: argparse.Namespace) -> dict[str, Any]:
                 _empty(target)
             found["passed"] &= way["passed"]
             _print(dtype, way)
+            keep(found)
     return found
 
 
@@ -87,12 +90,12 @@ def _ways(target: SlotTarget, tolerance: float) -> Iterator[tuple[str, StaticSte
             yield "graphs, our kernel", steps(CudaGraphs(target.device), kernel)
 
 
-def _measure(target: SlotTarget, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(target: SlotTarget, sizes: Sizes) -> dict[str, Any]:
     steps = target.steps
     error = 0.0 if steps is None else steps_error(target)
     _empty(target)
     free, began = _free_bytes(target), time.perf_counter()
-    if args.device != "cpu":
+    if target.device.type != "cpu":
         target.warm_up()
     synchronize(target.device)
     return {
@@ -102,11 +105,13 @@ def _measure(target: SlotTarget, args: argparse.Namespace) -> dict[str, Any]:
         "recorded": 0 if steps is None else steps.num_recorded,
         "text": _greedy(target),
         "times": [
-            {"batch": batch, "T": width, "ms_p50": round(1e3 * median(_seconds(target, batch, width, args.rounds)), 4)}
-            for batch in args.batch
-            for width in args.width
+            {"batch": batch, "T": width, "ms_p50": round(1e3 * median(_seconds(target, batch, width, sizes.rounds)), 4)}
+            for batch in sizes.batch
+            for width in sizes.width
         ],
-        "sampled": [_sampled(target, batch, width, args.rounds) for batch in args.batch for width in _ends(args.width)],
+        "sampled": [
+            _sampled(target, batch, width, sizes.rounds) for batch in sizes.batch for width in _ends(sizes.width)
+        ],
         "failure": None if steps is None else steps.failure,
     }
 
@@ -124,7 +129,7 @@ def _greedy(target: SlotTarget) -> list[list[int]]:
     return text
 
 
-def _ends(widths: list[int]) -> list[int]:
+def _ends(widths: Sequence[int]) -> list[int]:
     return sorted({min(widths), max(widths)})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from time import perf_counter_ns
+from typing import Self
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class Arctic:
 
     distributions: tuple[str, ...] = ("arctic-inference", "numpy")
     has_store = True
+    shares_state = True
 
     def __init__(self, depth: int = 64, prompt_length: int = 32, max_cached_requests: int = -1) -> None:
         """``depth`` 64 is the library's default, 24 what vLLM sets; no limit on cached requests unless given."""
@@ -35,6 +37,9 @@ class Arctic:
         # By default a draft is no longer than the match it follows and stops at a chance of 0.1. The offset alone
         # lifts the first limit: `factor * match + offset` then never falls below what was asked for.
         self.full_draft: Setting = {"max_spec_factor": 1.0, "max_spec_offset": float(depth), "min_token_prob": 0.0}
+
+    def apart(self, max_tokens: int, setting: Setting) -> Self:
+        return self
 
     def insert(self, sequence: TokenIds) -> tuple[int, int]:
         """A whole request at once: started, answered in one piece, stopped."""

@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.peers.answers import Draft, Insertion, PeerError, PeerUnavailable, Proposals
 from benchmarks.peers.frames import FrameError, TokenIds, read_frame, write_frame
+from benchmarks.peers.local import Setting
 from benchmarks.peers.names import PEER_NAMES
 from cache_builder.replay.walk import Steps
 
@@ -41,19 +42,25 @@ class Peer:
     - arctic: ``depth`` (64), ``prompt_length`` (32), ``max_cached_requests`` (-1, no limit)
     - vllm-ngram: ``min_ngram`` (2), ``max_ngram`` (5), ``max_context_tokens`` (65,536), ``max_draft`` (256)
     - prompt-lookup: ``max_matching_ngram_size`` (2)
+    - sglang-ngram: ``capacity`` (10,000,000), ``match_type`` (BFS), ``min_bfs_breadth`` (1), ``max_bfs_breadth`` (10),
+      ``max_trie_depth`` (18), ``draft_tokens`` (12), ``padded`` (0), ``prompts`` (0)
+    - llama-cpp: ``type`` (ngram-mod), and ``first``, ``second``, ``third``, its three sizes
 
     ``setting`` of `propose` and `speculate` are arctic's alone: ``max_spec_factor``, ``max_spec_offset``,
-    ``min_token_prob``, ``use_tree_spec``.
+    ``min_token_prob``, ``use_tree_spec``. In `replay` a setting of sglang-ngram or llama-cpp holds options, and has a
+    peer of its own.
     """
 
     versions: dict[str, str]
     """Versions of the packages that the peer is made of."""
     has_store: bool
     """Whether it learns from finished requests."""
-    full_draft: dict[str, float]
+    shares_state: bool
+    """Whether all settings of `replay` draft from one memory."""
+    full_draft: Setting
     """The setting `propose` uses unless it is given one."""
 
-    def __init__(self, name: str, **options: int) -> None:
+    def __init__(self, name: str, **options: int | str) -> None:
         """Start the peer and wait until it is warm. Raises PeerUnavailable, or PeerError where an option is wrong."""
         if name not in PEER_NAMES:
             raise ValueError(f"no peer is called {name!r}, only {', '.join(PEER_NAMES)}")
@@ -82,6 +89,7 @@ class Peer:
             raise
         self.versions = answer["versions"]
         self.has_store = answer["has_store"]
+        self.shares_state = answer["shares_state"]
         self.full_draft = answer["full_draft"]
 
     def __enter__(self) -> Self:
@@ -112,7 +120,7 @@ class Peer:
             num_tokens += answer["num_tokens"]
         return Insertion(ns / 1e9, num_tokens, self._resident_bytes() - before)
 
-    def propose(self, contexts: Sequence[TokenIds], max_tokens: int, **setting: float) -> Proposals:
+    def propose(self, contexts: Sequence[TokenIds], max_tokens: int, **setting: float | str) -> Proposals:
         """Draft once for each context, as the prompt of a request of its own that leaves nothing behind.
 
         Without ``setting`` the peer is set to draft up to ``max_tokens`` however short the match: see `full_draft`.
@@ -131,7 +139,7 @@ class Peer:
         """Begin a request that is decoded step by step."""
         self._call("start", {"request_id": request_id}, [prompt])
 
-    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, **setting: float) -> Draft:
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, **setting: float | str) -> Draft:
         """Draft for a running request; ``context`` is all of its text, prompt included.
 
         What ``setting`` leaves out is as the library has it, not as in `full_draft`.
@@ -150,12 +158,13 @@ class Peer:
         self._call("stop", {"request_id": request_id, "keep": keep})
 
     def replay(
-        self, request_id: str, text: TokenIds, prompt_length: int, settings: Sequence[tuple[int, dict[str, float]]]
+        self, request_id: str, text: TokenIds, prompt_length: int, settings: Sequence[tuple[int, Setting]]
     ) -> list[Steps]:
         """Decode a recorded request in the peer's process, once under each setting, and let the peer keep the output.
 
         ``text`` : int32[n], prompt and output. ``settings`` : most tokens of a draft, and what `speculate` would be
-        given. No setting's drafts depend on the others. Without settings the request is only learned.
+        given. No setting's drafts depend on the others. Without settings the request is only learned, by a peer whose
+        settings share a state.
         """
         asked = [{"max_tokens": max_tokens, "setting": setting} for max_tokens, setting in settings]
         _, arrays = self._call(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from benchmarks.peers.frames import TokenIds
 
-Setting = dict[str, float]
+Setting = dict[str, float | str]
 """Names and values of a peer's own knobs; a boolean counts as a number, as it does in JSON and in Python."""
 
 
@@ -33,11 +33,16 @@ class LocalPeer(Protocol):
     """What it is made of: the installed packages whose versions identify it."""
     has_store: bool
     """Whether it learns from finished requests; `insert` does nothing where it does not."""
+    shares_state: bool
+    """Whether what it knows depends on texts alone, so that several settings can draft from one memory."""
     full_draft: Setting
     """The setting under which a draft is only as short as ``max_tokens`` and the evidence make it."""
 
     def insert(self, sequence: TokenIds) -> tuple[int, int]:
         """Learn one finished request; returns (nanoseconds of its own calls, tokens now held for later requests)."""
+
+    def apart(self, max_tokens: int, setting: Setting) -> Self:
+        """Who drafts under a setting: itself where settings share a state, else a new peer that knows nothing."""
 
     def start(self, request_id: str, prompt: TokenIds) -> None:
         """Begin a request. Raises ValueError where one of that id runs."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from benchmarks.peers.frames import TokenIds
+from benchmarks.peers.local import Setting
 
 
 class OwnContext:
     """Book-keeping of running requests for peers that look at one request's own text alone."""
 
     has_store = False
+    shares_state = True
 
     def __init__(self) -> None:
         self._running: set[str] = set()
@@ -16,6 +20,9 @@ class OwnContext:
     def insert(self, sequence: TokenIds) -> tuple[int, int]:
         """Nothing is kept: no time, no tokens."""
         return 0, 0
+
+    def apart(self, max_tokens: int, setting: Setting) -> Self:
+        return self
 
     def start(self, request_id: str, prompt: TokenIds) -> None:
         if request_id in self._running:
@@ -35,7 +42,7 @@ class OwnContext:
         self._running.remove(request_id)
 
 
-def refuse_settings(name: str, setting: dict[str, float]) -> None:
+def refuse_settings(name: str, setting: Setting) -> None:
     """Raises ValueError if any setting is given: these peers are set up once, by options."""
     if setting:
         raise ValueError(f"{name} has no settings, got {sorted(setting)}")

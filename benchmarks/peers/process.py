@@ -7,9 +7,10 @@ answer either holds results or says what failed in "error", and the process goes
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import IO, Any
@@ -18,10 +19,12 @@ import numpy as np
 
 from benchmarks.peers.arctic import Arctic
 from benchmarks.peers.frames import TokenIds, read_frame, write_frame
+from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.local import LocalPeer, Speculation
 from benchmarks.peers.prompt_lookup import PromptLookup
 from benchmarks.peers.replaying import replay
 from benchmarks.peers.resident import resident_bytes
+from benchmarks.peers.sglang_ngram import SglangNgram
 from benchmarks.peers.vllm_ngram import VllmNgram
 
 Answer = tuple[dict[str, Any], list[TokenIds]]
@@ -29,6 +32,8 @@ _MAKERS: dict[str, Callable[..., LocalPeer]] = {
     "arctic": Arctic,
     "vllm-ngram": VllmNgram,
     "prompt-lookup": PromptLookup,
+    "sglang-ngram": SglangNgram,
+    "llama-cpp": LlamaCpp,
 }
 
 
@@ -65,6 +70,7 @@ class Server:
         self._make = make
         self._opened: LocalPeer | None = None
         self._num_asked = 0
+        self._apart: dict[str, LocalPeer] = {}
 
     @property
     def _peer(self) -> LocalPeer:
@@ -90,7 +96,8 @@ class Server:
     def _open(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
         self._opened = self._make(header)
         versions = {name: _version(name) for name in self._opened.distributions}
-        return {"versions": versions, "has_store": self._opened.has_store, "full_draft": self._opened.full_draft}, []
+        about = {name: getattr(self._opened, name) for name in ("has_store", "shares_state", "full_draft")}
+        return {"versions": versions, **about}, []
 
     def _insert(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
         with without_collection():
@@ -133,8 +140,16 @@ class Server:
 
     def _replay(self, header: dict[str, Any], arrays: list[TokenIds]) -> Answer:
         with collection_put_off():
-            steps = replay(self._peer, header["request_id"], arrays[0], header["prompt_length"], header["settings"])
+            peers = self._of_settings(header["settings"])
+            steps = replay(peers, header["request_id"], arrays[0], header["prompt_length"], header["settings"])
         return {}, [array for each in steps for array in each.to_arrays()]
+
+    def _of_settings(self, settings: Sequence[dict[str, Any]]) -> list[LocalPeer]:
+        """The peer of each setting, the same as in earlier calls; without settings the one that was opened."""
+        for each in settings:
+            if (name := json.dumps(each)) not in self._apart:
+                self._apart[name] = self._peer.apart(each["max_tokens"], each["setting"])
+        return [self._apart[json.dumps(each)] for each in settings] or [self._peer]
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], server: Server) -> None:

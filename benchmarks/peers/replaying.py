@@ -11,17 +11,24 @@ from cache_builder.replay.walk import Proposal, Steps, walk
 
 
 def replay(
-    peer: LocalPeer, request_id: str, text: TokenIds, prompt_length: int, settings: Sequence[dict[str, Any]]
+    peers: Sequence[LocalPeer],
+    request_id: str,
+    text: TokenIds,
+    prompt_length: int,
+    settings: Sequence[dict[str, Any]],
 ) -> list[Steps]:
     """Start the request, draft for all of its output under each of ``settings``, stop it and keep what it put out.
 
-    Each setting is {"max_tokens": ..., "setting": {...}}. What a peer drafts depends on the text before a position and
-    not on the drafts it made there, so all settings share the peer's one state; with no setting the request is learned.
+    Each setting is {"max_tokens": ..., "setting": {...}}. ``peers`` : of each setting, the same one where settings
+    share a state, because what is drafted depends on the text alone and not on earlier drafts. With no setting the one
+    peer learns the request.
     """
-    request = _Request(peer, request_id, text, prompt_length)
-    steps = walk(text.tolist(), prompt_length, [_Asker(request, **each) for each in settings])
-    request.advance(len(text))
-    peer.stop(request_id, keep=True)
+    requests = {id(peer): _Request(peer, request_id, text, prompt_length) for peer in peers}
+    askers = [_Asker(requests[id(peer)], **each) for peer, each in zip(peers, settings, strict=False)]
+    steps = walk(text.tolist(), prompt_length, askers)
+    for request in requests.values():
+        request.advance(len(text))
+        request.peer.stop(request_id, keep=True)
     return steps
 
 

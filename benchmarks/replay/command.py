@@ -115,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         plan = _plan(options)
+        if "sglang" in plan.drafters and not plan.tree:
+            raise ConfigError("--drafter sglang drafts trees and nothing else; add --tree")
         traces = [find_trace(name) for name in options.traces or all_traces()]
         tokenizers = [find_tokenizer(name) for name in options.tokenizer]
         if options.plot is not None and not options.plot.parent.is_dir():

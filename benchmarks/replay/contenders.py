@@ -51,7 +51,8 @@ class PeerDrafter:
 
     def learn(self, request_id: str, row: Row) -> None:
         if self._peer.has_store:
-            self._peer.replay(request_id, row.text(), len(row.context), [])
+            asked = [] if self._peer.shares_state else self._asked
+            self._peer.replay(request_id, row.text(), len(row.context), asked)
 
     def num_cached_tokens(self) -> int:
         return 0
@@ -60,5 +61,5 @@ class PeerDrafter:
         return {"versions": self._peer.versions, **self._options}
 
 
-def _knobs(setting: Setting) -> dict[str, float]:
+def _knobs(setting: Setting) -> dict[str, float | str]:
     return setting.knobs if isinstance(setting, PeerSetting) else {}

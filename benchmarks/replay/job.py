@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.contenders import Contender, PeerDrafter
-from benchmarks.replay.settings import PEERS, settings_of
+from benchmarks.replay.settings import PEERS, PeerSetting, settings_of
 from benchmarks.replay.stream import adversarial, limited, shuffled, stream
 from benchmarks.traces import TraceTokenizer, read_records, read_sessions, trace_name
 from cache_builder.replay.cost import CostCurve, speed_up
@@ -25,6 +25,9 @@ from cache_builder.replay.stream import replay_stream
 from ssd.config import DraftConfig, IndexConfig
 
 Result = dict[str, Any]
+
+_SGLANG_AT_ONCE = 4
+_SGLANG_DEPTH, _SGLANG_CAPACITY = 18, 10_000_000  # its server's defaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +115,39 @@ def _contenders(plan: Plan, turns: Sequence[Turn]) -> Iterator[Contender]:
     ours = [setting for drafter in plan.drafters if drafter not in PEERS for setting in settings(drafter)]
     if ours:
         yield OurDrafters(ours, draft=plan.draft, index=plan.index, tree=plan.tree)
-    makers: dict[str, Callable[[], dict[str, int]]] = {
+    options: dict[str, Callable[[], dict[str, int]]] = {
         "arctic": lambda: {"depth": plan.arctic_depth},
         "vllm-ngram": lambda: {"max_draft": limit, "max_context_tokens": _longest(turns)},
         "prompt-lookup-hf": dict,
+        "llama-cpp": dict,
     }
     for drafter in plan.drafters:
-        if drafter in PEERS:
-            yield PeerDrafter(settings(drafter), **makers[drafter]())
+        if drafter == "sglang":
+            yield from _sglang(settings(drafter), turns)
+        elif drafter in PEERS:
+            yield PeerDrafter(settings(drafter), **options[drafter]())
+
+
+def _sglang(settings: Sequence[Setting], turns: Sequence[Turn]) -> Iterator[Contender]:
+    """A few settings at a time: each has a trie of its own, which is large.
+
+    A trie that nothing is evicted from is as good as one of the default size, and gets no more nodes than that takes.
+    """
+    for first in range(0, len(settings), _SGLANG_AT_ONCE):
+        some = settings[first : first + _SGLANG_AT_ONCE]
+        has_prompts = any(isinstance(each, PeerSetting) and each.knobs.get("prompts") for each in some)
+        num_tokens = sum(_new_tokens(turns) if has_prompts else (_SGLANG_DEPTH + len(t.row.output) for t in turns))
+        yield PeerDrafter(some, capacity=min(_SGLANG_DEPTH * (num_tokens + 1), _SGLANG_CAPACITY))
+
+
+def _new_tokens(turns: Sequence[Turn]) -> Iterator[int]:
+    """Of each request the tokens behind the text of the one before it, if it goes on from there, else all."""
+    known = np.empty(0, np.int32)
+    for turn in turns:
+        text = turn.row.text()
+        goes_on = np.array_equal(known, text[: len(known)])
+        yield len(text) - len(known) * goes_on
+        known = text
 
 
 def _longest(turns: Sequence[Turn]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check.results import read_results
 from benchmarks.report.api import api_section
 from benchmarks.report.building import building_section
 from benchmarks.report.clients import clients_section
@@ -23,12 +24,14 @@ from benchmarks.report.evaluate import evaluate_section
 from benchmarks.report.faults import faults_section, fleet_section
 from benchmarks.report.fleet import latency_section, limits_section, shares_section
 from benchmarks.report.gains import gains_section
+from benchmarks.report.gpu import gpu_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
 from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.joining import joining_section
 from benchmarks.report.plan import plan_section
+from benchmarks.report.profile import profile_section
 from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, replay_section
 from benchmarks.report.rollouts import rollouts_section
@@ -38,7 +41,7 @@ from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, GPU, HEADS, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
     f"docs/{name}.md"
     for name in (
         "api",
@@ -46,6 +49,7 @@ API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, HEADS, JOINING, ROLLOUTS, SCALING, S
         "clients",
         "coupled-sampling",
         "engines",
+        "gpu",
         "head-training",
         "joining",
         "rollouts",
@@ -74,6 +78,7 @@ def pages() -> dict[str, str]:
             CLIENTS,
             COUPLED,
             ENGINES,
+            GPU,
             HEADS,
             JOINING,
             ROLLOUTS,
@@ -94,6 +99,10 @@ def pages() -> dict[str, str]:
         put("README.md", "gains", gains_section(growth, coupled, overhead, vllm, curve))
     if (decode := _result("decode")) is not None:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
+    if (profile := _result("profile")) is not None:
+        put(BENCHMARKS, "profile", profile_section(profile))
+    if checked := read_results(RESULTS):
+        put(GPU, "gpu", gpu_section(checked))
     if sources := _results("sources", "sources-gemma"):
         put(BENCHMARKS, "sources", sources_section(sources))
     if (siblings := _result("siblings")) is not None:

@@ -92,3 +92,5 @@ class HttpServer(uvicorn.Server):
                 connection.shutdown()  # once it is answered
         self.drained = await self._worker.drain(self._shutdown_timeout_s, lambda: self.force_exit)
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn then leaves the application waiting, and its end would be logged as an error
+            await self.lifespan.shutdown()

@@ -31,7 +31,7 @@ def add_observe_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--no-access-log", "--disable-log-requests", action="store_true",
-        help="no line for each request (default: one; of /live, /health and /metrics only at --log-level debug)",
+        help="no line for each request (default: one; of probes, metrics and the page's counters at --log-level debug)",
     )  # fmt: skip
     add(
         "--otlp-traces-endpoint", metavar="URL",

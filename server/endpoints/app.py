@@ -27,8 +27,8 @@ from server.intake.root_path import RootPath
 from server.observe.access import Access, SpanSink
 from server.observe.loop_lag import watch_loop
 from server.observe.metrics import NamespaceStats
-from server.page.files import page_files
-from server.page.routes import add_page
+from server.page.files import docs_files, page_files
+from server.page.routes import add_files, add_page
 from server.running.engine_thread import Worker
 from server.tenants.allowance import RATE_HEADERS
 from server.tenants.opening import tenants_of
@@ -62,10 +62,12 @@ def create_app(
         watch.cancel()
         service.close()
 
-    app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan)
+    # Its own pages of the API would have browsers load scripts from another host.
+    app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Admission, worker=worker)
+    docs = docs_files()
     files = page_files() if settings.page else {}
-    app.add_middleware(Gate, tenants=tenants, open_paths=files)
+    app.add_middleware(Gate, tenants=tenants, open_paths=docs | files)
     _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
     app.add_middleware(  # around all that may refuse
         Access,
@@ -85,6 +87,7 @@ def create_app(
     add_models(app, service)
     add_tokenizer(app, service)
     add_state(app, service)
+    add_files(app, docs)
     if settings.page:
         add_page(app, files, worker, settings, tenants, service.lanes.answers)
     add_admin(app, service)

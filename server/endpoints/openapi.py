@@ -23,6 +23,22 @@ _BODIES: dict[str, tuple[type[Body], ...]] = {
     "/tokenize": (TokenizeTextBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
 }
+_ABOUT = {
+    "/v1/completions": "A text is continued.",
+    "/v1/chat/completions": "A conversation is answered: tools, reasoning, structured output.",
+    "/v1/responses": "The newer of OpenAI's interfaces for conversations. Nothing is stored.",
+    "/v1/messages": "Anthropic's Messages API.",
+    "/v1/messages/count_tokens": "How many tokens the prompt of a message has.",
+    "/v1/models": "What is served: the model, and adapters with it as their parent.",
+    "/v1/models/{name}": "One of them.",
+    "/v1/cache": "All that was learned from the tenant of the key is forgotten.",
+    "/tokenize": "The token ids of a text, or of a conversation as the chat template writes it.",
+    "/detokenize": "The text of token ids.",
+    "/live": "200 while the process answers.",
+    "/health": "200 while requests are taken, 503 before and after.",
+    "/version": "The version of the server.",
+    "/metrics": "Metrics for Prometheus.",
+}
 _OPEN = frozenset({"/live", "/health", "/version", "/metrics"})
 _PLACE = "#/components/schemas/{model}"
 
@@ -83,6 +99,7 @@ def _complete(description: dict[str, Any], needs_key: bool) -> None:
         for operation in operations.values():
             if path in _BODIES:
                 operation["requestBody"] = _body(_BODIES[path], schemas)
+            operation["description"] = _ABOUT[path]
             operation["responses"] = _responses(path)
             if needs_key and path not in _OPEN:
                 operation["security"] = [{"key": []}]

@@ -18,8 +18,9 @@ from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
 
-PROBES = frozenset({"/live", "/health", "/metrics"})
-"""Asked every few seconds by machines: where they say what they are for, their lines are at level DEBUG."""
+PROBES = frozenset({"/live", "/health", "/metrics", "/page/stats"})
+"""Asked every few seconds by machines and open pages: where they say what they are for, their lines are at level
+DEBUG."""
 
 _PROBED = frozenset({200, 503})
 """Ready, and not ready."""

@@ -1,1 +1,1 @@
-"""The page at /: a playground that shows the drafts at work."""
+"""The pages: at / a playground that shows the drafts at work, at /docs the API."""

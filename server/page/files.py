@@ -1,4 +1,4 @@
-"""The files of the page, read once, with the headers they are answered with."""
+"""The files of the pages at / and /docs, read once, with the headers they are answered with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_FILES = Path(__file__).parent / "static"
+_PAGE = Path(__file__).parent / "static"
+_DOCS = Path(__file__).parent / "docs"
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -52,12 +53,21 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """All files by their path in the service; those of the page lie below /page/, as its own links have it."""
-    files = {}
-    for path in sorted(_FILES.iterdir()):
-        content = path.read_bytes()
-        etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        files[f"/page/{path.name}"] = PageFile(content, _TYPES[path.suffix], etag)
+    """Those of / by their path in the service; they lie below /page/, as its own links have it."""
+    files = {f"/page/{path.name}": _read(path) for path in sorted(_PAGE.iterdir())}
     files["/"] = files.pop("/page/index.html")
     files["/favicon.ico"] = files["/page/icon.svg"]
     return files
+
+
+def docs_files() -> dict[str, PageFile]:
+    """Those of /docs by their path in the service; they lie below it."""
+    files = {f"/docs/{path.name}": _read(path) for path in sorted(_DOCS.iterdir())}
+    files["/docs"] = files.pop("/docs/docs.html")
+    files["/docs/icon.svg"] = _read(_PAGE / "icon.svg")
+    return files
+
+
+def _read(path: Path) -> PageFile:
+    content = path.read_bytes()
+    return PageFile(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')

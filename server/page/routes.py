@@ -1,4 +1,4 @@
-"""/, the files that the page there is made of, and /page/stats."""
+"""/ and /docs, the files that the pages there are made of, and /page/stats."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from server.running.engine_thread import Worker
 from server.tenants.registry import Tenants
 
 
+def add_files(app: FastAPI, files: Mapping[str, PageFile]) -> None:
+    """Files of a page by their paths, open to everybody."""
+    for path, file in files.items():
+        app.add_route(path, _answers(file), methods=["GET", "HEAD"], include_in_schema=False)
+
+
 def add_page(
     app: FastAPI,
     files: Mapping[str, PageFile],
@@ -25,9 +31,8 @@ def add_page(
     tenants: Tenants,
     aside: Lane,
 ) -> None:
-    """The files, open to everybody; the counters need a key where there are keys. ``aside`` : where they are read."""
-    for path, file in files.items():
-        app.add_route(path, _answers(file), methods=["GET", "HEAD"], include_in_schema=False)
+    """The page at / and its counters, which need a key where there are keys. ``aside`` : where they are read."""
+    add_files(app, files)
 
     @app.get("/page/stats", include_in_schema=False)
     async def stats(request: Request) -> Response:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.attacks import ATTACKS, COMPLETIONS, Attack
-from tests.server.client import get, wait_until
-from tests.server.test_process import START_S, answers, running
+from tests.server.client import get, until_ready, wait_until
+from tests.server.test_process import running
+from tests.waiting import PATIENCE_S
 
 KEY = {"authorization": "Bearer secret"}
 LONGEST_WAIT_S = 1.0
@@ -41,7 +42,7 @@ SMALL = (
 def server() -> Iterator[tuple[int, int]]:
     """Process id and port."""
     with running(*SMALL, "--api-key", "secret") as (process, port):
-        wait_until(lambda: answers(port, "/health"), START_S)
+        until_ready(port, process)
         yield process.pid, port
 
 
@@ -91,7 +92,7 @@ class Witness:
         body = {"prompt": "x = 1\n", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 1,
                 "priority": -100, "num_speculative_tokens": 0}  # fmt: skip
         while not self._stop.is_set():
-            with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)) as connection:
+            with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)) as connection:
                 last = self._now()
                 connection.request("POST", COMPLETIONS, json.dumps(body), KEY)
                 response = connection.getresponse()
@@ -103,7 +104,7 @@ class Witness:
 
 def send(port: int, attack: Attack, content: bytes) -> int:
     """The status of an attack; a server that refuses a body need not read it."""
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
         connection.putrequest("POST", attack.path)
         for name, value in {**KEY, "content-length": str(len(content))}.items():
             connection.putheader(name, value)

@@ -41,7 +41,7 @@ def server() -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.mark.timeout(0 if CASES > 1000 else 300)
+@pytest.mark.timeout(0 if CASES > 1000 else 1200)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
 def test_no_described_request_is_an_error_of_the_server(server: RunningServer, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

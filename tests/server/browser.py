@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+
+from tests.waiting import wait_until
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -53,7 +54,7 @@ class Page:
         driver.execute_script("sessionStorage.clear(); localStorage.clear()")
         driver.get_log("browser")
         driver.get(url)
-        self.wait(lambda: self["state"].text not in ("", "connecting"))
+        wait_until(lambda: self["state"].text not in ("", "connecting"))
 
     def resize(self, width: int, height: int) -> None:
         """Make the window so large; narrow ones are a phone's."""
@@ -71,16 +72,9 @@ class Page:
         """What JavaScript returns."""
         return self.driver.execute_script(text, *arguments)
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 30) -> None:
-        """Poll until a claim about the page holds."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "waited too long"
-            time.sleep(0.02)
-
     def wait_for_answer(self) -> str:
         """The sentence about what ran, once it has ended."""
-        self.wait(lambda: self["verdict"].text not in ("", "Running") or self["error"].is_displayed())
+        wait_until(lambda: self["verdict"].text not in ("", "Running") or self["error"].is_displayed())
         return str(self["verdict"].text)
 
     def complaints(self) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Callable
+import subprocess
 from contextlib import closing
 from typing import Any
 
 import openai
+
+from tests.waiting import PATIENCE_S, START_S
+from tests.waiting import wait_until as wait_until
 
 
 class Answer:
@@ -39,7 +41,13 @@ class Answer:
 
 
 def ask(
-    port: int, method: str, path: str, body: Any = None, *, headers: dict[str, str] | None = None, timeout: float = 60
+    port: int,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    headers: dict[str, str] | None = None,
+    timeout: float = PATIENCE_S,
 ) -> Answer:
     """One request on a connection of its own; ``body`` is sent as JSON unless it is bytes."""
     content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
@@ -70,9 +78,15 @@ def get(port: int, path: str, **options: Any) -> Answer:
     return ask(port, "GET", path, **options)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    """Poll until a claim about another thread holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
+def answers(port: int, path: str) -> bool:
+    """Whether a server answers there and all is well."""
+    try:
+        return get(port, path, timeout=PATIENCE_S).status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def until_ready(port: int, process: subprocess.Popen[Any] | None = None) -> None:
+    """Wait until a server takes requests; fails at once where its process has ended."""
+    wait_until(lambda: answers(port, "/health") or (process is not None and process.poll() is not None), START_S)
+    assert process is None or process.poll() is None, "the server ended"

@@ -24,7 +24,7 @@ from server.tenants.registry import Tenants
 from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
-from tests.server.client import wait_until
+from tests.waiting import PATIENCE_S, START_S, wait_until
 
 
 class CharCodec:
@@ -67,6 +67,8 @@ class FailingEngine:
         self._running: dict[str, tuple[Request, RequestStats]] = {}
         self._cancelled: set[str] = set()
         self._num_steps = 0
+        self.num_cancelled = 0
+        """Requests that ended because somebody asked for it."""
 
     def submit(self, request: Request) -> None:
         limit = request.sampling.max_tokens or 1
@@ -104,6 +106,7 @@ class FailingEngine:
             for request_id, (request, stats) in list(self._running.items()):
                 outputs.append(output := self._advance(request, stats))
                 if output.finish_reason is not None:
+                    self.num_cancelled += output.finish_reason is FinishReason.CANCELLED
                     del self._running[request_id]
             self.metrics.num_running = len(self._running)
         return outputs
@@ -128,7 +131,7 @@ class FailingEngine:
 
     def warm_up(self) -> None:
         if self.warm_up_gate is not None:
-            assert self.warm_up_gate.wait(20)
+            assert self.warm_up_gate.wait(PATIENCE_S)
         if self.load_error is not None:
             raise self.load_error
 
@@ -150,7 +153,7 @@ class RunningServer:
         """Whether anybody is connected."""
         return bool(self._connections)
 
-    def wait_until(self, state: WorkerState, timeout_s: float = 120) -> None:
+    def wait_until(self, state: WorkerState, timeout_s: float = START_S) -> None:
         """Wait for a state; raises what went wrong if the engine cannot be loaded instead."""
         wait_until(lambda: self.engine_thread.state is state or self.engine_thread.load_error is not None, timeout_s)
         if self.engine_thread.state is not state and self.engine_thread.load_error is not None:

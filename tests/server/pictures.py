@@ -19,6 +19,7 @@ from ssd.text.codec import TextCodec
 from tests.server.browser import Page, chromium
 from tests.server.client import greedy_completion
 from tests.server.failing_engine import serving
+from tests.waiting import wait_until
 
 _PLACE = Path(__file__).parents[2] / "docs" / "pictures"
 _SEALED_AFTER_S = 6.0
@@ -74,7 +75,7 @@ def main() -> None:
         _take(page, "page-light")
         page.script("document.querySelectorAll('#theme').forEach(button => { button.click(); button.click() })")
         page["again"].click()
-        page.wait(lambda: len(page.all("#asks li")) == 2)
+        wait_until(lambda: len(page.all("#asks li")) == 2)
         time.sleep(2)
         _rest(page)
         _take(page, "page-dark")

@@ -164,7 +164,7 @@ def test_probes_leave_no_line_at_the_usual_level(log: Log) -> None:
     with serving(lambda _: FailingEngine(), wait=False) as starting:
         get(starting.port, "/health", headers={"x-request-id": "probe-while-loading"})
         starting.wait_until(WorkerState.READY)
-        for path in ("/live", "/health", "/metrics"):
+        for path in ("/live", "/health", "/metrics", "/page/stats"):
             assert get(starting.port, path, headers={"x-request-id": f"probe{path}"}).status == 200
         post(starting.port, "/v1/completions", {"prompt": "a"}, headers={"x-request-id": "after-probes"})
         log.of("after-probes")

@@ -17,11 +17,12 @@ from server.command.noise import OpenNoise, open_noise
 from ssd.sharing.connection import connect
 from ssd.sharing.shared_root import KEY
 from tests.redis_server import RedisServer, redis_server
-from tests.server.client import ask, post, wait_until
+from tests.server.client import ask, post, until_ready, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.test_access_log import Log, logging_to
 from tests.server.test_cache import SMALL, metric
-from tests.server.test_process import START_S, answers, running
+from tests.server.test_process import running
+from tests.waiting import PATIENCE_S, START_S
 
 __all__ = ["redis_server"]  # the fixture
 
@@ -223,7 +224,7 @@ def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_ser
         assert metric(server, "ssd:sharing_failures_total") > 0
         own = texts(server)
         client.delete(KEY)
-        wait_until(lambda: bool(client.exists(KEY)), 20)
+        wait_until(lambda: bool(client.exists(KEY)))
         assert texts(server) == own  # its root is that of all now
 
 
@@ -262,7 +263,7 @@ def test_replicas_of_one_redis_give_one_answer(tmp_path: Path, redis_server: Red
         ports = [stack.enter_context(running(*common))[1], stack.enter_context(running(*common))[1]]
         ports.append(stack.enter_context(running(*PROCESS))[1])
         for port in ports:
-            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
+            until_ready(port)
         one, two, alone = (answer_of(port) for port in ports)
         assert one == two != alone
         redis_server.kill()
@@ -278,11 +279,11 @@ def test_a_restart_goes_on_with_the_noise_of_its_directory(tmp_path: Path) -> No
             log.open("w") as file,
             running(*PROCESS, "--cache-dir", str(tmp_path / "cache"), stderr=file.fileno()) as (process, port),
         ):
-            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
+            until_ready(port)
             said.append(answer_of(port))
             wait_until(lambda log=log: "ready after" in log.read_text(), START_S)  # type: ignore[misc]
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(PATIENCE_S) == 0
         logs.append(log.read_text())
     assert said[0] == said[1]
     kept = (tmp_path / "cache" / ".ssd" / "noise").read_text()
@@ -294,7 +295,7 @@ def test_a_seed_makes_a_run_of_coupled_requests_repeatable() -> None:
     runs = []
     for _ in range(2):
         with running(*PROCESS[:-1], "4", "--seed", "11") as (_, port):
-            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
+            until_ready(port)
             body = {"prompt": PROMPT, **SAMPLED, "n": 3}
             more = post(port, "/v1/completions", body).json["choices"]
             runs.append([answer_of(port), answer_of(port), *(choice["text"] for choice in more)])

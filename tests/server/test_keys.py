@@ -23,9 +23,10 @@ from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig
 from ssd.engine import Engine
 from ssd.errors import ConfigError
-from tests.server.client import ask, get, post, wait_until
+from tests.server.client import ask, get, post, until_ready
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
-from tests.server.test_process import SMALL, START_S, answers, refused, running
+from tests.server.test_process import SMALL, refused, running
+from tests.waiting import PATIENCE_S
 
 KEYS = ("alices-key", "bobs-key")
 PROC = Path("/proc/self/cmdline")
@@ -225,18 +226,18 @@ def command_lines(process: subprocess.Popen[bytes]) -> list[bytes]:
 @pytest.mark.skipif(not PROC.exists(), reason="needs /proc")
 def test_keys_of_the_command_line_are_not_in_the_process_list() -> None:
     with running(*SMALL, "--api-key", KEYS[0], f"--api-key={KEYS[1]}") as (process, port):
-        wait_until(lambda: answers(port, "/health"), START_S)
+        until_ready(port, process)
         assert [get(port, "/v1/models", headers=bearer(key)).status for key in (*KEYS, "wrong")] == [200, 200, 401]
         assert not any(key.encode() in text for text in command_lines(process) for key in KEYS)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.skipif(not PROC.exists(), reason="needs /proc")
 def test_children_do_not_inherit_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSD_API_KEY", KEYS[0])
     with running(*SMALL) as (process, port):
-        wait_until(lambda: answers(port, "/health"), START_S)
+        until_ready(port, process)
         assert get(port, "/v1/models", headers=bearer(KEYS[0])).status == 200
         own_command, _own_environment, *children = command_lines(process)
         assert not any(KEYS[0].encode() in text for text in (own_command, *children))

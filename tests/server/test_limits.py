@@ -35,6 +35,7 @@ from ssd.text.codec import TextCodec
 from tests.reference.text import common_subsequence, json_values
 from tests.server.client import get, post, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.waiting import PATIENCE_S
 
 COMPLETIONS = "/v1/completions"
 
@@ -239,7 +240,7 @@ KEY = {"authorization": "Bearer secret"}
 
 def test_what_says_it_is_too_long_is_refused_unread(server: RunningServer) -> None:
     for length in ("200001", "9" * 19):
-        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)) as connection:
             connection.putrequest("POST", COMPLETIONS)
             for name, value in {**KEY, "content-length": length}.items():
                 connection.putheader(name, value)
@@ -270,13 +271,17 @@ def test_tokens_of_all_choices_are_counted_and_given_back(server: RunningServer)
     assert post(server.port, COMPLETIONS, {**body, "n": 4}, headers=KEY).error["code"] == "queue_full"
     for _ in range(3):
         assert post(server.port, COMPLETIONS, {**body, "n": 3}, headers=KEY).status == 200
-    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)) as connection:
+    engine = server.engine_thread.engine
+    assert isinstance(engine, FailingEngine)
+    before = engine.num_cancelled
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
         asked = {**body, "n": 3, "max_tokens": 400, "stream": True}
         connection.request("POST", COMPLETIONS, json.dumps(asked), KEY)
         connection.getresponse().read(10)
         refused = post(server.port, COMPLETIONS, body, headers=KEY)
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-    wait_until(lambda: post(server.port, COMPLETIONS, body, headers=KEY).status == 200, 5)
+    wait_until(lambda: post(server.port, COMPLETIONS, body, headers=KEY).status == 200)
+    assert engine.num_cancelled == before + 3, "its tokens are free because it ended by itself"
 
 
 def test_tokenising_needs_a_key(server: RunningServer) -> None:

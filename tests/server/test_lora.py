@@ -19,9 +19,6 @@ from tests.server.client import get, post
 from tests.server.failing_engine import RunningServer, serving
 from tests.test_adapters import SETTINGS, make_adapter, plain_model
 
-START_S = 240.0
-"""Long, for a busy machine with all kernels to compile."""
-
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
@@ -37,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     check_before_loading(options)
     settings = make_settings(options)
     with serving(EngineLoader(options), wait=False, model_names=("base",), adapters=settings.adapters) as running:
-        running.wait_until(WorkerState.READY, START_S)
+        running.wait_until(WorkerState.READY)
         yield running
 
 

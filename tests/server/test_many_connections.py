@@ -9,7 +9,6 @@ from benchmarks.soak.command import main as soak
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_ten_thousand_idle_connections_keep_nobody_waiting() -> None:
     found = measure(10_000, 50)
     rows = {row["beside"]: row for row in found["rows"]}
@@ -20,7 +19,6 @@ def test_ten_thousand_idle_connections_keep_nobody_waiting() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_every_answer_is_right_under_random_cancels() -> None:
     # Memory is still growing so early; all else is judged.
     status = soak(

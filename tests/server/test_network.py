@@ -23,6 +23,7 @@ from server.command.network_options import NetworkOptions
 from ssd.errors import ConfigError
 from tests.server.client import Answer, ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.waiting import PATIENCE_S
 
 KEY = {"authorization": "Bearer sesame"}
 COMPLETION: Any = {"prompt": "abc", "max_tokens": 3}
@@ -117,7 +118,7 @@ def test_a_key_with_a_password_is_refused_and_not_asked_about(
 
 
 def unix_get(path: Path, target: str) -> Answer:
-    connection = http.client.HTTPConnection("localhost", timeout=10)
+    connection = http.client.HTTPConnection("localhost", timeout=PATIENCE_S)
     connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with closing(connection):
         connection.sock.connect(str(path))
@@ -182,7 +183,8 @@ def test_requests_come_with_the_path_and_without(below: RunningServer, prefix: s
     assert get(below.port, f"{prefix}/v1/models", headers=KEY).json["data"][0]["id"] == "test-model"
     assert post(below.port, f"{prefix}/v1/completions", COMPLETION, headers=KEY).json["choices"][0]["text"] == "cba"
     assert get(below.port, f"{prefix}/openapi.json").json["servers"] == [{"url": "/llm"}]
-    assert b"/llm/openapi.json" in get(below.port, f"{prefix}/docs").content
+    assert b'href="openapi.json"' in get(below.port, f"{prefix}/docs").content
+    assert get(below.port, f"{prefix}/docs/docs.js").status == 200
 
 
 @pytest.mark.parametrize("path", ["/llmhealth", "/llm", "/llm/llm/health", "/other/health", "/llm/health/v1/models"])

@@ -25,6 +25,7 @@ from ssd.text.stream import TextStream
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.waiting import PATIENCE_S
 
 INTERVAL_S = 0.02
 PROMPT = "def add(a, b):\n    return"
@@ -40,7 +41,7 @@ def on_the_wire(port: int, path: str, body: dict[str, Any]) -> tuple[list[int], 
     """Sizes of the writes of a streamed answer, which an observer of the network sees, and what they hold."""
     content = json.dumps({**body, "stream": True}).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
         connection.sendall(head + content)
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert answer.startswith(b"HTTP/1.1 200")

@@ -19,6 +19,7 @@ from tests.server.browser import BROWSER, DRIVER, Page, chromium
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="no chromium with chromedriver here")
 
@@ -103,10 +104,21 @@ def test_asking_again_takes_fewer_passes_and_says_so(page: Page) -> None:
     first = figures(page, "passes")[0]
     assert page["hint"].is_displayed()
     page["again"].click()
-    page.wait(lambda: len(page.all("#asks li")) == 2)
+    wait_until(lambda: len(page.all("#asks li")) == 2)
     assert figures(page, "passes")[0] < first
     assert [row.text.split("\n")[0] for row in page.all("#asks li")] == ["ask 1", "ask 2"]
     assert not page["hint"].is_displayed()
+
+
+def test_both_lanes_draw_with_a_seed_that_is_another_at_each_run_unless_it_is_given(page: Page) -> None:
+    page.script("document.getElementById('temperature').value = 0.8")
+    answers = []
+    for seed in ("", "", "7", "7"):
+        page.script("document.getElementById('seed').value = arguments[0]", seed)
+        assert ask_for(page, PROMPT, 40).endswith(" passes, the same 40 tokens.")
+        answers.append(shown(page)[0])
+    assert len(set(answers)) == 3 and answers[2] == answers[3]
+    page.script("document.getElementById('temperature').value = 0; document.getElementById('seed').value = ''")
 
 
 def test_a_conversation_goes_on(page: Page, server: RunningServer) -> None:
@@ -296,10 +308,10 @@ def test_markup_in_prompts_and_answers_is_text(browser: Page) -> None:
 def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Page) -> None:
     with serving(lambda _: Drafting(), api_keys=("secret",)) as running:
         browser.open(running.url)
-        browser.wait(lambda: browser["state"].text == "key needed")
+        wait_until(lambda: browser["state"].text == "key needed")
         assert browser["key-form"].is_displayed()
         browser["key"].send_keys("secret", Keys.ENTER)
-        browser.wait(lambda: browser["state"].text == "ready")
+        wait_until(lambda: browser["state"].text == "ready")
         assert "the same 3 tokens" in ask_for(browser, "abc", max_tokens=3)
         assert not browser["key-form"].is_displayed()
         kept = browser.script("return [Object.values(sessionStorage), Object.values(localStorage), document.cookie]")
@@ -310,11 +322,30 @@ def test_a_proxy_may_put_a_path_before_the_page(browser: Page) -> None:
     with serving(lambda _: Drafting(), api_keys=("secret",), root_path="/llm") as running:
         for url in (f"{running.url}/llm/", f"{running.url}/"):
             browser.open(url)
-            browser.wait(lambda: browser["state"].text == "key needed")
+            wait_until(lambda: browser["state"].text == "key needed")
             browser["key"].send_keys("secret", Keys.ENTER)
             assert "the same 3 tokens" in ask_for(browser, "abc", max_tokens=3)
             asked = browser.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
             assert all(name.startswith(url) for name in asked)
+
+
+def test_the_page_of_the_api_lists_every_endpoint_and_field_and_asks_nobody_else(
+    browser: Page, server: RunningServer
+) -> None:
+    browser.complaints()
+    browser.driver.get(f"{server.url}/docs")
+    wait_until(lambda: not browser.all("#state"))
+    described = get(server.port, "/openapi.json").json
+    titles = [link.text for link in browser.all("#index a")]
+    assert titles == [f"{way.upper()} {path}" for path, ways in described["paths"].items() for way in ways]
+    cells = set(browser.script("return [...document.querySelectorAll('td:first-child')].map(cell => cell.textContent)"))
+    assert cells >= {field for schema in described["components"]["schemas"].values() for field in schema["properties"]}
+    for link in browser.all("main a"):
+        assert browser.all((link.get_attribute("href") or "").removeprefix(f"{server.url}/docs"))
+    asked = browser.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert len(asked) >= 3 and all(name.startswith(f"{server.url}/") for name in asked)
+    assert browser.script("return document.documentElement.scrollWidth <= innerWidth")
+    assert browser.complaints() == []
 
 
 def test_escape_stops_both_lanes(browser: Page) -> None:
@@ -323,10 +354,10 @@ def test_escape_stops_both_lanes(browser: Page) -> None:
         browser.open(running.url)
         browser["prompt"].send_keys("a" * 200)
         browser["run"].click()
-        browser.wait(lambda: all(len(text) > 2 for text in shown(browser)) and len(shown(browser)) == 2)
+        wait_until(lambda: all(len(text) > 2 for text in shown(browser)) and len(shown(browser)) == 2)
         started = time.monotonic()
         ActionChains(browser.driver).send_keys(Keys.ESCAPE).perform()
-        browser.wait(lambda: browser["verdict"].text == "Stopped.")
-        browser.wait(lambda: not engine.has_work())
+        wait_until(lambda: browser["verdict"].text == "Stopped.")
+        wait_until(lambda: not engine.has_work())
         assert time.monotonic() - started < 8
         assert all(len(text) < 200 for text in shown(browser))

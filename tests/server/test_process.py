@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import shutil
 import signal
@@ -19,18 +18,17 @@ import pytest
 
 from benchmarks.faults.processes import free_port
 from ssd.bundled import MODEL_PATH
-from tests.server.client import get, greedy_completion, post, wait_until
+from tests.server.client import answers, get, greedy_completion, post, until_ready
+from tests.waiting import PATIENCE_S, START_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 240.0
-"""Long, for what starts on a busy machine with all kernels to compile."""
 SMALL = ("--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "256", "--cache-tokens", "65536")
 
 
 def refused(*arguments: str) -> str:
     """Run a server that cannot start; returns its one line of complaint."""
     done = subprocess.run(
-        [sys.executable, "-m", "server", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "server", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=START_S
     )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -57,13 +55,6 @@ def running(
     finally:
         process.kill()
         process.wait()
-
-
-def answers(port: int, path: str) -> bool:
-    try:
-        return get(port, path, timeout=5).status == 200
-    except (OSError, http.client.HTTPException):
-        return False
 
 
 def metric(port: int, name: str) -> float:
@@ -154,7 +145,7 @@ def test_a_start_says_what_it_is(tmp_path: Path) -> None:
 def test_a_draft_model_drafts_beside_the_cache() -> None:
     arguments = ("--draft-model", str(MODEL_PATH), "--draft-acceptance", "rejection")
     with running(*SMALL, *arguments) as (_, port):
-        wait_until(lambda: answers(port, "/health"), START_S)
+        until_ready(port)
         asked = {"prompt": "import os\n", "max_tokens": 24, "temperature": 0.9, "ignore_eos": True}
         seeded = [post(port, "/v1/completions", {**asked, "seed": 3}).json["choices"][0]["text"] for _ in range(2)]
         assert seeded[0] == seeded[1]
@@ -177,8 +168,8 @@ LONG = {"prompt": "x = 1\n", "max_tokens": 200, "n": 4, "temperature": 0, "ignor
 def test_sigterm_lets_requests_in_flight_end_and_keeps_what_was_learned(tmp_path: Path) -> None:
     directory = str(tmp_path / "cache")
     with running(*SMALL, "--cache-dir", directory, stderr=subprocess.PIPE) as (process, port):
-        wait_until(lambda: answers(port, "/live"), 60)
-        wait_until(lambda: answers(port, "/health"), START_S)
+        wait_until(lambda: answers(port, "/live"), START_S)
+        until_ready(port, process)
         assert get(port, "/v1/models").json["data"][0]["max_model_len"] == 256
         assert directory in refused("--port", "0", *SMALL, "--cache-dir", directory)
 
@@ -196,24 +187,24 @@ def test_sigterm_lets_requests_in_flight_end_and_keeps_what_was_learned(tmp_path
             reasons = [choice["finish_reason"] for event in streamed.result().events for choice in event["choices"]]
             assert reasons.count("length") == 4
         ended = time.monotonic()
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0 and time.monotonic() - ended < 10
         assert stopped_line(log.decode()).startswith("2 requests in flight ended, 0 were cut after ")
         assert stopped_line(log.decode()).endswith("what was learned is sealed")
 
     # What was learned is there again after a restart.
     with running(*SMALL, "--cache-dir", directory) as (process, port):
-        wait_until(lambda: answers(port, "/health"), START_S)
+        until_ready(port, process)
         assert cache_tokens(port) >= 200
         process.send_signal(signal.SIGINT)  # nothing is under way
         began = time.monotonic()
-        assert process.wait(20) == 0 and time.monotonic() - began < 15
+        assert process.wait(PATIENCE_S) == 0 and time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("arguments", [("--shutdown-timeout", "0.2"), ()])
 def test_requests_are_cut_after_the_timeout_or_at_a_second_signal(arguments: tuple[str, ...]) -> None:
     with running(*SMALL, *arguments, stderr=subprocess.PIPE) as (process, port), ThreadPoolExecutor(2) as pool:
-        wait_until(lambda: answers(port, "/health"), START_S)
+        until_ready(port, process)
         whole = pool.submit(post, port, "/v1/completions", {**LONG, "n": 128})
         streamed = pool.submit(post, port, "/v1/completions", {**LONG, "n": 128, "stream": True})
         wait_until(lambda: num_running(port) > 0)
@@ -223,28 +214,29 @@ def test_requests_are_cut_after_the_timeout_or_at_a_second_signal(arguments: tup
             process.send_signal(signal.SIGTERM)
         assert (whole.result().status, whole.result().error["code"]) == (503, "not_ready")
         assert streamed.result().events[-1]["error"]["code"] == "not_ready"
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
         assert stopped_line(log.decode()).startswith("0 requests in flight ended, 2 were cut after ")
+        assert "ERROR" not in log.decode() and "Traceback" not in log.decode()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_loading_ends_with_status_0(number: signal.Signals) -> None:
     with running(*SMALL) as (process, port):
-        wait_until(lambda: answers(port, "/live"), 60)
+        wait_until(lambda: answers(port, "/live"), START_S)
         process.send_signal(number)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_hang_up_keeps_what_was_learned_and_nohup_is_heard(tmp_path: Path) -> None:
     arguments = (*SMALL, "--cache-dir", str(tmp_path / "cache"))
     with running(*arguments) as (process, port):
-        wait_until(lambda: answers(port, "/health"), START_S)
+        until_ready(port, process)
         greedy_completion(port, prompt="import os\n", max_tokens=40, ignore_eos=True)
         process.send_signal(signal.SIGHUP)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
     with running(*arguments, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as (process, port):
-        wait_until(lambda: answers(port, "/health"), START_S)
+        until_ready(port, process)
         assert cache_tokens(port) >= 40
         process.send_signal(signal.SIGHUP)
         greedy_completion(port, prompt="import os\n", max_tokens=40)
@@ -276,11 +268,11 @@ def test_an_engine_that_ends_answers_500_and_ends_the_process_with_status_1(tmp_
     command = [sys.executable, "-c", _BREAKS, "--port", str(port), *SMALL, "--cache-dir", str(tmp_path / "cache")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: answers(port, "/health"), START_S)
+        until_ready(port, process)
         answer = post(port, "/v1/completions", {"prompt": "import os\n", "max_tokens": 8})
         assert answer.status == 500
         assert answer.error["code"] in ("request_failed", "engine_failed")
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
         assert "the model computes nothing any more: the device is gone" in log
     finally:

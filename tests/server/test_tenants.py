@@ -26,10 +26,11 @@ from ssd.sharing.connection import connect
 from ssd.sharing.counters import KEY as COUNTERS
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
-from tests.server.client import Answer, ask, get, post, wait_until
+from tests.server.client import Answer, ask, get, post, until_ready, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.server.test_cache import metric
-from tests.server.test_process import SMALL, START_S, answers, refused, running
+from tests.server.test_process import SMALL, refused, running
+from tests.waiting import PATIENCE_S
 
 __all__ = ["redis_server"]  # the fixture
 
@@ -142,7 +143,7 @@ def test_every_way_a_request_ends_gives_its_quota_back(tmp_path: Path) -> None:
         assert (account.use.num_in_flight, account.use.num_requests) == (0, 0)
         wait_until(lambda: complete(server, "bobs-key").status == 200)  # those that were refused have left
         for stream in (True, False):
-            with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+            with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)) as connection:
                 body = {"prompt": "abc", "max_tokens": 500, "stream": stream}
                 headers = {"content-type": "application/json", **bearer("bobs-key")}
                 connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -223,7 +224,7 @@ def num_drafted(server: RunningServer) -> float:
 
 def drafts_soon(server: RunningServer, key: str, **fields: Any) -> None:
     """Asks until something is drafted: a cache is opened, and prices are learned, beside the requests."""
-    wait_until(lambda: drafted(server, key, **fields) > 0, 30)
+    wait_until(lambda: drafted(server, key, **fields) > 0)
 
 
 def caches_of(server: RunningServer) -> CacheSet:
@@ -319,25 +320,25 @@ def test_replicas_share_tenant_by_tenant_and_forget_together(tmp_path: Path, red
             for name in ("one", "two")
         ]
         for _, port in started:
-            wait_until(lambda port=port: answers(port, "/health"), START_S)  # type: ignore[misc]
+            until_ready(port)
         one, two = (Process(port) for _, port in started)
         two.ask("bobs-key", "x")  # opens bob's cache there
         two.ask("alices-key", "x")
         before = [two.tokens("bob"), two.tokens("alice")]
         one.ask("bobs-key", PROMPT)
-        wait_until(lambda: two.tokens("bob") > before[0] + 60, 20)
+        wait_until(lambda: two.tokens("bob") > before[0] + 60)
         assert two.tokens("alice") == before[1]
         assert len(redis_keys(redis_server)) == 2
         deleted = ask(one.port, "DELETE", "/admin/tenants/bob/cache", headers=bearer("ops-key"))
         assert deleted.json["replicas_told"]
         assert one.tokens("bob") == 0
-        wait_until(lambda: two.tokens("bob") == 0, 20)
-        wait_until(lambda: len(redis_keys(redis_server)) == 1, 20)
+        wait_until(lambda: two.tokens("bob") == 0)
+        wait_until(lambda: len(redis_keys(redis_server)) == 1)
         two.ask("bobs-key", "y")
         wait_until(lambda: one.tokens("bob") == 0)
         for process, _ in started:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(PATIENCE_S) == 0
         kept = {path.name for name in ("one", "two") for path in (tmp_path / name).iterdir()}
         assert len([name for name in kept if name.startswith("t")]) == 2  # alice's, and bob's new one
 

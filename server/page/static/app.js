@@ -28,6 +28,8 @@ function request() {
     return_token_ids: true,
     stream_options: { include_drafts: true },
   };
+  // Two lanes that draw need one seed between them; one lane alone is drawn as any request without a seed is.
+  if (body.seed === undefined && body.temperature !== 0 && find("race").checked) body.seed = Math.floor(Math.random() * 2 ** 31);
   if (find("prediction").value) body.prediction = { type: "content", content: find("prediction").value };
   if (chat) body.messages = [...messages, { role: "user", content: prompt.value }];
   else body.prompt = prompt.value;

@@ -1,0 +1,87 @@
+"""Parts in processes of their own: what a fault on the device leaves behind ends with them, and so does what hangs."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks.gpu_check.scene import Found, Keep, Scene
+
+Run = Callable[[Scene, Keep], Found]
+
+_GRACE_S = 5.0
+
+
+def run_here(run: Run, scene: Scene, keep: Keep) -> Found:
+    """What the part found, or how it failed beside what it had found."""
+    known: Found = {}
+
+    def note(found: Found) -> None:
+        known.clear()
+        known.update(found)
+        keep(found)
+
+    try:
+        return run(scene, note)
+    except Exception as failure:  # the next parts may still tell something
+        traceback.print_exc()
+        return {**known, "passed": False, "failure": f"{type(failure).__name__}: {failure}"[:2000]}
+
+
+class Child:
+    """A part under way in a process of its own, which leads a group: what it starts ends with it."""
+
+    def __init__(self, run: Run, scene: Scene) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="gpu-check-")
+        self._path = Path(self._directory.name) / "found.json"
+        # A forked child could not use the device once its parent has.
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_write_down, args=(run, scene, self._path))
+        self._process.start()
+        self._began = time.monotonic()
+
+    def result(self, seconds: float) -> Found:
+        """What was found within ``seconds`` from now; a part that takes longer is cut."""
+        self._process.join(max(0.0, seconds))
+        is_cut = self._process.is_alive()
+        if is_cut:
+            self._end()
+        try:
+            found: Found = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            found = {}
+        self._directory.cleanup()
+        taken = round(time.monotonic() - self._began, 1)
+        if is_cut:
+            found |= {"passed": False, "cut": f"its time was over after {taken} s; what it had found stands"}
+        elif self._process.exitcode:
+            found |= {"passed": False, "failure": f"its process ended with status {self._process.exitcode}"}
+        return {**found, "seconds": taken}
+
+    def _end(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid or 0, number)
+            self._process.join(_GRACE_S)
+            if not self._process.is_alive():
+                return
+
+
+def _write_down(run: Run, scene: Scene, path: Path) -> None:
+    """The child: run, and replace the file whenever something new is known."""
+    os.setsid()
+
+    def keep(found: Found) -> None:
+        scratch = path.with_suffix(".new")
+        scratch.write_text(json.dumps(found))
+        scratch.replace(path)
+
+    keep(run_here(run, scene, keep))

@@ -1,0 +1,111 @@
+"""Compile a peer's own C++: ``python -m benchmarks.peers.built.build {sglang-ngram | llama-cpp SDIST}``.
+
+Run by the peers' own interpreter, in an environment that has a C++ compiler. sglang-ngram is built of the installed
+wheel's sources with the flags of its own loader; llama-cpp of a few files of the source distribution of
+llama-cpp-python, which holds llama.cpp whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.peers.built.places import FOLDER, LLAMA_CPP_LIBRARY, SGLANG_LIBRARY
+from benchmarks.peers.built.sglang_sources import CPP_FILES, FLAGS, package_folder
+
+_OURS = Path(__file__).with_name("llama_cpp.cpp")
+_LLAMA_CPP_FILES = ("speculative", "ngram-cache", "ngram-map", "ngram-mod")
+_LLAMA_CPP_HEADERS = ("common", "include", "ggml/include", "src", "vendor")
+_LLAMA_CPP_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-DNDEBUG")
+_NEVER_CALLED = re.compile(r"ggml|gguf|llama|common|string_join|tty_can_use_colors")
+
+
+def build_sglang() -> None:
+    """The trie of SGLang's n-gram speculation."""
+    sources = package_folder() / "kernels" / "jit"
+    import_module("tvm_ffi.cpp").build(
+        "sglang_ngram",
+        cpp_files=[str(sources / "csrc" / name) for name in CPP_FILES],
+        extra_cflags=list(FLAGS),
+        extra_include_paths=[str(sources / "include")],
+        build_directory=str(FOLDER / "sglang-ngram-build"),
+        output=str(SGLANG_LIBRARY),
+    )
+
+
+def build_llama_cpp(distribution: Path) -> None:
+    """llama.cpp's drafters that need no model. ``distribution`` : the .tar.gz of llama-cpp-python."""
+    root = _unpack(distribution) / "vendor" / "llama.cpp"
+    headers = [f"-I{root / name}" for name in _LLAMA_CPP_HEADERS]
+    sources = [*(root / "common" / f"{name}.cpp" for name in _LLAMA_CPP_FILES), _OURS]
+    objects = []
+    for source in sources:
+        objects.append(FOLDER / f"{source.stem}.o")
+        _run([_compiler(), *_LLAMA_CPP_FLAGS, *headers, "-c", source, "-o", objects[-1]])
+    # speculative.cpp also drafts with models; what that calls of the rest of llama.cpp is never reached here.
+    stubs = FOLDER / "never_called.c"
+    stubs.write_text("".join(f"void {name}(void) {{ __builtin_trap(); }}\n" for name in _missing(objects)))
+    stub_object = stubs.with_suffix(".o")
+    _run([_compiler(), "-x", "c", "-w", "-fPIC", "-c", stubs, "-o", stub_object])
+    _run([_compiler(), "-shared", "-Wl,-z,defs", *objects, stub_object, "-o", LLAMA_CPP_LIBRARY])
+
+
+def _unpack(distribution: Path) -> Path:
+    """Headers and drafters alone; its metadata where `importlib.metadata` finds them. Returns the folder."""
+    with tarfile.open(distribution) as archive:
+        wanted = [
+            member
+            for member in archive
+            if member.isfile()
+            and (
+                member.name.endswith("PKG-INFO")
+                or (member.name.endswith((".h", ".hpp")) and "/vendor/llama.cpp/" in member.name)
+                or Path(member.name).name in {f"{name}.cpp" for name in _LLAMA_CPP_FILES}
+            )
+        ]
+        archive.extractall(FOLDER, wanted, filter="data")
+    (root,) = FOLDER.glob("llama_cpp_python-*[0-9]/")
+    metadata = root.with_suffix(root.suffix + ".dist-info")
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_bytes((root / "PKG-INFO").read_bytes())
+    return root
+
+
+def _missing(objects: Sequence[Path]) -> list[str]:
+    """Functions of llama.cpp that no object defines."""
+    listing = _run(["nm", "--format=posix", *objects])
+    found = {tuple(line.split()[:2]) for line in listing.splitlines() if len(line.split()) >= 2}
+    defined = {name for name, kind in found if kind not in "Uw"}
+    return sorted(name for name, kind in found if kind == "U" and name not in defined and _NEVER_CALLED.search(name))
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
+def _run(command: Sequence[str | Path]) -> str:
+    """Its output. Raises CalledProcessError; what it complains of goes to stderr."""
+    return subprocess.run([str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def main(arguments: list[str]) -> int:
+    """Command line; returns the exit status."""
+    FOLDER.mkdir(exist_ok=True)
+    if arguments == ["sglang-ngram"]:
+        build_sglang()
+    elif len(arguments) == 2 and arguments[0] == "llama-cpp":
+        build_llama_cpp(Path(arguments[1]))
+    else:
+        print("usage: python -m benchmarks.peers.built.build {sglang-ngram | llama-cpp SDIST}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,156 @@
+"""llama.cpp's drafters that need no model: those of llama-server's ``--spec-type`` and the program llama-lookup."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.built.places import FOLDER, LLAMA_CPP_LIBRARY, require
+from benchmarks.peers.frames import TokenIds
+from benchmarks.peers.local import Setting, Speculation, chain
+
+_LOOKUP = "lookup"
+_POOL = "ngram-mod"
+_DEFAULTS = {
+    _POOL: (24, 48, 64),
+    "ngram-simple": (12, 48, 1),
+    "ngram-map-k": (12, 48, 1),
+    "ngram-map-k4v": (12, 48, 1),
+    "ngram-cache": (0, 0, 0),
+    _LOOKUP: (0, 0, 0),
+}
+_SIZES = ("first", "second", "third")
+_LONGEST = 1024  # what its options allow
+
+
+class LlamaCpp:
+    """One drafter of llama.cpp with one slot: a request must end before the next begins.
+
+    ``type`` is what ``--spec-type`` takes, or ``lookup``:
+
+    - ngram-mod: a pool of hashed n-grams and what followed, shared by all requests of a server; what ``--spec-default``
+      turns on. A prompt enters when its request begins, output in pieces of 32 tokens while it runs, the last never.
+    - ngram-simple, ngram-map-k, ngram-map-k4v: the text of the request alone. Each gets a new state here: what a slot
+      keeps of another text could only mislead it.
+    - ngram-cache: counted n-grams of 1 to 4 tokens of the request alone, 8 tokens a draft; a new state too.
+    - lookup: the same counts as the program llama-lookup keeps them: those of a request, prompt included, are merged
+      into a dynamic cache when it has ended, and all later requests draft from it.
+    """
+
+    distributions: tuple[str, ...] = ("llama-cpp-python", "numpy")
+    shares_state = False
+
+    def __init__(
+        self, type: str = _POOL, first: int | None = None, second: int | None = None, third: int | None = None
+    ) -> None:
+        """A new state. Raises ValueError, and ImportError where the library was not built.
+
+        ``first``, ``second``, ``third`` : n_match, n_min, n_max of ngram-mod; size_n, size_m, min_hits of ngram-simple
+        and ngram-map-*; llama-server's defaults where absent.
+        """
+        if type not in _DEFAULTS:
+            raise ValueError(f"llama-cpp has no type {type!r}, only {', '.join(_DEFAULTS)}")
+        sizes = [
+            given if given is not None else own
+            for given, own in zip((first, second, third), _DEFAULTS[type], strict=True)
+        ]
+        if any(not 0 <= size <= _LONGEST for size in sizes):
+            raise ValueError(f"sizes of {type} must be within 0..{_LONGEST}, got {sizes}")
+        sys.path.append(str(FOLDER))  # its metadata lie there
+        self._library = ctypes.CDLL(str(require(LLAMA_CPP_LIBRARY)))
+        for name in ("speculative_open", "lookup_open"):
+            getattr(self._library, name).restype = ctypes.c_void_p
+        self._type, self._sizes = type, sizes
+        self.has_store = type in (_POOL, _LOOKUP)
+        self._state = self._open() if self.has_store else None
+        self._running: str | None = None
+        self._num_drafted = 0
+        self._draft = np.empty(_LONGEST + 1, np.int32)
+        self.full_draft: Setting = {}
+        self._options: dict[str, Any] = {"type": type, **dict(zip(_SIZES, sizes, strict=True))}
+
+    def apart(self, max_tokens: int, setting: Setting) -> LlamaCpp:
+        options: dict[str, Any] = {**({} if "type" in setting else self._options), **setting}
+        return LlamaCpp(**options)
+
+    def insert(self, sequence: TokenIds) -> tuple[int, int]:
+        """A whole request, all of it as its prompt."""
+        began = perf_counter_ns()
+        self.start("inserted", sequence)
+        self.stop("inserted", keep=True)
+        return perf_counter_ns() - began, len(sequence)
+
+    def start(self, request_id: str, prompt: TokenIds) -> None:
+        if self._running is not None:
+            raise ValueError(f"request {self._running!r} is already running, and there is one slot")
+        if self._state is None:
+            self._state = self._open()
+        self._running, self._num_drafted = request_id, 0
+        text = np.ascontiguousarray(prompt)
+        begin = self._library.lookup_begin if self._type == _LOOKUP else self._library.speculative_begin
+        begin(ctypes.c_void_p(self._state), *_sized(text))
+
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
+        self._require(request_id)
+        if any(self._options.get(name) != value for name, value in setting.items()):
+            raise ValueError(f"a setting of llama-cpp is a peer of its own, made with {self._options}, not {setting}")
+        if not len(context):
+            return Speculation(ns=0, token_ids=[], parents=[])
+        ns, most = ctypes.c_int64(), ctypes.c_int32(min(max_tokens, _LONGEST))
+        if self._type == _LOOKUP:
+            self._num_drafted = self._library.lookup_draft(
+                ctypes.c_void_p(self._state), most, _pointer(self._draft), ctypes.byref(ns)
+            )
+        else:
+            text = np.ascontiguousarray(context)
+            self._num_drafted = self._library.speculative_draft(
+                ctypes.c_void_p(self._state), *_sized(text), most, _pointer(self._draft), ctypes.byref(ns)
+            )
+        draft = self._draft[: self._num_drafted].tolist()
+        return Speculation(ns=ns.value, token_ids=draft, parents=chain(len(draft)))
+
+    def add(self, request_id: str, token_ids: TokenIds) -> None:
+        """What a step put out; all but its last token were drafted."""
+        self._require(request_id)
+        if self._type == _LOOKUP:
+            tokens = np.ascontiguousarray(token_ids)
+            self._library.lookup_add(ctypes.c_void_p(self._state), *_sized(tokens))
+        elif self._num_drafted:
+            accepted = min(self._num_drafted, len(token_ids) - 1)
+            self._library.speculative_accept(ctypes.c_void_p(self._state), ctypes.c_int32(accepted))
+        self._num_drafted = 0
+
+    def stop(self, request_id: str, keep: bool) -> None:
+        self._require(request_id)
+        self._running = None
+        if self._type == _LOOKUP:
+            self._library.lookup_end(ctypes.c_void_p(self._state), ctypes.c_int32(keep))
+        elif not self.has_store:
+            self._library.speculative_close(ctypes.c_void_p(self._state))
+            self._state = None
+
+    def _require(self, request_id: str) -> None:
+        if self._running != request_id:
+            raise ValueError(f"request {request_id!r} is not running")
+
+    def _open(self) -> int:
+        if self._type == _LOOKUP:
+            return int(self._library.lookup_open())
+        sizes = [ctypes.c_int32(size) for size in self._sizes]
+        opened = self._library.speculative_open(ctypes.c_char_p(self._type.encode()), *sizes)
+        if opened is None:
+            raise ValueError(f"llama.cpp did not open {self._type} with {self._sizes}")
+        return int(opened)
+
+
+def _pointer(array: TokenIds) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _sized(array: TokenIds) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+    """``array`` must outlive the call."""
+    return _pointer(array), ctypes.c_size_t(len(array))

@@ -1,0 +1,167 @@
+"""SGLang's n-gram speculation: one trie of what all requests have just said, drafted from as trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.built.sglang_sources import load_corpus_class
+from benchmarks.peers.frames import TokenIds
+from benchmarks.peers.local import Setting, Speculation
+
+_DRAFT_TOKENS = 12
+_SHIFT = 1  # of token ids, so that no real one is the 0 that it fills drafts with
+
+
+@dataclass(slots=True)
+class _Request:
+    text: list[int]
+    """All of it, token ids shifted."""
+    asked_length: int = 0
+    """Of the text that was drafted from last and has not entered the trie; 0: none."""
+
+
+class SglangNgram:
+    """`NgramCorpus` as `NGRAMWorker` uses it (sglang/srt/speculative/ngram_worker.py).
+
+    After each step the last ``max_trie_depth`` tokens that the step drafted from enter the trie, each suffix of them as
+    a path: so a token is counted many times, and of a prompt only that tail is ever known. The last tail of a request
+    enters when it ends, as it does where the scheduler overlaps passes. A draft is a tree of ``draft_tokens - 1``
+    nodes, filled up with token 0 where the trie knows no more.
+
+    The trie depends on what was drafted, because what enters it follows the steps: so every setting needs a peer of its
+    own, and `apart` makes it. A setting names the options of the constructor.
+    """
+
+    distributions: tuple[str, ...] = ("sglang", "apache-tvm-ffi", "torch", "numpy")
+    has_store = True
+    shares_state = False
+
+    def __init__(
+        self,
+        capacity: int = 10_000_000,
+        match_type: str = "BFS",
+        min_bfs_breadth: int = 1,
+        max_bfs_breadth: int = 10,
+        max_trie_depth: int = 18,
+        draft_tokens: int = _DRAFT_TOKENS,
+        padded: int = 0,
+        prompts: int = 0,
+    ) -> None:
+        """The first six are the server's options and have its defaults.
+
+        ``capacity`` : nodes of the trie, allocated at once. ``match_type`` : BFS drafts what is recent, PROB what is
+        frequent. ``draft_tokens`` : nodes of a draft and the token it follows. ``padded`` : 1 counts what fills a draft
+        up as drafted, as the server's passes compute it. ``prompts`` : 1 lets whole prompts enter the trie, which the
+        worker's code considers and leaves out.
+        """
+        import_module("torch").set_num_threads(1)
+        self._corpus_class = load_corpus_class()
+        self._options: dict[str, Any] = {
+            "capacity": capacity,
+            "match_type": match_type,
+            "min_bfs_breadth": min_bfs_breadth,
+            "max_bfs_breadth": max_bfs_breadth,
+            "max_trie_depth": max_trie_depth,
+            "draft_tokens": draft_tokens,
+            "padded": padded,
+            "prompts": prompts,
+        }
+        corpus = {name: value for name, value in self._options.items() if name not in ("padded", "prompts")}
+        corpus["draft_token_num"] = corpus.pop("draft_tokens")
+        self._corpus = self._corpus_class(**corpus)
+        self._depth, self._is_padded, self._with_prompts = max_trie_depth, bool(padded), bool(prompts)
+        self._requests: dict[str, _Request] = {}
+        self.full_draft: Setting = {}
+
+    def apart(self, max_tokens: int, setting: Setting) -> SglangNgram:
+        return SglangNgram(**{**self._options, "draft_tokens": max_tokens + 1, **setting})
+
+    def insert(self, sequence: TokenIds) -> tuple[int, int]:
+        """A whole sequence at once, each suffix a path; counts aside it is what step after step would have left."""
+        tokens = _shifted(sequence)
+        began = perf_counter_ns()
+        self._put(tokens)
+        return perf_counter_ns() - began, len(tokens)
+
+    def start(self, request_id: str, prompt: TokenIds) -> None:
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is already running")
+        self._requests[request_id] = request = _Request(_shifted(prompt))
+        if self._with_prompts and request.text:
+            self._put(request.text)
+
+    def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Speculation:
+        """``max_tokens`` cuts the tree, whose nodes come level by level."""
+        if any(self._options.get(name) != value for name, value in setting.items()):
+            raise ValueError(
+                f"a setting of sglang-ngram is a peer of its own, made with {self._options}, not {setting}"
+            )
+        request = self._running(request_id)
+        if not len(context):
+            return Speculation(ns=0, token_ids=[], parents=[])
+        tail = _shifted(context[-self._depth :])
+        request.asked_length = len(context)
+        began = perf_counter_ns()
+        tokens, mask = self._corpus.batch_get([request_id], [tail], [len(context)])
+        took = perf_counter_ns() - began
+        token_ids, parents = _tree(tokens.tolist(), mask)
+        num_tokens = len(token_ids) if self._is_padded else _without_filling(token_ids)
+        num_tokens = min(num_tokens, max_tokens)
+        return Speculation(
+            ns=took, token_ids=[each - _SHIFT for each in token_ids[:num_tokens]], parents=parents[:num_tokens]
+        )
+
+    def add(self, request_id: str, token_ids: TokenIds) -> None:
+        """The step has ended: what it drafted from enters the trie."""
+        request = self._running(request_id)
+        if request.asked_length:
+            self._put_tail(request, request.asked_length)
+        request.text += _shifted(token_ids)
+
+    def stop(self, request_id: str, keep: bool) -> None:
+        request = self._running(request_id)
+        if keep:
+            self._put_tail(request, len(request.text))
+        del self._requests[request_id]
+        self._corpus.erase_match_state([request_id])
+
+    def _running(self, request_id: str) -> _Request:
+        if request_id not in self._requests:
+            raise ValueError(f"request {request_id!r} is not running")
+        return self._requests[request_id]
+
+    def _put_tail(self, request: _Request, end: int) -> None:
+        self._put(request.text[max(0, end - self._depth) : end])
+        request.asked_length = 0
+
+    def _put(self, tokens: list[int]) -> None:
+        # The server waits before the next match, after a pass that hides it.
+        self._corpus.batch_put([tokens])
+        self._corpus.synchronize()
+
+
+def _shifted(token_ids: TokenIds) -> list[int]:
+    tokens: list[int] = (token_ids + _SHIFT).tolist()
+    return tokens
+
+
+def _tree(tokens: Sequence[int], mask: Any) -> tuple[list[int], list[int]]:
+    """Nodes and their parents, without the first, which is the text's last token.
+
+    ``mask`` : [n * n], row i marks the ancestors of node i and itself; the nearest stands last, for they come by level.
+    """
+    size = len(tokens)
+    ancestors = np.tril(np.asarray(mask).reshape(size, size), -1) != 0
+    parents = size - 1 - ancestors[:, ::-1].argmax(axis=1)
+    return list(tokens[1:]), [int(parent) - 1 for parent in parents[1:]]
+
+
+def _without_filling(token_ids: Sequence[int]) -> int:
+    """How many nodes are before those that fill up."""
+    return next((index for index, token_id in enumerate(token_ids) if token_id == 0), len(token_ids))

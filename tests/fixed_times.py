@@ -1,0 +1,52 @@
+"""Passes of fixed length: in tests, which drafts pay does not hang on how busy the machine is.
+
+An engine cuts its drafts to what pays by what it measures passes to take, and asks seldom for drafts that take long to
+make. On a busy machine that is anything. So what it is told here depends on the size of a pass alone, and asking takes
+nothing. Servers that are processes of their own measure as they always do: who asks whether these draft waits
+until they do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from ssd.drafting.protocol import Draft
+from ssd.engine import proposals
+from ssd.engine.proposals import Proposals
+from ssd.engine.timed_passes import timed_passes
+from ssd.model.target import Target
+
+_FIXED_S = 1e-3
+_PER_POSITION_S = 2e-5
+"""A drafted token costs a fiftieth of a pass, as on a device that is wide beside the model."""
+
+
+def seconds_of(num_positions: int) -> float:
+    """What a pass over so many positions is said to take."""
+    return _FIXED_S + _PER_POSITION_S * num_positions
+
+
+def fix_times(patch: pytest.MonkeyPatch) -> None:
+    """Have all engines of this process be told fixed times, until ``patch`` is undone."""
+    observe = Proposals.observe_pass
+
+    def observe_fixed(self: Proposals, drafts: Sequence[Draft], num_tokens: int, _seconds: float) -> None:
+        width = 1 + max(len(draft.token_ids) for draft in drafts)
+        observe(self, drafts, num_tokens, seconds_of(len(drafts) * width))
+
+    def timed(target: Target, max_width: int) -> Iterator[tuple[int, int, float]]:
+        for num_rows, width, _ in timed_passes(target, max_width):
+            yield num_rows, width, seconds_of(num_rows * width)
+
+    patch.setattr(Proposals, "observe_pass", observe_fixed)
+    patch.setattr(proposals, "timed_passes", timed)
+    patch.setattr(proposals, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+
+
+def measure_asking(patch: pytest.MonkeyPatch) -> None:
+    """Have engines measure what asking for drafts takes after all, until ``patch`` is undone."""
+    patch.setattr(proposals, "time", time)
