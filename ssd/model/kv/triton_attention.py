@@ -117,7 +117,8 @@ def _num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@triton.jit
+# Where the numbers of a pass begin depends on its shape; kernels that differ in nothing else take long to compile.
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "positions", "sees"])
 def _attend_split(  # type: ignore[no-untyped-def]
     query, keys, values, found, weights,
     slots, starts, positions, sees,

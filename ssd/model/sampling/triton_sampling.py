@@ -48,7 +48,7 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
 
 
 # How many splits there are is known at run time alone: any number of rows is served by the same machine code.
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["keys", "temperatures"])
 def _sample_split(  # type: ignore[no-untyped-def]
     logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr,
 ):  # fmt: skip
