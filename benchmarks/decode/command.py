@@ -12,6 +12,7 @@ table; the last line of stdout is one JSON object.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Sequence
 from copy import deepcopy
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     name = f"random weights, shape {args.shape}" if args.shape else model_name(args.model)
     print(f"decode: {name}, {json.dumps(parameters)}")
+    gc.collect()  # the model of an earlier run may refer to itself
     model = (
         random_model(args.shape, dtype=args.dtype, device=args.device)
         if args.shape

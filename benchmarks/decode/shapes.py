@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -62,7 +63,7 @@ def random_model(shape: str, *, dtype: str, device: str, seed: int = 0, speaks: 
     torch.set_default_dtype(kind)
     try:
         with place:
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=kind)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(SHAPES[shape]), dtype=kind)
     finally:
         torch.set_default_dtype(before)
     return _speaking(model.eval()) if speaks else model.eval()

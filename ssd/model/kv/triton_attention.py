@@ -55,7 +55,7 @@ def triton_attention(
         torch.empty(batch, heads, width, 0 if is_whole else splits, *last, dtype=torch.float32, device=query.device)
         for last in ((value_dim,), ())
     )
-    with torch.cuda.device_of(query):
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         _attend_split[(num_tiles, batch * kv_heads, splits)](
             query, stored_keys, stored_values, out if is_whole else partial, weights,
             rows.slots, rows.starts.contiguous(), rows.positions,
@@ -117,7 +117,8 @@ def _num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@triton.jit
+# Where the numbers of a pass begin depends on its shape; kernels that differ in nothing else take long to compile.
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "positions", "sees"])
 def _attend_split(  # type: ignore[no-untyped-def]
     query, keys, values, found, weights,
     slots, starts, positions, sees,

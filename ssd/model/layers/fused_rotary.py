@@ -60,8 +60,9 @@ def fuse_rotary(
             continue
         if forward not in copies:
             plain = forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
-            is_usual = plain is not None and _agree(plain, make, dtype, device, most_error)
-            copies[forward] = _with_another(forward, make(plain)) if is_usual else None
+            if plain is not None and not _agree(plain, make, dtype, device, most_error):
+                plain = None
+            copies[forward] = None if plain is None else _with_another(forward, make(plain))
         copy = copies[forward]
         if copy is not None:
             module.forward = MethodType(copy, module)

@@ -26,7 +26,7 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     gate_rows, up_rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, size = gate_rows.shape
-    with torch.cuda.device_of(gate):
+    with torch.cuda.device_of(gate):  # type: ignore[no-untyped-call]
         _gate[(rows, triton.cdiv(size, _BLOCK))](
             gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0), size, BLOCK=_BLOCK
         )

@@ -42,7 +42,7 @@ class TritonNorm(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        with torch.cuda.device_of(x):
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             _normalise[(len(rows),)](
                 rows, self.weight, out, rows.stride(0), x.shape[-1], self.eps, self._offset,
                 ROUNDS_FIRST=self._rounds_first, BLOCK=self._block, num_warps=min(8, max(1, self._block // 512)),

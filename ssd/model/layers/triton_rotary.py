@@ -37,7 +37,7 @@ class TritonRotary:
             torch.empty(batch, width, heads, dim, dtype=q.dtype, device=q.device) for heads in (query_heads, key_heads)
         )
         blocks = [triton.cdiv(heads, _BLOCK_HEADS) for heads in (query_heads, key_heads)]
-        with torch.cuda.device_of(q):
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
             _turn_both[(batch * width, sum(blocks))](
                 q, k, cos, sin, query_out, key_out, width, *q.stride()[:3], *k.stride()[:3],
                 QUERY_HEADS=query_heads, KEY_HEADS=key_heads, QUERY_BLOCKS=blocks[0], HALF=dim // 2,

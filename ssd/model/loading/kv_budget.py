@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +88,8 @@ def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
 def free_bytes(device: torch.device) -> int:
     """Bytes that may still be allocated: of the device, or of main memory within the limits of our control group."""
     if device.type == "cuda":
+        gc.collect()  # an earlier model may refer to itself
+        torch.cuda.empty_cache()  # what torch keeps of it, and of layers that were replaced, for itself
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     free = _memory_bytes(Path("/proc/meminfo"), "MemAvailable")

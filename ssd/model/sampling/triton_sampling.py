@@ -38,16 +38,17 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
     scores = torch.empty(num_rows, splits, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(num_rows, splits, dtype=torch.int32, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _sample_split[(num_rows, splits)](
-        logits, keys.contiguous(), temperatures.contiguous(), scores, tokens, logits.stride(0), vocab_size, length,
-        BLOCK=_BLOCK,
-    )  # fmt: skip
-    _choose_split[(num_rows,)](scores, tokens, out, splits, BLOCK=_MOST_SPLITS)
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        _sample_split[(num_rows, splits)](
+            logits, keys.contiguous(), temperatures.contiguous(), scores, tokens, logits.stride(0), vocab_size, length,
+            BLOCK=_BLOCK,
+        )  # fmt: skip
+        _choose_split[(num_rows,)](scores, tokens, out, splits, BLOCK=_MOST_SPLITS)
     return out
 
 
 # How many splits there are is known at run time alone: any number of rows is served by the same machine code.
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["keys", "temperatures"])
 def _sample_split(  # type: ignore[no-untyped-def]
     logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr,
 ):  # fmt: skip
