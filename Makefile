@@ -23,6 +23,8 @@ REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
 TRACES := agent_react agent_tools sql code chat
 CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
 	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
+CHAINS := --drafter llama-cpp --drafter vllm-ngram --drafter prompt-lookup-hf
+TREES := --drafter sglang --tree
 
 .PHONY: serve quick test fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 
@@ -84,9 +86,9 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.fleet --tokenizer llama3-128k --share 0.5 \
 			--plot benchmarks/results/fleet.png --out benchmarks/results/fleet.json; \
 		if [ -e $(PEERS_READY) ]; then \
-			$(BIN)/python -m benchmarks.replay $(CURVES) --json --plot benchmarks/results/replay-curve.png \
+			$(BIN)/python -m benchmarks.replay $(CURVES) $(CHAINS) --json --plot benchmarks/results/replay-curve.png \
 				| tail -n 1 >benchmarks/results/replay-curve.json; \
-			$(BIN)/python -m benchmarks.replay $(CURVES) --tree --json --plot benchmarks/results/replay-tree.png \
+			$(BIN)/python -m benchmarks.replay $(CURVES) $(TREES) --json --plot benchmarks/results/replay-tree.png \
 				| tail -n 1 >benchmarks/results/replay-tree.json; \
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
@@ -116,19 +118,25 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.fleet_faults --out benchmarks/results/fleet-faults.json
 	$(BIN)/python -m benchmarks.report
 
-# Other people's drafters in an environment of their own: about two minutes and 2 GB. It must be activated, because
-# arctic-inference's build takes the first python on PATH; torch comes first and by its exact version, as above.
+# Other people's drafters in an environment of their own: about five minutes, of which two download and three compile, and
+# 2.5 GB. It must be activated, because arctic-inference's build takes the first python on PATH; torch comes first and by
+# its exact version, as above. llama.cpp comes as llama-cpp-python's source, 77 MB, of which four files are compiled.
 bench-peers: $(PEERS_READY)
 
-$(PEERS_READY): $(PEERS_PINS)/requirements.txt $(PEERS_PINS)/requirements-no-deps.txt $(PEERS_PINS)/constraints.txt
+$(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/built/build.py $(PEERS_PINS)/built/llama_cpp.cpp
 	@echo "bench-peers: installing into $(PEERS)"
 	@$(PYTHON) -m venv --clear $(PEERS) && . $(PEERS)/bin/activate \
 		&& export PIP_CONSTRAINT=$(PEERS_PINS)/constraints.txt \
 		&& pip install --quiet torch==2.13.0 \
 		&& pip install --quiet --requirement $(PEERS_PINS)/requirements.txt \
 		&& pip install --quiet --no-deps --no-build-isolation --requirement $(PEERS_PINS)/requirements-no-deps.txt \
+		&& python -m benchmarks.peers.built.build sglang-ngram \
+		&& pip download --quiet --no-deps --no-binary :all: --dest $(PEERS)/sources \
+			--requirement $(PEERS_PINS)/requirements-sources.txt \
+		&& python -m benchmarks.peers.built.build llama-cpp $(PEERS)/sources/*.tar.gz \
+		&& rm -r $(PEERS)/sources \
 		|| { echo "bench-peers: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
-	@for name in arctic vllm-ngram prompt-lookup; do \
+	@for name in arctic vllm-ngram prompt-lookup sglang-ngram llama-cpp; do \
 		$(PEERS)/bin/python -m benchmarks.peers.check $$name \
 		|| { echo "bench-peers: $$name was installed but does not draft, see above" >&2; exit 1; }; \
 	done

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.peers import PEER_NAMES, Insertion, Peer, PeerError, PeerUnavailable
+from benchmarks.peers.check import WAYS
 from benchmarks.peers.client import environment
 from benchmarks.peers.frames import FrameError, read_frame, write_frame
 from benchmarks.peers.local import Setting, Speculation, chain
@@ -202,6 +203,20 @@ def test_a_recorded_request_is_decoded_under_several_settings_at_once() -> None:
     assert echo.running == []
 
 
+def test_settings_that_share_no_state_have_a_peer_each_and_keep_it() -> None:
+    opened = Echo(shares_state=False)
+    settings = [{"max_tokens": most, "setting": {"knob": 0.5}} for most in (1, 2)]
+    ask = {"op": "replay", "prompt_length": 2, "settings": settings}
+    requests = [frame_of({**ask, "request_id": name}, (ids(1, 1, 1, 1, 2, 1),)) for name in "rs"]
+    (about, _), (_, first), (_, second) = answers_to(*requests, peer=opened)
+    assert about["shares_state"] is False
+    assert first == second
+    assert [len(first[0]), len(first[6])] == [3, 2]
+    assert opened.held == 0
+    assert [other.held for other in opened.others] == [8, 8]
+    assert opened.others[0].running == opened.others[1].running == []
+
+
 def test_a_failed_operation_is_an_answer_and_the_next_one_works() -> None:
     start = frame_of({"op": "start", "request_id": "r"}, (ids(1),))
     _, first, second, unknown, last = answers_to(
@@ -299,9 +314,18 @@ def test_chatter_on_the_pipe_ends_the_peer(fake_environment: Path) -> None:
 # The peers themselves
 
 
-@pytest.fixture(scope="module", params=PEER_NAMES)
+# Capacity: sglang's trie has all of its nodes from the beginning.
+WAYS_TO_RUN = [
+    (name, {**options, **({"capacity": 100_000} if name == "sglang-ngram" else {})})
+    for name in PEER_NAMES
+    for options in WAYS.get(name, [{}])
+]
+
+
+@pytest.fixture(scope="module", params=WAYS_TO_RUN, ids=lambda way: " ".join(map(str, (way[0], *way[1].values()))))
 def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
-    with Peer(request.param) as peer:
+    name, options = request.param
+    with Peer(name, **options) as peer:
         yield peer
 
 
@@ -434,3 +458,97 @@ def test_a_killed_peer_is_unavailable() -> None:
         os.kill(peer.process_id, signal.SIGKILL)
         with pytest.raises(PeerUnavailable, match="status -9"):
             peer.propose([ids(1, 2, 3)], max_tokens=2)
+
+
+def answer_of(peer: Peer, text: np.ndarray, max_tokens: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of one draft of a request that leaves nothing behind."""
+    peer.start("asked", text)
+    draft = peer.speculate("asked", text, max_tokens)
+    peer.stop("asked", keep=False)
+    return draft.token_ids.tolist(), draft.parents.tolist()
+
+
+def tell(peer: Peer, prompt: np.ndarray, output: np.ndarray) -> None:
+    """A request decoded token by token, then kept."""
+    peer.start("told", prompt)
+    text = np.concatenate([prompt, output])
+    for position in range(len(prompt), len(text)):
+        peer.speculate("told", text[:position], 4)
+        peer.add("told", text[position : position + 1])
+    peer.stop("told", keep=True)
+
+
+@needs_peers
+def test_sglang_drafts_every_known_continuation_the_newest_first() -> None:
+    with Peer("sglang-ngram", capacity=10_000, draft_tokens=9) as peer:
+        tell(peer, ids(50), ids(1, 2, 3, 4, 5))
+        tell(peer, ids(60), ids(1, 2, 3, 7, 8))
+        tokens, parents = answer_of(peer, ids(1, 2, 3), 8)
+        assert sorted(tokens) == [4, 5, 7, 8]
+        assert sorted(tokens[index] for index, parent in enumerate(parents) if parent == -1) == [4, 7]
+        assert {tokens[index]: tokens[parent] for index, parent in enumerate(parents) if parent >= 0} == {5: 4, 8: 7}
+        assert answer_of(peer, ids(9), 8) == ([], [])
+    with Peer("sglang-ngram", capacity=10_000, draft_tokens=3, max_bfs_breadth=1) as peer:
+        tell(peer, ids(50), ids(1, 2, 3, 4, 5))
+        tell(peer, ids(60), ids(1, 2, 3, 7, 8))
+        assert answer_of(peer, ids(1, 2, 3), 8) == ([7, 8], [-1, 0])
+
+
+@needs_peers
+def test_sglang_prefers_by_frequency_what_was_said_more_often() -> None:
+    with Peer("sglang-ngram", capacity=10_000, draft_tokens=2, match_type="PROB") as peer:
+        for output in (ids(1, 2, 3, 4), ids(1, 2, 3, 4), ids(1, 2, 3, 7)):
+            tell(peer, ids(50), output)
+        assert answer_of(peer, ids(1, 2, 3), 8) == ([4], [-1])
+
+
+@needs_peers
+def test_sglang_knows_of_a_prompt_its_last_tokens_and_fills_its_drafts_up() -> None:
+    prompt = np.arange(100, 140, dtype=np.int32)
+    with Peer("sglang-ngram", capacity=10_000, padded=1) as peer:
+        tell(peer, prompt, ids(1, 2))
+        assert answer_of(peer, prompt[:10], 16) == ([-1] * 11, [-1] * 11)
+        tokens, parents = answer_of(peer, prompt[-10:], 16)
+        assert (tokens, parents) == ([1, 2] + [-1] * 9, [-1, 0] + [-1] * 9)
+
+
+@needs_peers
+def test_llama_cpp_shares_what_it_looked_up_when_it_was_seen_twice() -> None:
+    text = texts(1, 60, seed=10)[0]
+    with Peer("llama-cpp", type="lookup") as peer:
+        assert peer.has_store
+        tell(peer, text[:20], text[20:])
+        assert answer_of(peer, text[30:40], 4)[0] == []
+        tell(peer, text[:20], text[20:])
+        assert answer_of(peer, text[30:40], 4)[0] == text[40:44].tolist()
+
+
+@needs_peers
+def test_llama_cpp_drafts_from_the_pool_only_what_is_long_enough() -> None:
+    text = texts(1, 100, seed=11)[0]
+    for least, expected in ((8, text[40:48].tolist()), (70, [])):
+        with Peer("llama-cpp", type="ngram-mod", first=4, second=least, third=80) as peer:
+            peer.start("first", text)  # a prompt enters the pool when its request begins
+            peer.stop("first", keep=True)
+            assert answer_of(peer, text[30:40], 8)[0] == expected
+
+
+@needs_peers
+def test_llama_cpp_looks_for_the_newest_place_in_the_text_of_the_request_alone() -> None:
+    stem, one, other = texts(3, 12, seed=12)
+    with Peer("llama-cpp", type="ngram-simple", first=3, second=4) as peer:
+        assert not peer.has_store
+        assert answer_of(peer, np.concatenate([stem, one, stem, other, stem]), 8)[0] == other[:4].tolist()
+        assert answer_of(peer, np.concatenate([one, stem]), 8)[0] == []
+
+
+@needs_peers
+def test_llama_cpp_has_one_slot_and_refuses_what_it_does_not_know() -> None:
+    with Peer("llama-cpp") as peer:
+        peer.start("one", ids(1, 2))
+        with pytest.raises(PeerError, match="one slot"):
+            peer.start("other", ids(1, 2))
+    with pytest.raises(PeerError, match="ngram-map-k4v"):
+        Peer("llama-cpp", type="draft-simple")
+    with pytest.raises(PeerError, match=r"0\.\.1024"):
+        Peer("llama-cpp", type="ngram-mod", first=5000)

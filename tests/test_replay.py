@@ -102,14 +102,28 @@ def test_learned_rows_are_drafted_from_and_not_counted() -> None:
 
 @needs_peers
 @pytest.mark.parametrize(
-    ("drafter", "tree"), [("arctic", False), ("arctic", True), ("vllm-ngram", False), ("prompt-lookup-hf", False)]
+    ("drafter", "tree"),
+    [
+        ("arctic", False),
+        ("arctic", True),
+        ("vllm-ngram", False),
+        ("prompt-lookup-hf", False),
+        ("sglang", True),
+        ("llama-cpp", False),
+    ],
 )
 def test_a_peer_side_by_side_counts_what_it_counts_alone_step_by_step(drafter: str, tree: bool) -> None:
     turns = stream([[row] for row in as_rows(made_rows())], warm=0.2)
     settings = settings_of(drafter, 8, curve=True, tree=tree)
-    with PeerDrafter(settings) as contender:
+    last, options = settings[-1], dict[str, Any]()
+    if drafter == "sglang":
+        options = {"capacity": 100_000}
+    with PeerDrafter(settings, **options) as contender:
         together = [figures(counts) for counts in replay_stream(turns, contender)]
-    with StepByStep(settings[-1:]) as alone:
+    if drafter in ("sglang", "llama-cpp"):  # where a setting is a peer
+        assert isinstance(last, PeerSetting)
+        options |= last.knobs | ({"draft_tokens": last.limit + 1} if drafter == "sglang" else {})
+    with StepByStep([last], **options) as alone:
         assert figures(replay_stream(turns, alone)[0])[:2] == together[-1][:2]
 
 
@@ -121,7 +135,7 @@ class StepByStep(PeerDrafter):
         text, position, steps = np.concatenate([row.context, row.output]), len(row.context), []
         self._peer.start(request_id, row.context)
         while position < len(text):
-            knobs = setting.knobs if isinstance(setting, PeerSetting) else {}
+            knobs = setting.knobs if isinstance(setting, PeerSetting) and self._peer.shares_state else {}
             draft = self._peer.speculate(request_id, text[:position], setting.limit, **knobs)
             accepted = slow.longest_agreeing(
                 draft.token_ids.tolist(), draft.parents.tolist(), text[position:-1].tolist()

@@ -20,6 +20,12 @@ _WARM_UP = 64
 
 TREE_DEPTHS = (24, 64)
 """vLLM's default for the suffix tree, and its own."""
+WAYS: dict[str, dict[str, dict[str, int | str]]] = {
+    "arctic": {f", depth {depth}": {"depth": depth} for depth in TREE_DEPTHS},
+    "sglang-ngram": {"": {"draft_tokens": DRAFT_TOKENS + 1}},
+    "llama-cpp": {", lookup": {"type": "lookup"}},
+}
+"""Of a peer, what is put behind its name and the options of it; no options where it is not listed."""
 
 
 def compare(
@@ -32,22 +38,22 @@ def compare(
     """
     figures: dict[str, dict[str, Any]] = {}
     for name in names:
-        for depth in TREE_DEPTHS if name == "arctic" else (None,):
-            label = name if depth is None else f"{name}, depth {depth}"
+        for suffix, options in WAYS.get(name, {"": {}}).items():
+            label = f"{name}{suffix}"
             try:
-                figures[label] = _one(name, depth, ours, sequences, random)
+                figures[label] = _one(name, options, ours, sequences, random)
             except PeerError as error:
                 figures[label] = {"unavailable": str(error).splitlines()[0]}
     return figures
 
 
 def _one(
-    name: str, depth: int | None, ours: Filled, sequences: Sequence[Tokens], random: np.random.Generator
+    name: str, options: dict[str, int | str], ours: Filled, sequences: Sequence[Tokens], random: np.random.Generator
 ) -> dict[str, Any]:
     prober = Prober()
     rounds: list[dict[str, float]] = []
     lengths: list[int] = []
-    with Peer(name, **({} if depth is None else {"depth": depth})) as peer:
+    with Peer(name, **options) as peer:
         insertion = peer.insert(sequences)
         warm_up = sample_contexts(ours.snapshot, _WARM_UP, random)
         peer.propose([context.tokens for context in warm_up], DRAFT_TOKENS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from time import perf_counter_ns
 from typing import Any
@@ -61,7 +62,7 @@ class SglangNgram:
         worker's code considers and leaves out.
         """
         import_module("torch").set_num_threads(1)
-        self._corpus_class = load_corpus_class()
+        load_corpus_class()  # here, so that what is missing is known at once
         self._options: dict[str, Any] = {
             "capacity": capacity,
             "match_type": match_type,
@@ -72,12 +73,16 @@ class SglangNgram:
             "padded": padded,
             "prompts": prompts,
         }
-        corpus = {name: value for name, value in self._options.items() if name not in ("padded", "prompts")}
-        corpus["draft_token_num"] = corpus.pop("draft_tokens")
-        self._corpus = self._corpus_class(**corpus)
         self._depth, self._is_padded, self._with_prompts = max_trie_depth, bool(padded), bool(prompts)
         self._requests: dict[str, _Request] = {}
         self.full_draft: Setting = {}
+
+    @cached_property
+    def _corpus(self) -> Any:
+        """Made when it is first needed: where `apart` is asked, that is never."""
+        options = {name: value for name, value in self._options.items() if name not in ("padded", "prompts")}
+        options["draft_token_num"] = options.pop("draft_tokens")
+        return load_corpus_class()(**options)
 
     def apart(self, max_tokens: int, setting: Setting) -> SglangNgram:
         return SglangNgram(**{**self._options, "draft_tokens": max_tokens + 1, **setting})

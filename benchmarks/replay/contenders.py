@@ -31,7 +31,7 @@ class Contender(Replayer, AbstractContextManager["Contender"], Protocol):
 class PeerDrafter:
     """Somebody else's drafter, in its own process and environment."""
 
-    def __init__(self, settings: Sequence[Setting], **options: int) -> None:
+    def __init__(self, settings: Sequence[Setting], **options: int | str) -> None:
         """``options`` : the peer's own, see `Peer`. Raises PeerUnavailable where it is not installed."""
         self.settings = settings
         self._peer = Peer(PEERS[settings[0].drafter], **options)

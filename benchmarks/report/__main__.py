@@ -96,7 +96,7 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "growth", growth_section(growth))
     coupled = _result("coupled")
     if growth and coupled and overhead and vllm and curve:
-        put("README.md", "gains", gains_section(growth, coupled, overhead, vllm, curve))
+        put("README.md", "gains", gains_section(growth, coupled, overhead, vllm, curve, _result("replay-tree")))
     if (decode := _result("decode")) is not None:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
     if (profile := _result("profile")) is not None:

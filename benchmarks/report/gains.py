@@ -18,6 +18,7 @@ def gains_section(
     overhead: dict[str, Any],
     vllm: dict[str, Any],
     curve: dict[str, Any],
+    tree: dict[str, Any] | None,
 ) -> str:
     """A line a question, each with one ratio; above 1 is good for us."""
     again = growth["repeated_requests"]
@@ -43,6 +44,14 @@ def gains_section(
     num_traces = len({row["trace"] for row in curve["results"]})
     add(f"{num_traces} recorded traces, at the measured cost of a pass", "plain decoding", ours)
     add("the same", "Arctic Inference at its best setting", ours / theirs)
+    for result, drafter, against in (
+        (curve, "llama-cpp", "llama.cpp's n-gram drafters"),
+        (tree, "sglang", "SGLang's trie"),
+    ):
+        if result is not None and drafter in result["comparison"]:
+            ours, theirs = speed_ups(result["results"], drafter, "measured", None)
+            what = "the same, drafts as trees" if result is tree else "the same"
+            add(what, f"{against} at the best setting", ours / theirs)
     environment = growth["environment"]
     dates = sorted({result["date"] for result in (growth, coupled, overhead, vllm, curve)})
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks.replay.settings import OURS, PRICED_BY
+from benchmarks.replay.settings import ARCTIC_DEFAULT, DEFAULT, OURS, PRICED_BY
+
+_STRONGEST = "arctic"
+"""Whose curve is laid beside ours trace by trace."""
+_NAMES = {
+    OURS: "ours",
+    "vllm-ngram": "vLLM n-gram",
+    "prompt-lookup-hf": "prompt lookup",
+    "sglang": "SGLang",
+    "llama-cpp": "llama.cpp",
+}
 
 
 def replay_section(result: dict[str, Any]) -> str:
@@ -34,41 +44,43 @@ def replay_section(result: dict[str, Any]) -> str:
 def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
     """Against other drafters that may draft as much: accepted tokens a step, and what passes cost and give."""
     lines = ["![accepted over drafted tokens per step](../benchmarks/results/replay-curve.png)"]
-    for drafter in path["comparison"]:
-        places = " / ".join(f"{place:.0%}" for place in path["comparison"][drafter]["places"])
-        costs = [row["setting"].removeprefix(PRICED_BY) for row in path["results"] if PRICED_BY in row["setting"]]
-        costs = list(dict.fromkeys(costs))
-        kinds = [("path", path), *([("tree", tree)] if tree is not None else [])]
-        lines += [
-            "",
-            f"Ours beside {drafter}, path against path and tree against tree. Left: accepted tokens per step over "
-            f"{drafter}'s at as many drafted ones, {places} along what both curves cover. Right: speed-up over plain "
-            f"decoding under a cost curve, ours priced by that curve / the best of {drafter}'s settings in hindsight. "
-            "Geometric means over tokenizers.",
-            "",
-            f"| trace | {' | '.join(f'{kind}, ratio' for kind, _ in kinds)} | "
-            + " | ".join(f"{kind}, {cost}" for kind, _ in kinds for cost in costs)
-            + " |",
-            "|---|" + "--:|" * (len(kinds) + len(kinds) * len(costs)),
+    drafter = _STRONGEST
+    places = " / ".join(f"{place:.0%}" for place in path["comparison"][drafter]["places"])
+    costs = [row["setting"].removeprefix(PRICED_BY) for row in path["results"] if PRICED_BY in row["setting"]]
+    costs = list(dict.fromkeys(costs))
+    kinds = [("path", path), *([("tree", tree)] if tree is not None else [])]
+    lines += [
+        "",
+        f"Ours beside {drafter}, path against path and tree against tree. Left: accepted tokens per step over "
+        f"{drafter}'s at as many drafted ones, {places} along what both curves cover. Right: speed-up over plain "
+        f"decoding under a cost curve, ours priced by that curve / the best of {drafter}'s settings in hindsight. "
+        "Geometric means over tokenizers.",
+        "",
+        f"| trace | {' | '.join(f'{kind}, ratio' for kind, _ in kinds)} | "
+        + " | ".join(f"{kind}, {cost}" for kind, _ in kinds for cost in costs)
+        + " |",
+        "|---|" + "--:|" * (len(kinds) + len(kinds) * len(costs)),
+    ]
+    traces = dict.fromkeys(row["trace"] for row in path["results"])
+    for trace in [*traces, None]:
+        cells = [_ratios(result["comparison"][drafter], trace) for _, result in kinds]
+        cells += [
+            "{:.2f}x / {:.2f}x".format(*speed_ups(result["results"], drafter, cost, trace))
+            for _, result in kinds
+            for cost in costs
         ]
-        traces = dict.fromkeys(row["trace"] for row in path["results"])
-        for trace in [*traces, None]:
-            cells = [_ratios(result["comparison"][drafter], trace) for _, result in kinds]
-            cells += [
-                "{:.2f}x / {:.2f}x".format(*speed_ups(result["results"], drafter, cost, trace))
-                for _, result in kinds
-                for cost in costs
-            ]
-            name = trace or "**all**"
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        errors = [
-            f"{kind} at most {max(errors):.3f}, {np.mean(errors):.3f} on average"
-            for kind, result in kinds
-            if (errors := [row["calibration"]["error"] for row in result["results"] if row["drafter"] == OURS])
-        ]
-        lines += ["", f"Expected calibration error of our estimates over traces and settings: {'; '.join(errors)}."]
+        name = trace or "**all**"
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    errors = [
+        f"{kind} at most {max(errors):.3f}, {np.mean(errors):.3f} on average"
+        for kind, result in kinds
+        if (errors := [row["calibration"]["error"] for row in result["results"] if row["drafter"] == OURS])
+    ]
+    lines += ["", f"Expected calibration error of our estimates over traces and settings: {'; '.join(errors)}."]
     parameters = path["parameters"]
     lines += [
+        "",
+        *_others(kinds, costs),
         "",
         f"`make bench`: {len(traces)} traces, tokenizers {', '.join(parameters['tokenizers'])}, the first "
         f"{parameters['max_output_tokens']:,} output tokens of each, draft limit "
@@ -76,6 +88,71 @@ def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
         "one measured on this engine with the bundled model on a CPU. The time of proposals is left out.",
     ]
     return "\n".join(lines)
+
+
+def _others(kinds: Sequence[tuple[str, dict[str, Any]]], costs: Sequence[str]) -> list[str]:
+    """All drafters beside each other, at their best; then each as its makers set it."""
+    columns = [
+        (kind, result, drafter)
+        for kind, result in kinds
+        for drafter in dict.fromkeys(row["drafter"] for row in result["results"])
+    ]
+    if len(columns) <= 2 * len(kinds):
+        return []
+    lines = [
+        f"Speed-up over plain decoding, {' / '.join(costs)}: ours priced by that curve, of every other drafter the "
+        "best of its settings in hindsight, for each trace and curve anew. Geometric means over tokenizers.",
+        "",
+        f"| trace | {' | '.join(f'{_NAMES.get(drafter, drafter)}, {kind}s' for kind, _, drafter in columns)} |",
+        "|---|" + "--:|" * len(columns),
+    ]
+    for trace in [*dict.fromkeys(row["trace"] for row in kinds[0][1]["results"]), None]:
+        cells = [
+            " / ".join(f"{best_speed_up(result['results'], drafter, cost, trace):.2f}" for cost in costs)
+            for _, result, drafter in columns
+        ]
+        lines.append(f"| {trace or '**all**'} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Each as its makers set it, ours as it prices drafts when it serves; geometric means over traces and "
+        "tokenizers. Microseconds of a proposal, the median of the middle trace: the drafter's own call, from Python "
+        "but for llama.cpp's.",
+        "",
+        f"| drafter | setting | {' | '.join(costs)} | tokens a step | drafted a step | us |",
+        "|---|---|" + "--:|" * (len(costs) + 3),
+    ]
+    for kind, result, drafter in columns:
+        rows = [row for row in result["results"] if row["drafter"] == drafter]
+        for setting in dict.fromkeys(row["setting"] for row in rows if _is_default(drafter, row["setting"])):
+            some = [row for row in rows if row["setting"] == setting]
+            cells = [f"{_mean(row['speed_up'][cost] for row in some):.2f}x" for cost in costs]
+            cells += [
+                f"{_mean(row['mean_acceptance_length'] for row in some):.2f}",
+                f"{np.mean([row['drafted_per_step'] for row in some]):.1f}",
+                f"{np.median([row['propose_us_p50'] for row in some]):.1f}",
+            ]
+            lines.append(f"| {_NAMES.get(drafter, drafter)}, {kind}s | {setting} | {' | '.join(cells)} |")
+    return lines
+
+
+def _is_default(drafter: str, setting: str) -> bool:
+    if drafter == "arctic":
+        return setting == ARCTIC_DEFAULT
+    if drafter == OURS:
+        return setting.startswith(PRICED_BY)
+    return setting.startswith(DEFAULT)
+
+
+def best_speed_up(rows: Sequence[dict[str, Any]], drafter: str, cost: str, trace: str | None) -> float:
+    """Over plain decoding under one cost curve, ours priced by it, another's the best; ``trace`` : None for all."""
+    some = [row for row in rows if row["drafter"] == drafter and trace in (None, row["trace"])]
+    if drafter == OURS:
+        some = [row for row in some if row["setting"] == f"{PRICED_BY}{cost}"]
+    best: dict[tuple[str, str], float] = {}
+    for row in some:
+        key = row["trace"], row["tokenizer"]
+        best[key] = max(best.get(key, 0.0), row["speed_up"][cost])
+    return _mean(best.values())
 
 
 def _mean(values: Iterable[float]) -> float:
