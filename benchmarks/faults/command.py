@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=args.seed,
         num_clients=args.clients,
         calm_s=args.calm,
+        return_s=args.patience,
     )
     print(f"{len(setup.questions)} questions answered without speculation", flush=True)
     rows: list[Row] = []
@@ -97,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clients", type=int, default=4, help="at once (default: 4)")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer (default: 32)")
     parser.add_argument("--calm", type=float, default=2.0, help="seconds before and after a fault (default: 2)")
+    parser.add_argument(
+        "--patience", type=float, default=30.0, help="seconds within which sharing must be back (default: 30)"
+    )
     parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS", help="one long round; prints memory")
     parser.add_argument("--json", action="store_true", help="end stdout with one JSON line")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there as well")
