@@ -131,7 +131,7 @@ def prompts(number: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "coupled"])
 def test_a_draft_model_changes_no_token(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Real weights in float32; requests join as others leave. The model itself as a draft is nearly always right."""
-    asked = prompts(24)
+    asked = prompts(16)
     sampling = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
         if kind == "greedy"

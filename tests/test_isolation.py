@@ -220,10 +220,18 @@ STAGES: list[Inject] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("kind", [Failure, Panic, MemoryError])
-@pytest.mark.parametrize("inject", STAGES, ids=lambda inject: inject.__name__)
+KINDS: list[type[BaseException]] = [Failure, Panic, MemoryError]
+WAYS = [("chain", False), ("chain", True), ("tree", False), ("tree", True)]
+FAULTS = [
+    pytest.param(inject, kind, shape, overlap, id=f"{inject.__name__}-{kind.__name__}-{shape}-{overlap}")
+    for stage, inject in enumerate(STAGES)
+    for turn, (shape, overlap) in enumerate(WAYS)
+    for kind in [KINDS[(stage + turn) % len(KINDS)]]
+]  # fmt: skip
+"""Every stage in every way to run it; each stage meets every kind, and so does each way."""
+
+
+@pytest.mark.parametrize(("inject", "kind", "shape", "overlap"), FAULTS)
 def test_a_fault_ends_the_request_it_belongs_to(
     monkeypatch: pytest.MonkeyPatch, inject: Inject, kind: type[BaseException], shape: str, overlap: bool
 ) -> None:

@@ -14,6 +14,7 @@ from ssd.text.codec import TextCodec
 
 NUM_PROMPTS = 200
 MAX_TOKENS = 20
+SHARE = 6
 SOURCES: Makers = {
     "retrieval": lambda: SuffixDrafter(recycling=False),
     "recycling": lambda: SuffixDrafter(retrieval=False),
@@ -43,8 +44,8 @@ def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[s
         expected, _ = run(target, prompts, sampling, None, eos_token_ids=codec.eos_token_ids)
     report = Report()
     for number, setting in enumerate(SETTINGS):
-        # Each setting takes a third of the prompts in turn, so that every prompt meets several settings.
-        part = slice(number % 3, None, 3)
+        # Each setting takes a sixth of the prompts in turn, so that every prompt meets several settings.
+        part = slice(number % SHARE, None, SHARE)
         compare(
             target, prompts[part], sampling[part], expected[part], setting,
             eos_token_ids=codec.eos_token_ids, report=report, makers=SOURCES,
@@ -53,7 +54,7 @@ def test_speculation_changes_no_token(kind: str, capsys: pytest.CaptureFixture[s
         print(f"\n{kind}: {report} over {len(SETTINGS)} settings")
     assert report.passed, report.mismatches[:5]
     assert report.num_tokens == sum(
-        len(tokens) for number in range(len(SETTINGS)) for tokens in expected[number % 3 :: 3]
+        len(tokens) for number in range(len(SETTINGS)) for tokens in expected[number % SHARE :: SHARE]
     )
     # Else nothing was tried: what knows the answer is accepted from in every setting, what looks up in one at least.
     lengths = {name: [length for key, length in report.acceptance.items() if key.startswith(name)] for name in DRAFTERS}

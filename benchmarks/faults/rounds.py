@@ -21,8 +21,6 @@ PROBLEMS = ("failed", "changed", "died", "lost", "twice", "elsewhere", "deaf")
 """A request failed; an answer changed; the server ended by itself; a promised note is gone, is there twice, or lies in
 another namespace; sharing did not come back."""
 
-_RETURN_S = 30.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -34,6 +32,8 @@ class Setup:
     num_clients: int
     calm_s: float
     """Before, between and after the faults."""
+    return_s: float
+    """After a fault, within which sharing must be back."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ def play(row: Row, faults: Sequence[Fault], setup: Setup) -> None:
         except SkippedError as reason:
             row.skipped = str(reason)
             return
-        _judge(row, scene)
+        _judge(row, scene, setup.return_s)
         row.num_rounds += 1
 
 
@@ -88,9 +88,9 @@ def _inject(faults: Sequence[Fault], scene: Scene, calm_s: float) -> None:
         scene.revive_server()
 
 
-def _judge(row: Row, scene: Scene) -> None:
+def _judge(row: Row, scene: Scene, return_s: float) -> None:
     if scene.redis is not None:
-        seconds = scene.sharing_returns(_RETURN_S)
+        seconds = scene.sharing_returns(return_s)
         if seconds is None:
             row.counts["deaf"] += 1
         else:
@@ -142,6 +142,6 @@ def soak(row: Row, faults: Sequence[Fault], setup: Setup, seconds: float) -> lis
         finally:
             over.set()
             watcher.join()
-        _judge(row, scene)
+        _judge(row, scene, setup.return_s)
         row.num_rounds += 1
     return memory

@@ -7,8 +7,8 @@ are asked by two tenants: completions and streams, greedy and with seeds, whose 
 speculation, and notes, texts with a number. Each round something fails, in an order that the seed says: the network
 between them (late, cut, half open, garbled, slow), Redis (paused, emptied, killed, failed over, full, without rights,
 with another clock), a server, or one of each at once. After each round a text that each server learns must be drafted
-by all others within 30 s, for both tenants. At the end all servers are closed in order, and every note that was
-promised must be in its server's directory, none twice and none in the other tenant's.
+by all others within 30 s, or --patience, for both tenants. At the end all servers are closed in order, and every note
+that was promised must be in its server's directory, none twice and none in the other tenant's.
 
 Then, with --steps, requests are asked in pairs of a server that shares with a healthy Redis, on which others write, and
 of one that does not: the ratio of the medians of their times.
@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_HEADS, flush=True)
             for number, faults in enumerate(drawn(args.rounds, args.seed, args.only)):
                 name = f"{args.seed}-{number}"
-                rows.append(play(fleet, faults, num_clients=args.clients, calm_s=args.calm, seed=name))
+                rows.append(
+                    play(fleet, faults, num_clients=args.clients, calm_s=args.calm, return_s=args.patience, seed=name)
+                )
                 print(_line(rows[-1]), flush=True)
             last, num_promised = close(fleet)
             rows.append(last)
@@ -71,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     clients = "1 of each of two tenants at each server"
     parser = parser_of("fleet_faults", purpose, NAMES, rounds="20", clients=clients, tokens=24, calm_s=1.0)
     parser.add_argument("--servers", type=int, default=3, help="(default: 3)")
+    parser.add_argument(
+        "--patience", type=float, default=30.0, help="seconds within which sharing must be back (default: 30)"
+    )
     parser.add_argument("--steps", type=int, default=400, metavar="PAIRS", help="0 leaves them out (default: 400)")
     return parser
 

@@ -17,9 +17,7 @@ from benchmarks.fleet_faults.table import Fault
 OUTCOMES: Final = ("right", "tie", "cancelled", "noted", "interrupted")
 PROBLEMS: Final = ("failed", "changed", "died", "lost", "twice", "elsewhere", "deaf")
 """A request failed; an answer changed; a server ended by itself; a promised note is gone from its server, is twice in
-one, or lies in another tenant's cache; a text did not reach all servers within 30 s of the fault."""
-
-RETURN_S: Final = 30.0
+one, or lies in another tenant's cache; a text did not reach all servers in time after the fault."""
 
 
 @dataclass(slots=True)
@@ -41,8 +39,8 @@ class Row:
         return sum(self.counts[name] for name in PROBLEMS)
 
 
-def play(fleet: Fleet, faults: Sequence[Fault], *, num_clients: int, calm_s: float, seed: str) -> Row:
-    """One round. ``num_clients`` : of each tenant at each server."""
+def play(fleet: Fleet, faults: Sequence[Fault], *, num_clients: int, calm_s: float, return_s: float, seed: str) -> Row:
+    """One round. ``num_clients`` : of each tenant at each server. ``return_s`` : after which sharing must be back."""
     row, begin, before = Row(" + ".join(fault.name for fault in faults)), time.monotonic(), fleet.counts
     with ExitStack() as stack:
         for number, load in enumerate(fleet.loads):
@@ -54,7 +52,7 @@ def play(fleet: Fleet, faults: Sequence[Fault], *, num_clients: int, calm_s: flo
         row.counts["died"] += sum(member.server.revive() for member in fleet.members)
         fleet.hold(calm_s)
     try:
-        row.sharing_s = fleet.sharing_returns(RETURN_S)
+        row.sharing_s = fleet.sharing_returns(return_s)
     except (OSError, http.client.HTTPException, ValueError) as error:
         row.counts["failed"] += 1
         row.reasons.append(f"a probe: {type(error).__name__}: {error}"[:200])
