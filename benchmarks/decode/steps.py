@@ -181,7 +181,7 @@ def time_steps(
 
 
 def at_once(target: Target, prompts: Sequence[Tokens]) -> EngineConfig:
-    """Settings with which all prompts are read in one step, so that no row is ahead of the others and ends before them."""
+    """Settings with which all prompts are read in one step, so that no row ends before another begins."""
     return EngineConfig(max_num_seqs=target.num_slots, prefill_chunk_tokens=max(512, sum(map(len, prompts))))
 
 
