@@ -79,15 +79,15 @@ def tokens_said(num_steps: int, limit: int) -> int:
     return (num_steps + _FIRST_STEPS) * (limit + 1)
 
 
-def _timed(
-    engine: Engine, target: RecitingTarget, texts: Sequence[Text], temperature: float, num_steps: int
-) -> Steps:
+def _timed(engine: Engine, target: RecitingTarget, texts: Sequence[Text], temperature: float, num_steps: int) -> Steps:
     for row, text in enumerate(texts):  # free slots are given from the lowest on
         target.recite(row, text)
         sampling = SamplingParams(
             max_tokens=len(text) - PROMPT_TOKENS, temperature=temperature, seed=row, ignore_eos=True
         )
-        engine.submit(Request(request_id=str(row), prompt_token_ids=tuple(text[:PROMPT_TOKENS].tolist()), sampling=sampling))
+        engine.submit(
+            Request(request_id=str(row), prompt_token_ids=tuple(text[:PROMPT_TOKENS].tolist()), sampling=sampling)
+        )
     said: list[list[int]] = [[] for _ in texts]
     found, clock = Steps(), _Clock(engine, target)
     while not all(said):

@@ -334,7 +334,7 @@ def test_the_page_of_the_api_lists_every_endpoint_and_field_and_asks_nobody_else
 ) -> None:
     browser.complaints()
     browser.driver.get(f"{server.url}/docs")
-    browser.wait(lambda: not browser.all("#state"))
+    wait_until(lambda: not browser.all("#state"))
     described = get(server.port, "/openapi.json").json
     titles = [link.text for link in browser.all("#index a")]
     assert titles == [f"{way.upper()} {path}" for path, ways in described["paths"].items() for way in ways]
