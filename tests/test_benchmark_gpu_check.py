@@ -56,7 +56,7 @@ def test_speed_growth_and_soak_run_and_give_every_mark_its_value(tmp_path: Path)
     assert check("--parts", *parts, out=tmp_path) == 0
     found = marks(read_results(tmp_path))
     missing = [mark.name for mark in found if mark.is_met is None]
-    assert all("passes" in name or "positions" in name or "small shape, " in name for name in missing), missing
+    assert all("is right" in name or "positions" in name or "small shape, " in name for name in missing), missing
 
 
 def part_of(run: Callable[[Scene, Keep], Found]) -> Part:
@@ -122,4 +122,4 @@ def test_marks_read_both_ways_and_what_was_not_measured_is_neither_met_nor_misse
     assert found["large shape, 16 positions over a plain step"] is True
     assert found["large shape, host time outside the pass, share of a step"] is False
     assert found["large shape, 64 positions over a plain step"] is None
-    assert found["attention passes"] is None
+    assert found["attention is right"] is None

@@ -133,7 +133,7 @@ def time_steps(
     engine = Engine(
         timed,  # type: ignore[arg-type]
         drafter=KnownText(known, shape.draft),
-        config=EngineConfig(max_num_seqs=target.num_slots),
+        config=at_once(target, prompts),
         draft=DraftConfig(num_speculative_tokens=shape.draft),
     )
     num_tokens = tokens_said(rounds, shape.width)
@@ -149,7 +149,7 @@ def time_steps(
             new += len(output.token_ids)
         return new
 
-    while not all(outputs):  # prompts are read beside the first steps
+    while not all(outputs):
         step()
     forward = None if library is None else BareForward(library, shape, len(prompts[0]) + num_tokens // 2)
     steps: list[float] = []
@@ -178,6 +178,11 @@ def time_steps(
     while engine.has_work():
         step()
     return Timing(steps, targets, outside, forwards, outputs, put_out)
+
+
+def at_once(target: Target, prompts: Sequence[Tokens]) -> EngineConfig:
+    """Settings with which all prompts are read in one step, so that no row ends before another begins."""
+    return EngineConfig(max_num_seqs=target.num_slots, prefill_chunk_tokens=max(512, sum(map(len, prompts))))
 
 
 class BareForward:

@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.gpu_check [MODEL] [--call K | --parts PART...] [--real DIR] [--minutes M] [--out DIR]``
 
-- call 1, is it right: our attention against float32 over lengths, heads, windows, sinks, caps and trees; the tests
-  that do more on a GPU; the small model by plain passes, static shapes and recorded ones, with our kernels and without;
-  greedy output against ``model.generate`` and sampled output against no speculation, in three types.
+- call 1, is it right: our attention against float32 over lengths, heads, windows, sinks, caps and trees; the small
+  model by plain passes, static shapes and recorded ones, with our kernels and without; greedy output against
+  ``model.generate`` and sampled output against no speculation, in three types; the tests that do more on a GPU.
 - call 2, is it fast: steps of an 8B and a 1B shape beside a copy of memory, repeats at batch 1, what drafting for 64
   rows takes, and speculation that gains nothing at batch 1 to 64.
 - call 3, why: attentions side by side, steps under the profiler, growth, and a soak with cancellations and leaks.
@@ -98,7 +98,9 @@ def _run(
         part, began = PARTS[name], time.monotonic()
         expected = part.work.seconds
         if part.needs_kernels and compiling is not None:
-            write("kernels", compiling.result(ends - time.monotonic()))
+            compiled = compiling.result(ends - time.monotonic())
+            write("kernels", compiled)
+            print(f"== kernels: {compiled['seconds']} s{'' if compiled.get('passed') else ', FAILED'}", flush=True)
             compiling = None
         left = ends - time.monotonic()
         if left < min(_LEAST_SHARE * expected, seconds):

@@ -54,7 +54,7 @@ def _right(results: Mapping[str, Found]) -> Iterator[Mark]:
     for part in PARTS_THAT_PASS:
         found = results.get(part)
         value = None if found is None or "skipped" in found or "cut" in found else float(found.get("passed", False))
-        yield Mark(f"{part} passes", value, 1.0)
+        yield Mark(f"{part} is right", value, 1.0)
 
 
 def _steps(results: Mapping[str, Found]) -> Iterator[Mark]:

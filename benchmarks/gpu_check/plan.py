@@ -72,9 +72,9 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "attention": Part(attention, Work(gb=50, compiled=8, other_s=15), needs_kernels=False),
-    "tests": Part(suite, Work(compiled=24, other_s=30), needs_kernels=False),
     "passes": Part(passes, Work(recorded=400, plain=3000, compiled=15, steps=5000)),
     "exactness": Part(exactness, Work(recorded=120, plain=12_000, compiled=3, steps=25_000)),
+    "tests": Part(suite, Work(compiled=24, other_s=30), needs_kernels=False),
     "speed-large": Part(
         speed_large, Work(gb=16 * 5000, recorded=60, plain=150, layers=32, compiled=9, steps=600, other_s=15)
     ),
@@ -95,7 +95,7 @@ PARTS: dict[str, Part] = {
 """By their names, in the order of their worth."""
 
 CALLS: Final[tuple[tuple[str, ...], ...]] = (
-    ("attention", "tests", "passes", "exactness"),
+    ("attention", "passes", "exactness", "tests"),
     ("speed-large", "overhead-large", "speed-small"),
     ("race", "profile", "growth", "soak"),
     ("growth-real", "overhead-small", "speed-variants"),

@@ -9,9 +9,9 @@ from statistics import median
 import numpy as np
 from transformers import PreTrainedModel
 
-from benchmarks.decode.steps import synchronize
+from benchmarks.decode.steps import Tokens, at_once, synchronize
 from benchmarks.gpu_check.scene import Found, Scene
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig, SamplingParams
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
@@ -54,7 +54,7 @@ def propose(scene: Scene, model: PreTrainedModel) -> Found:
     sizes, draft = scene.sizes, DraftConfig()
     num_tokens, length = (_OUTPUT_TOKENS, sizes.context // 4) if scene.device != "cpu" else (16, 16)
     random = np.random.default_rng(0)
-    prompts = random.integers(3, model.config.vocab_size, (sizes.propose_rows, length))
+    prompts = random.integers(3, model.config.vocab_size, (sizes.propose_rows, length)).astype(np.int32)
     found: Found = {"rows": sizes.propose_rows, "index_tokens": sizes.index_tokens}
     target = open_target(
         model,
@@ -66,12 +66,10 @@ def propose(scene: Scene, model: PreTrainedModel) -> Found:
     drafter = TimedDrafter()
     with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         _fill(caches, model.config.vocab_size, sizes.index_tokens)
-        engine = Engine(
-            target, drafter=drafter, caches=caches, config=EngineConfig(max_num_seqs=sizes.propose_rows), draft=draft
-        )
+        engine = Engine(target, drafter=drafter, caches=caches, config=at_once(target, list(prompts)), draft=draft)
         engine.warm_up()
         for traffic in ("new", "again"):
-            steps, drafting = _steps(engine, drafter, prompts, num_tokens, traffic)
+            steps, drafting = _steps(engine, drafter, list(prompts), num_tokens, traffic)
             caches.flush()
             found[traffic] = {
                 "step_ms_p50": round(1e3 * median(steps), 4),
@@ -97,7 +95,7 @@ def _fill(caches: CacheSet, vocab_size: int, num_tokens: int) -> None:
 def _steps(
     engine: Engine,
     drafter: TimedDrafter,
-    prompts: np.ndarray[tuple[int, int], np.dtype[np.int64]],
+    prompts: Sequence[Tokens],
     num_tokens: int,
     name: str,
 ) -> tuple[list[float], list[float]]:

@@ -32,7 +32,7 @@ def suite(scene: Scene, keep: Keep) -> Found:
     names = FILES if scene.device != "cpu" else FILES[3:4]
     found: Found = {"passed": True, "files": {}}
     with tempfile.TemporaryDirectory() as directory:
-        running = {name: _start(name, Path(directory)) for name in names}
+        running = {name: _start(name, scene, Path(directory)) for name in names}
         for name, process in running.items():
             status = process.wait()
             said = (Path(directory) / f"{name}.log").read_text(errors="replace")
@@ -45,14 +45,16 @@ def suite(scene: Scene, keep: Keep) -> Found:
     return found
 
 
-def _start(name: str, directory: Path) -> subprocess.Popen[bytes]:
+def _start(name: str, scene: Scene, directory: Path) -> subprocess.Popen[bytes]:
     # Warnings of versions that the project is not developed with shall fail nothing here.
     options = ("-q", "-p", "no:cacheprovider", "-W", "default", f"--junitxml={directory / name}.xml")
+    # Where there is a device, kernels are compiled, whatever tells the tests so.
+    compiled = {"TRITON_INTERPRET": "0"} if scene.device != "cpu" else {}
     with (directory / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, str(_TESTS / name)],
             cwd=_TESTS.parent,
-            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+            env=os.environ | compiled,
             stdout=log,
             stderr=subprocess.STDOUT,
         )

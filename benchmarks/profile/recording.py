@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.decode.steps import Shape, Tokens, synchronize
+from benchmarks.decode.steps import Shape, Tokens, at_once, synchronize
 from benchmarks.profile.timeline import STEP, read_events, summary
-from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig, SamplingParams
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
@@ -95,7 +95,7 @@ def profile_steps(
             target,
             drafter=KnownDrafter(known, shape.draft),
             caches=caches,
-            config=EngineConfig(max_num_seqs=target.num_slots),
+            config=at_once(target, prompts),
             # A step that only decodes asks its drafter too, and gets nothing.
             draft=DraftConfig(num_speculative_tokens=max(1, shape.draft)),
         )
@@ -136,7 +136,7 @@ def profile_steps(
 
 
 def _said(target: Target, prompts: Sequence[Tokens], num_tokens: int) -> list[list[int]]:
-    engine = Engine(target, drafter=SuffixDrafter(), config=EngineConfig(max_num_seqs=target.num_slots),
+    engine = Engine(target, drafter=SuffixDrafter(), config=at_once(target, prompts),
                     draft=DraftConfig(num_speculative_tokens=0))  # fmt: skip
     outputs = _submit(engine, prompts, num_tokens)
     while engine.has_work():
