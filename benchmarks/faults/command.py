@@ -80,17 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     purpose = (__doc__ or "").splitlines()[0]
     parser = parser_of("faults", purpose, NAMES, rounds="1 of each fault", clients="4 at once", tokens=32, calm_s=2.0)
     parser.add_argument("--combinations", type=int, default=4, help="rounds of one to three faults (default: 4)")
-<<<<<<< HEAD
-=======
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--clients", type=int, default=4, help="at once (default: 4)")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer (default: 32)")
-    parser.add_argument("--calm", type=float, default=2.0, help="seconds before and after a fault (default: 2)")
-    parser.add_argument(
-        "--patience", type=float, default=30.0, help="seconds within which sharing must be back (default: 30)"
-    )
->>>>>>> tests
     parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS", help="one long round; prints memory")
     return parser
 

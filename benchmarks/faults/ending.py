@@ -39,6 +39,7 @@ def parser_of(
     add("--clients", type=int, default=int(num_clients), help=f"{of_clients} (default: %(default)s)")
     add("--tokens", type=int, default=tokens, help="of each answer (default: %(default)s)")
     add("--calm", type=float, default=calm_s, help="seconds before and after a fault (default: %(default)s)")
+    add("--patience", type=float, default=30.0, help="seconds within which sharing must be back (default: %(default)s)")
     add("--json", action="store_true", help="end stdout with one JSON line")
     add("--out", type=Path, metavar="FILE", help="write the result there as well")
     return parser

@@ -73,9 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     clients = "1 of each of two tenants at each server"
     parser = parser_of("fleet_faults", purpose, NAMES, rounds="20", clients=clients, tokens=24, calm_s=1.0)
     parser.add_argument("--servers", type=int, default=3, help="(default: 3)")
-    parser.add_argument(
-        "--patience", type=float, default=30.0, help="seconds within which sharing must be back (default: 30)"
-    )
     parser.add_argument("--steps", type=int, default=400, metavar="PAIRS", help="0 leaves them out (default: 400)")
     return parser
 
