@@ -44,8 +44,8 @@ The tiny one is for a look at the scripts."""
 
 
 _LOUD = 1000.0
-"""Times that the embedding of a model that speaks is larger: a standard deviation of 20, beside some 8 that 32 layers of
-random weights add.
+"""Times that the embedding of a model that speaks is larger: a standard deviation of 20, beside some 8 that 32 layers
+of random weights add.
 """
 
 
