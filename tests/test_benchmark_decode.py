@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.decode.baselines import time_generate
 from benchmarks.decode.command import main
-from benchmarks.decode.shapes import SHAPES
+from benchmarks.decode.shapes import SHAPES, random_model
 from benchmarks.decode.steps import BareForward, Shape, Tokens, cache_bytes, time_steps, weight_bytes
 from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
@@ -72,3 +73,13 @@ def test_impossible_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["--batch", "0"])
     assert "from 1" in capsys.readouterr().err
+
+
+def test_a_model_that_speaks_names_the_next_token_clearly_in_bfloat16() -> None:
+    model = random_model("tiny", dtype="bfloat16", device="cpu", speaks=True)
+    tokens = torch.arange(3, 99)[None]
+    with torch.inference_mode():
+        best = model(input_ids=tokens).logits[0].float().topk(2)
+    assert (best.values[:, 0] > 1.5 * best.values[:, 1]).all()
+    followers = best.indices[:, 0]
+    assert len(followers.unique()) == tokens.numel() and (followers != tokens[0]).all()
