@@ -1,7 +1,7 @@
 """Compile our kernels for GPUs that need not be there: Triton brings its own assembler.
 
-``python -m tests.compile_kernels`` prints what each takes, and fails where one keeps numbers outside its registers;
-TRITON_INTERPRET must not be set.
+``python -m tests.compile_kernels`` prints what each takes, and fails where one keeps more than a few bytes outside its
+registers; TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ssd.model.sampling.triton_sampling import _BLOCK, _MOST_SPLITS, _choose_spl
 CAPABILITIES = (80, 90)
 """Ampere, Hopper."""
 
-_STRICT = 90
-"""Where no number may lie outside the registers; a few bytes do on Ampere."""
+_STRICT, _MOST_SPILLED = 90, 16
+"""Where no more than a few bytes of a thread may lie outside its registers; some dozens do on Ampere."""
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -143,7 +143,7 @@ def main() -> int:
     for capability in CAPABILITIES:
         for variant in variants():
             found = compiled(variant, capability)
-            num_spilling += capability == _STRICT and found.spilled > 0
+            num_spilling += capability == _STRICT and found.spilled > _MOST_SPILLED
             print(
                 f"sm_{capability} {variant.name}: {found.registers} registers, {found.shared} bytes of shared memory, "
                 f"{found.spilled} spilled",

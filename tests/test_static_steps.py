@@ -19,7 +19,7 @@ from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.steps.buffers import StepShape, powers_of_two
-from ssd.model.steps.graphs import Recorder, Step, eagerly
+from ssd.model.steps.graphs import CudaGraphs, Recorder, Step, eagerly
 from ssd.model.steps.static_moves import StaticMoves
 from ssd.model.steps.static_steps import StaticSteps
 from ssd.model.ways.slot_target import SlotTarget
@@ -319,3 +319,44 @@ def test_moves_that_fail_are_left_to_the_plain_one(
         assert not moves.run(np.array([1]), np.array([5]), np.array([2]))
     assert all(torch.equal(stored[:, :, :10], was) for stored, was in zip(kv_cache._layers[0], before, strict=True))
     assert sum("layer by layer" in record.message for record in caplog.records) == 1
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+
+@needs_gpu
+def test_after_a_recording_that_the_driver_gives_up_others_are_made() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, number = CudaGraphs(device), torch.zeros(1, device=device)
+
+    def waits() -> None:
+        number.add_(1)
+        torch.cuda.synchronize()  # which no recording allows, and no check before it sees
+
+    def counts() -> None:
+        number.add_(1)
+
+    recorded = graphs(counts)
+    with pytest.raises(RuntimeError):
+        graphs(waits)
+    torch.cuda.empty_cache()
+    again = graphs(counts)
+    number.zero_()
+    recorded()
+    again()
+    assert number.item() == 2
+
+
+@needs_gpu
+def test_recordings_share_what_libraries_keep() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, matrix = CudaGraphs(device), torch.randn(256, 256, device=device)
+    product = torch.empty_like(matrix)
+
+    def multiplies() -> None:
+        torch.mm(matrix, matrix, out=product)
+
+    kept = [graphs(multiplies)]
+    before = torch.cuda.memory_allocated(device)
+    kept += [graphs(multiplies) for _ in range(8)]
+    assert torch.cuda.memory_allocated(device) - before < 1 << 20

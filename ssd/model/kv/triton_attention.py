@@ -86,7 +86,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> Tiles:
-    """Tiles that leave no number of a program outside its registers, on Hopper; `tests.compile_kernels` asks that.
+    """Tiles that fit the registers of Hopper but for a few bytes, which `tests.compile_kernels` asks.
 
     num_queries : of a row and a key head.
     """
