@@ -2,18 +2,22 @@
 
 An engine cuts its drafts to what pays by what it measures passes to take, and asks seldom for drafts that take long to
 make. On a busy machine that is anything. So what it is told here depends on the size of a pass alone, and asking takes
-nothing. Servers that are processes of their own measure as they always do: who asks whether these draft waits
-until they do.
+nothing.
+
+Servers that are processes of their own measure as they always do, but for one that is started as
+``python -m tests.fixed_times`` instead of ``python -m server``.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
 
+from server.__main__ import main as serve
 from ssd.drafting.protocol import Draft
 from ssd.engine import proposals
 from ssd.engine.proposals import Proposals
@@ -50,3 +54,8 @@ def fix_times(patch: pytest.MonkeyPatch) -> None:
 def measure_asking(patch: pytest.MonkeyPatch) -> None:
     """Have engines measure what asking for drafts takes after all, until ``patch`` is undone."""
     patch.setattr(proposals, "time", time)
+
+
+if __name__ == "__main__":
+    fix_times(pytest.MonkeyPatch())
+    sys.exit(serve())

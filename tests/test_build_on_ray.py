@@ -16,6 +16,7 @@ from cache_builder.building.build import BuildOptions, build
 from ssd.retrieval.manifest import read_manifest
 from tests.ray_build import BLOCK_BYTES
 from tests.tokenizers_for_tests import write_model_directory
+from tests.waiting import START_S
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ssd-serving[ray]'")
 
@@ -44,7 +45,7 @@ def segments_of(directory: Path) -> list[str]:
 
 def segments_on_ray(logs: Path, model: Path, out: Path, lost: str) -> list[str]:
     command = [sys.executable, "-m", "tests.ray_build", str(logs), str(model), str(out), lost]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, done.stderr[-2_000:]
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -226,10 +226,7 @@ def test_writes_do_not_tell_what_was_accepted(server: RunningServer) -> None:
     before = num_accepted(server)
     plain_sizes, _ = on_the_wire(server.port, PATH, {**asked, "num_speculative_tokens": 0})
     assert num_accepted(server) == before
-    for _ in range(8):  # where start-up was measured on a busy machine, drafts must first be seen to pay
-        drafted_sizes, _ = on_the_wire(server.port, PATH, asked)
-        if num_accepted(server) > before + 40:
-            break
+    drafted_sizes, _ = on_the_wire(server.port, PATH, asked)
     assert num_accepted(server) > before + 40
     assert drafted_sizes == plain_sizes
     assert all(size % PADDED_BYTES == 0 for size in plain_sizes)

@@ -63,7 +63,6 @@ def num_accepted(server: RunningServer) -> float:
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers."}]
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
-_MOST_ASKED = 8
 
 
 @pytest.mark.parametrize(
@@ -89,10 +88,7 @@ def test_number_and_sizes_of_writes_do_not_tell_what_was_accepted(
     before = num_accepted(server)
     plain_sizes, plain = on_the_wire(server.port, path, {**obfuscated, "num_speculative_tokens": 0})
     assert num_accepted(server) == before
-    for _ in range(_MOST_ASKED):  # where start-up was measured on a busy machine, drafts must first be seen to pay
-        drafted_sizes, drafted = on_the_wire(server.port, path, obfuscated)
-        if num_accepted(server) > before + 40:
-            break
+    drafted_sizes, drafted = on_the_wire(server.port, path, obfuscated)
     assert num_accepted(server) > before + 40
     assert drafted_sizes == plain_sizes
     assert all(size % PADDED_BYTES == 0 for size in plain_sizes[:-1])

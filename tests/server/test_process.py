@@ -45,10 +45,11 @@ def running(
         signal.SIGHUP, signal.SIG_DFL
     ),  # the tests may be run by nohup
     stderr: int | None = None,
+    program: str = "server",
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A server process; ``before`` is called in it before it becomes one."""
+    """A server process; ``before`` is called in it before it becomes one. ``program`` : or ``tests.fixed_times``."""
     port = free_port()
-    command = [sys.executable, "-m", "server", "--port", str(port), *arguments]
+    command = [sys.executable, "-m", program, "--port", str(port), *arguments]
     process = subprocess.Popen(command, cwd=ROOT, preexec_fn=before, stderr=stderr)
     try:
         yield process, port
