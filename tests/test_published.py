@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +25,7 @@ from ssd.retrieval.checkpoints import Checkpoint
 from ssd.retrieval.packed import Tokens
 from ssd.sharing import reader
 from ssd.sharing.connection import connect
-from ssd.sharing.keys import all_keys, chunks_key, head_key, lease_key
+from ssd.sharing.keys import all_keys, chunks_key, head_key, lease_key, stream_key
 from ssd.sharing.published import joiner, publisher
 from ssd.sharing.published.chunk import (
     MAX_CHUNK_TOKENS,
@@ -33,7 +36,7 @@ from ssd.sharing.published.chunk import (
     unpack_chunk,
 )
 from ssd.sharing.published.chunking import LEAST_CHUNK_TOKENS, cut
-from ssd.sharing.published.head import ChunkRef, Head, InvalidHeadError, newest_within
+from ssd.sharing.published.head import TAG_BYTES, ChunkRef, Head, InvalidHeadError, newest_within
 from ssd.sharing.published.published import shared_log
 from ssd.sharing.published.publisher import Publisher
 from ssd.sharing.published.redis_store import redis_store
@@ -164,7 +167,16 @@ def test_text_that_is_said_again_and_again_is_not_cut_at_every_sequence() -> Non
 
 def a_head(fence: int = 3) -> Head:
     chunks = tuple(ChunkRef(bytes([number]) * 16, 1000 + number, 500) for number in range(5))
-    return Head(owner=OWNER, chunks=chunks, fence=fence, learned=b"l" * 16, mark=Checkpoint({"n": 1}, 7))
+    mark, recent = Checkpoint({"n": 1}, 7), (b"a" * 16, b"b" * 16)
+    return Head(owner=OWNER, chunks=chunks, fence=fence, learned=b"l" * 16, mark=mark, recent=recent)
+
+
+@pytest.mark.parametrize("recent", ["0", "g" * 32, "00" * 16 * 1025, None, 7])
+def test_a_head_that_names_no_sequence_ids_is_refused(recent: object) -> None:
+    data = a_head().to_bytes()
+    body = json.dumps(json.loads(data[TAG_BYTES:]) | {"recent": recent}).encode()
+    with pytest.raises(InvalidHeadError):
+        Head.from_bytes(b"ssd1 %016x %016x\n" % (xxhash.xxh3_64_intdigest(body, seed=3), 3) + body, owner=OWNER)
 
 
 def test_a_head_is_read_back_and_no_changed_byte_is() -> None:
@@ -378,6 +390,78 @@ def test_heads_in_redis_name_chunks_on_a_store(redis_server: RedisServer, tmp_pa
         with open_store(redis_server.url, url, FINGERPRINT, "default") as store:
             assert len(store.chunks.names()) == 1
             assert pull(store, tmp_path / "out", fingerprint=FINGERPRINT, namespace="default").num_tokens == 3
+
+
+def test_a_second_copy_written_after_a_flush_is_known_to_who_joined_by_a_head(
+    redis_server: RedisServer, hurried: None
+) -> None:
+    """A writer that was not told that its entries were taken writes them again; Redis forgot the first copies."""
+    client: Any = connect(redis_server.url)
+    key = stream_key(FINGERPRINT, "default")
+    said = [text.tolist() for text in texts(9, 20)]
+    with member(redis_server.url) as second:
+        with member(redis_server.url, publishes=False) as first:
+            first.append(*said)
+            eventually(lambda: len(second.stored()) == 20)
+            second.caches.flush()
+            eventually(lambda: published(redis_server.url))
+            copies = [fields for _, fields in client.xrange(key)]
+        client.flushall()
+        eventually(lambda: (head := published(redis_server.url)) and head.num_tokens)
+        with member(redis_server.url, publishes=False) as third:
+            eventually(lambda: third.log.stats().num_taken_tokens)
+            for fields in copies:
+                client.xadd(key, fields)
+            second.append([1, 2, 3])
+            eventually(lambda: [1, 2, 3] in third.stored())
+            assert sorted(third.stored()) == sorted([*said, [1, 2, 3]])
+            with member(redis_server.url, publishes=False) as fourth:
+                eventually(lambda: [1, 2, 3] in fourth.stored())
+                assert sorted(fourth.stored()) == sorted([*said, [1, 2, 3]])
+        assert sorted(second.stored()) == sorted([*said, [1, 2, 3]])
+    client.close()
+
+
+@pytest.mark.parametrize("seed", [3, 4, 8])
+def test_second_copies_are_stored_once_whoever_comes_goes_and_forgets(
+    redis_server: RedisServer, hurried: None, seed: int
+) -> None:
+    """Replicas that begin without a directory, a Redis that forgets everything, and entries that are written again."""
+    random = np.random.default_rng(seed)
+    client: Any = connect(redis_server.url)
+    key = stream_key(FINGERPRINT, "default")
+    written: list[dict[bytes, bytes]] = []
+    with ExitStack() as stack:
+        lives = [ExitStack() for _ in range(3)]
+        for life in lives:
+            stack.callback(life.close)
+        replicas = [life.enter_context(member(redis_server.url)) for life in lives]
+        for step in range(30):
+            number = int(random.integers(3))
+            event = random.choice(["say", "say", "again", "again", "seal", "wait", "flush", "restart"])
+            if event == "say":
+                replicas[number].append(*([10 * step + n, step, number] for n in range(10)))
+                eventually(lambda: all(one.log.stats().num_queued == 0 for one in replicas))
+                written += [fields for _, fields in client.xrange(key) if fields not in written]
+            elif event == "again":
+                for fields in written[-int(random.integers(1, 30)) :]:
+                    client.xadd(key, fields)
+            elif event == "seal":
+                replicas[number].caches.flush()
+            elif event == "wait":
+                time.sleep(float(random.uniform(0, 0.6)))
+            elif event == "flush":
+                client.flushall()
+            else:
+                lives[number].close()
+                replicas[number] = lives[number].enter_context(member(redis_server.url))
+            for one in replicas:
+                assert max(Counter(map(tuple, one.stored())).values(), default=1) == 1, (seed, step)
+        replicas[0].append([999, 999])
+        eventually(lambda: all([999, 999] in one.stored() for one in replicas))
+        for one in replicas:
+            assert max(Counter(map(tuple, one.stored())).values()) == 1
+    client.close()
 
 
 # -- in any order ------------------------------------------------------------------------------------------------------

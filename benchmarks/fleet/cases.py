@@ -119,8 +119,8 @@ def run(stream: Stream, case: Case) -> dict[str, Any]:
 def compare_with_whole(stream: Stream, replicas: int, lag_s: float) -> dict[str, Any]:
     """The shortcut beside replicas that store everything: equal steps, and what their connections carried.
 
-    ``entries`` : of whole replicas, and of the shortcut where each replica has a filter of its own, to be equal.
-    ``one_filter`` : how the one filter for all that the shortcut has differs from those, see ``told.guesses``.
+    Its "entries" are those of whole replicas, and of the shortcut where each replica has a filter of its own, to be
+    equal; "one_filter" says how the one filter for all that the shortcut has differs from those, see ``told.guesses``.
     """
     requests = requests_of(_sessions(stream), stream.load(replicas))
     places = places_of(requests, replicas, "random", stream.seed)

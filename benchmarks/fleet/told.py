@@ -64,8 +64,8 @@ def guesses(
 ) -> dict[str, Any]:
     """What replicas that guess alone write beside those that have one filter for all of them.
 
-    ``entries`` : of those that guess alone. ``differing`` : requests of which the others store another piece.
-    ``unexplained`` : of those, how many hold no block whose last tokens are also another's, nor begin so: to be 0.
+    "entries" are of those that guess alone, "differing" the requests of which the others store another piece;
+    "unexplained" of those hold no block whose last tokens are also another's, nor begin so: to be 0.
     """
     alone, together = Told(replicas, config, guesses_alone=True), Told(replicas, config)
     blocks, lead_in = config.dedup_block_tokens, config.lead_in_tokens

@@ -148,6 +148,11 @@ def latency_section(result: dict[str, Any]) -> str:
         f"| p99 | {found['p99_ms']:.0f} |",
         f"| most | {found['most_ms']:.0f} |",
     ]
+    if (taken := result.get("receiving")) is not None:
+        lines.append(
+            f"| CPU of receiving an entry, us: one a reply, {taken['several']} a reply | "
+            f"{taken['us_of_one']:.0f}, {taken['us_of_several']:.0f} |"
+        )
     if (steps := result.get("steps")) is not None:
         least, most = steps["ratio_95"]
         lines.append(f"| engine step while receiving, over not | {steps['ratio']:.3f} ({least:.3f} ... {most:.3f}) |")

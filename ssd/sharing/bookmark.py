@@ -25,13 +25,17 @@ What may go wrong, and what it costs (never an output):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ssd.retrieval.checkpoints import Checkpoint
 from ssd.sharing.entry import Entry
 from ssd.sharing.pages import is_entry_id, order
+
+MAX_RECENT = 1024
+"""Sequence ids that a head names: a writer that was cut off writes an entry twice, a moment after the first copy."""
 
 _MAX_LIVES = 64
 _MAX_WAYPOINTS = 64  # one for each doubling of the distance; never reached
@@ -66,6 +70,8 @@ class Bookmark:
         self.replica_id = replica_id
         self.lives, self.waypoints = _read(kept)
         self._positions = dict(self.lives)
+        self._num_passed = 0
+        self._recent: deque[tuple[int, bytes]] = deque(maxlen=MAX_RECENT)
         self.is_continued = False
         """Whether the log that ``find`` last looked at goes on just where it was read up to."""
 
@@ -88,6 +94,7 @@ class Bookmark:
             "replica": self.replica_id.hex(),
             "lives": [(life.replica_id.hex(), life.position) for life in self.lives],
             "waypoints": [(w.number, w.entry_id.decode(), w.sequence_id.hex()) for w in self.waypoints],
+            "passed": self._num_passed,
         }
 
     def is_ours(self, entry: Entry) -> bool:
@@ -98,10 +105,25 @@ class Bookmark:
 
     def passed(self, entry_id: bytes, sequence_id: bytes) -> None:
         """The entry was read. O(log of the number of entries read)."""
+        self.knows((sequence_id,))
         number = self.waypoints[0].number + 1 if self.waypoints else 1
         # One number in each range of distances 2^k ... 2^(k+1) - 1 is kept; a number once dropped stays so.
         older = [p for p in self.waypoints if not p[0] % (1 << ((number - p[0]).bit_length() - 1))]
         self.waypoints = (Waypoint(number, entry_id, sequence_id), *older[: _MAX_WAYPOINTS - 1])
+
+    def knows(self, sequence_ids: Sequence[bytes]) -> None:
+        """The next ``position`` includes these entries, wherever they were read. O(their number)."""
+        self._num_passed += 1
+        self._recent.extend((self._num_passed, sequence_id) for sequence_id in sequence_ids)
+
+    def recent(self, kept: Checkpoint) -> tuple[bytes, ...]:
+        """Sequence ids of the newest entries that ``kept``, a position of this life, includes: MAX_RECENT at most.
+
+        A waypoint tells what was read before it while the log holds it; a log that was emptied may be given a second
+        copy of what only these know. Safe from any thread.
+        """
+        passed = kept.source.get("passed", 0)
+        return tuple(sequence_id for number, sequence_id in self._recent.copy() if number <= passed)  # copied at once
 
     def find(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
         """The id up to which entries of this log were read, None if it is not the log that was read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 from ssd.retrieval.cache import SuffixCache
 from ssd.sharing.bookmark import Bookmark
@@ -91,6 +92,11 @@ class Stream:
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
         return False
+
+    def saw_before(self, sequence_ids: Iterable[bytes]) -> None:
+        """Entries with these sequence ids are stored, though they were not read here."""
+        for sequence_id in sequence_ids:
+            self.has_seen(sequence_id)
 
     def turn_page(self, *, was_cut: bool) -> None:
         """A page was read. ``was_cut`` : an entry of it was too large."""

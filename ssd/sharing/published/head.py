@@ -7,7 +7,8 @@
 
 ``mark`` is the checkpoint of the cache that published: everything in the log up to its waypoints, and everything of its
 own up to a ring position, is in the chunks or was evicted (``bookmark``). So who takes the chunks takes the mark with
-them, reads the log from there, and stores nothing twice.
+them, reads the log from there, and stores nothing twice. ``recent`` are the sequence ids of the last entries before it,
+for logs that were emptied: a writer that was cut off writes its last entries again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import xxhash
 
 from ssd.retrieval.checkpoints import Checkpoint
+from ssd.sharing.bookmark import MAX_RECENT
 from ssd.sharing.published.chunk import MAX_CHUNK_BYTES, MAX_CHUNK_TOKENS
 
 MAX_HEAD_BYTES: Final = 1 << 20
@@ -48,7 +50,8 @@ class ChunkRef(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """``owner`` : fingerprint and namespace. ``chunks`` : the oldest text first. ``fence`` : of the lease it was
-    written under. ``learned`` : name of a blob, what drafting learned beside the text. ``mark`` : see above.
+    written under. ``learned`` : name of a blob, what drafting learned beside the text. ``mark`` and ``recent`` : see
+    above.
     """
 
     owner: bytes
@@ -56,6 +59,7 @@ class Head:
     fence: int = 0
     learned: bytes | None = None
     mark: Checkpoint | None = None
+    recent: tuple[bytes, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     """For people: who wrote it and when. Nothing is decided by it."""
     tag: bytes = field(default=b"", compare=False)
@@ -84,6 +88,7 @@ class Head:
             "chunks": [(chunk.name.hex(), chunk.num_tokens, chunk.num_bytes) for chunk in self.chunks],
             "learned": None if self.learned is None else self.learned.hex(),
             "mark": None if self.mark is None else self.mark.to_json(),
+            "recent": b"".join(self.recent).hex(),
             "about": self.about,
         }
         body = json.dumps(content, separators=(",", ":")).encode()
@@ -107,11 +112,14 @@ class Head:
                 raise ValueError("too many chunks")
             chunks = tuple(_ref(*chunk) for chunk in content["chunks"])
             learned = None if content["learned"] is None else _name(content["learned"])
+            recent = _recent(content.get("recent", ""))
             about = content["about"] if isinstance(content["about"], dict) else {}
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise InvalidHeadError(f"what it says cannot be: {type(error).__name__}") from None
         mark = Checkpoint.from_json(content["mark"])
-        return cls(owner=owner, chunks=chunks, fence=fence, learned=learned, mark=mark, about=about, tag=tag)
+        return cls(
+            owner=owner, chunks=chunks, fence=fence, learned=learned, mark=mark, recent=recent, about=about, tag=tag
+        )
 
 
 def fence_of(tag: bytes) -> int | None:
@@ -145,3 +153,10 @@ def _name(text: object) -> bytes:
     if not isinstance(text, str) or not _NAME.fullmatch(text):
         raise ValueError(text)
     return bytes.fromhex(text)
+
+
+def _recent(text: object) -> tuple[bytes, ...]:
+    if not isinstance(text, str) or len(text) % 32 or len(text) > 32 * MAX_RECENT:
+        raise ValueError(text)
+    joined = bytes.fromhex(text)
+    return tuple(joined[start : start + 16] for start in range(0, len(joined), 16))

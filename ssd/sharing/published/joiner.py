@@ -181,6 +181,9 @@ class Joiner:
         began = time.monotonic()
         if fetched.head.mark is not None:
             member.bookmark.join(fetched.head.mark)
+            member.bookmark.knows(fetched.head.recent)
+            if member.stream is not None:
+                member.stream.saw_before(fetched.head.recent)
             cache.set_source(member.bookmark.position())
         num_tokens = store_lacking(cache, fetched, self._vocab_size)
         member.tag = fetched.head.tag

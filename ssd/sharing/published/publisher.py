@@ -166,6 +166,7 @@ class Publisher:
             fence=fence,
             learned=_put_learned(store, cache.learned.to_bytes(), there),
             mark=sealed.checkpoint,
+            recent=() if sealed.checkpoint is None else member.bookmark.recent(sealed.checkpoint),
             about={"made": int(time.time()), "tokens": sum(chunk.num_tokens for chunk in chunks)},
         )
         data = head.to_bytes()
