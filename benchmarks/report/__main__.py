@@ -25,6 +25,7 @@ from benchmarks.report.fleet import latency_section, limits_section, shares_sect
 from benchmarks.report.gains import gains_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
+from benchmarks.report.host import host_section, mixed_section
 from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.joining import joining_section
@@ -94,6 +95,10 @@ def pages() -> dict[str, str]:
         put("README.md", "gains", gains_section(growth, coupled, overhead, vllm, curve))
     if (decode := _result("decode")) is not None:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
+    if (host := _result("host")) is not None:
+        put(BENCHMARKS, "host", host_section(host))
+    if (mixed := _result("mixed")) is not None:
+        put(BENCHMARKS, "mixed", mixed_section(mixed))
     if sources := _results("sources", "sources-gemma"):
         put(BENCHMARKS, "sources", sources_section(sources))
     if (siblings := _result("siblings")) is not None:
