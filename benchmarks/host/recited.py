@@ -100,7 +100,8 @@ class RecitingTarget(SlotTarget):
         else:
             is_lost = (trees.sees & differs[:, None, :]).any(-1)
         following = self._texts[at[0], at[1] + 1]
-        return np.where(is_lost, (31 * following + 7 * tokens + 1) % self.vocab_size, following)
+        said: TokenMatrix = np.where(is_lost, (31 * following + 7 * tokens + 1) % self.vocab_size, following)
+        return said
 
     def _append(
         self,

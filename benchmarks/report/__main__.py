@@ -27,6 +27,7 @@ from benchmarks.report.gains import gains_section
 from benchmarks.report.gpu import gpu_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
+from benchmarks.report.host import host_section, mixed_section
 from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.joining import joining_section
@@ -103,6 +104,10 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "profile", profile_section(profile))
     if checked := read_results(RESULTS):
         put(GPU, "gpu", gpu_section(checked))
+    if (host := _result("host")) is not None:
+        put(BENCHMARKS, "host", host_section(host))
+    if (mixed := _result("mixed")) is not None:
+        put(BENCHMARKS, "mixed", mixed_section(mixed))
     if sources := _results("sources", "sources-gemma"):
         put(BENCHMARKS, "sources", sources_section(sources))
     if (siblings := _result("siblings")) is not None:

@@ -1,0 +1,1 @@
+"""Requests that gain much beside requests that gain little, in one batch: what do prices lose?"""
