@@ -130,6 +130,12 @@ def test_a_peer_side_by_side_counts_what_it_counts_alone_step_by_step(drafter: s
 class StepByStep(PeerDrafter):
     """The same through single calls: what a server would do."""
 
+    def learn(self, request_id: str, row: Row) -> None:
+        if self._peer.shares_state:
+            super().learn(request_id, row)
+        else:
+            self.replay(request_id, row)
+
     def replay(self, request_id: str, row: Row) -> list[Steps]:
         (setting,) = self.settings
         text, position, steps = np.concatenate([row.context, row.output]), len(row.context), []
