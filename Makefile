@@ -131,7 +131,7 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/built/build.py $(P
 		&& pip install --quiet --requirement $(PEERS_PINS)/requirements.txt \
 		&& pip install --quiet --no-deps --no-build-isolation --requirement $(PEERS_PINS)/requirements-no-deps.txt \
 		&& python -m benchmarks.peers.built.build sglang-ngram \
-		&& pip download --quiet --no-deps --no-binary :all: --dest $(PEERS)/sources \
+		&& pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(PEERS)/sources \
 			--requirement $(PEERS_PINS)/requirements-sources.txt \
 		&& python -m benchmarks.peers.built.build llama-cpp $(PEERS)/sources/*.tar.gz \
 		&& rm -r $(PEERS)/sources \

@@ -255,7 +255,7 @@ from benchmarks.peers.frames import read_frame, write_frame
 def answer(header):
     write_frame(sys.stdout.buffer, header)
 read_frame(sys.stdin.buffer)
-answer({"versions": {}, "has_store": True, "full_draft": {}})
+answer({"versions": {}, "has_store": True, "shares_state": True, "full_draft": {}})
 """
 
 
@@ -284,7 +284,8 @@ def test_an_interpreter_that_does_not_run_is_unavailable(fake_environment: Path)
 
 def test_a_package_that_is_missing_says_how_to_install_it(fake_environment: Path) -> None:
     answer = ANSWER_OPEN.replace(
-        '{"versions": {}, "has_store": True, "full_draft": {}}', '{"error": "no vllm", "missing": True}'
+        '{"versions": {}, "has_store": True, "shares_state": True, "full_draft": {}}',
+        '{"error": "no vllm", "missing": True}',
     )
     (fake_environment / "peer.py").write_text(answer)
     with pytest.raises(PeerUnavailable, match=r"no vllm.*make bench-peers"):

@@ -16,6 +16,7 @@ from benchmarks.replay import digest, main, replay
 from benchmarks.replay.contenders import PeerDrafter
 from benchmarks.replay.settings import PeerSetting, settings_of
 from benchmarks.replay.stream import stream
+from benchmarks.report.replay import others_section
 from benchmarks.traces import TraceTokenizer, all_traces, read_records, read_rows
 from cache_builder.replay.counts import Counts
 from cache_builder.replay.drafters import OurDrafters
@@ -129,6 +130,12 @@ def test_a_peer_side_by_side_counts_what_it_counts_alone_step_by_step(drafter: s
 
 class StepByStep(PeerDrafter):
     """The same through single calls: what a server would do."""
+
+    def learn(self, request_id: str, row: Row) -> None:
+        if self._peer.shares_state:
+            super().learn(request_id, row)
+        else:
+            self.replay(request_id, row)
 
     def replay(self, request_id: str, row: Row) -> list[Steps]:
         (setting,) = self.settings
@@ -277,3 +284,33 @@ def test_a_peer_that_is_not_installed_is_a_clear_error(
     monkeypatch.setenv("SSD_PEERS", str(tmp_path / "nowhere"))
     assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--drafter", "arctic"]) == 2
     assert "make bench-peers" in capsys.readouterr().err
+
+
+def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -> None:
+    def result(drafter: str, setting: str, measured: float, flat: float) -> dict[str, Any]:
+        return {
+            "trace": "code",
+            "tokenizer": "t",
+            "drafter": drafter,
+            "setting": setting,
+            "speed_up": {"measured": measured, "flat 32": flat},
+            "mean_acceptance_length": 2.0,
+            "drafted_per_step": 4.0,
+            "propose_us_p50": 5.0,
+        }
+
+    ours = [result("ssd", "priced by measured", 3.0, 3.1), result("ssd", "priced by flat 32", 2.0, 4.0)]
+    arctic = [result("arctic", "factor 1, p 0.1", 1.5, 1.6), result("arctic", "factor 4, p 0.1", 1.4, 1.9)]
+    llama_cpp = [result("llama-cpp", "default ngram-mod", 1.1, 1.2), result("llama-cpp", "lookup, draft 8", 1.7, 1.3)]
+    kinds = [("path", {"results": [*ours, *arctic, *llama_cpp]})]
+    lines = others_section(kinds, ["measured", "flat 32"])
+    assert "| trace | ours, paths | arctic, paths | llama.cpp, paths |" in lines
+    assert "| code | 3.00 / 4.00 | 1.50 / 1.90 | 1.70 / 1.30 |" in lines
+    assert "| llama.cpp, paths | default ngram-mod | 1.10x | 1.20x | 2.00 | 4.0 | 5.0 |" in lines
+    assert not any("lookup, draft 8" in line for line in lines)
+    assert others_section([("path", {"results": [*ours, *arctic]})], ["measured"]) == []
+
+
+def test_sglang_has_no_chains(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--drafter", "sglang"]) == 2
+    assert "add --tree" in capsys.readouterr().err

@@ -112,8 +112,10 @@ class Server:
                 request_id = f"asked {self._num_asked}"
                 self._num_asked += 1
                 self._peer.start(request_id, context)
-                speculation = self._peer.speculate(request_id, context, header["max_tokens"], header["setting"])
-                self._peer.stop(request_id, keep=False)
+                try:
+                    speculation = self._peer.speculate(request_id, context, header["max_tokens"], header["setting"])
+                finally:
+                    self._peer.stop(request_id, keep=False)
                 times.append(speculation.ns)
                 drafts.append(np.array(speculation.token_ids, np.int32))
         return {"ns": times}, drafts

@@ -23,7 +23,8 @@ def replay(
     share a state, because what is drafted depends on the text alone and not on earlier drafts. With no setting the one
     peer learns the request.
     """
-    requests = {id(peer): _Request(peer, request_id, text, prompt_length) for peer in peers}
+    distinct = {id(peer): peer for peer in peers}
+    requests = {key: _Request(peer, request_id, text, prompt_length) for key, peer in distinct.items()}
     askers = [_Asker(requests[id(peer)], **each) for peer, each in zip(peers, settings, strict=False)]
     steps = walk(text.tolist(), prompt_length, askers)
     for request in requests.values():

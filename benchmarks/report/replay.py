@@ -80,7 +80,7 @@ def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
     parameters = path["parameters"]
     lines += [
         "",
-        *_others(kinds, costs),
+        *others_section(kinds, costs),
         "",
         f"`make bench`: {len(traces)} traces, tokenizers {', '.join(parameters['tokenizers'])}, the first "
         f"{parameters['max_output_tokens']:,} output tokens of each, draft limit "
@@ -90,7 +90,7 @@ def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
-def _others(kinds: Sequence[tuple[str, dict[str, Any]]], costs: Sequence[str]) -> list[str]:
+def others_section(kinds: Sequence[tuple[str, dict[str, Any]]], costs: Sequence[str]) -> list[str]:
     """All drafters beside each other, at their best; then each as its makers set it."""
     columns = [
         (kind, result, drafter)
