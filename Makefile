@@ -26,7 +26,7 @@ CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter
 CHAINS := --drafter llama-cpp --drafter vllm-ngram --drafter prompt-lookup-hf
 TREES := --drafter sglang --tree
 
-.PHONY: serve quick test fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
+.PHONY: serve quick test kernels fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 
 # Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 $(READY): pyproject.toml constraints.txt
@@ -46,12 +46,17 @@ quick: $(READY)
 	$(PYTEST) --quick
 
 # All but the tests marked slow; these too with ALL=1, which takes twice as long.
-test: lint
+test: $(READY)
+	$(MAKE) --no-print-directory --jobs=2 lint kernels
 	$(PYTEST) $(if $(ALL),--slow)
 
 # 5,000 requests made from our own description of the service, for a nightly run: a few minutes.
 fuzz: $(READY)
 	SSD_FUZZ_CASES=5000 $(BIN)/python -m pytest -s tests/hostile/test_openapi.py
+
+# Machine code of the kernels, once for all processes of the tests.
+kernels: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compile_ahead
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -73,7 +73,7 @@ class Link:
                 continue
             if not self.is_connected and self.num_failures:
                 self.num_reconnects += 1
-                if self._has_complained:
+                if self._has_complained and not self._stopping.is_set():
                     log.info("%s goes on (%s)", self._thread.name, address_of(self._url))
                     self._has_complained = False
             self.is_connected = True
