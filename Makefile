@@ -75,6 +75,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.decode --json --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.layers | tail -n 1 >benchmarks/results/layers.json
 	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
+	$(BIN)/python -m benchmarks.host --out benchmarks/results/host.json
+	$(BIN)/python -m benchmarks.mixed --out benchmarks/results/mixed.json
+	$(BIN)/python -m benchmarks.profile --out benchmarks/results/profile.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
 	$(BIN)/python -m benchmarks.siblings --out benchmarks/results/siblings.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
