@@ -39,6 +39,8 @@ def pair_of_targets(
     """One that makes plain passes and one that makes static ones, over the same weights."""
     if recorder != "eagerly":
         model = model.to("cuda")
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("batched_mm")  # the usual one asks the host where types are not bfloat16
     plain, static = (SlotTarget(model, num_slots, max_length, max_width) for _ in range(2))
     static.steps = make_steps(
         static, recorder_of(recorder), tolerance=1e-4, kernel=kernel, sampler=sampler, keeps_top=True

@@ -10,7 +10,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.gpu_check.scene import Found, Keep, Scene
@@ -68,8 +67,12 @@ class Child:
 
     def _end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, PermissionError):
+            try:
                 os.killpg(self._process.pid or 0, number)
+            except PermissionError:
+                pass
+            except ProcessLookupError:  # it has no group of its own yet: it has not begun
+                self._process.kill()
             self._process.join(_GRACE_S)
             if not self._process.is_alive():
                 return

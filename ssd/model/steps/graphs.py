@@ -6,9 +6,11 @@ either way, so that what runs as a graph is tested where there is no GPU.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ Recorder = Callable[[Step], Step]
 _WARM_UPS = 2
 
 _GIVEN_UP: list[torch.cuda.CUDAGraph] = []
+_RECORDING = threading.Lock()
+"""Engines of one process that are opened at once take turns on the stream that they share."""
 
 
 def eagerly(step: Step) -> Step:
@@ -30,19 +34,19 @@ def eagerly(step: Step) -> Step:
 class CudaGraphs:
     """Records steps as CUDA graphs of one memory pool: they never run at the same time, so they share intermediates.
 
-    All are tried and recorded on one stream of their own: libraries keep a workspace for every stream they ever ran on,
+    All of a process are tried and recorded on one stream: libraries keep a workspace for every stream they ever ran on,
     tens of megabytes each. Raises whatever a step does that cannot be recorded: RuntimeError where it waits for the
     device (a mixture of experts that asks which ones were chosen), torch.AcceleratorError, torch.OutOfMemoryError.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream_of(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
         """One launch in place of hundreds. What the step allocates belongs to the graph and must not be kept."""
-        with torch.cuda.device(self._device):
+        with _RECORDING, torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream), _refusing_to_wait():
@@ -58,6 +62,7 @@ class CudaGraphs:
                 torch.cuda.set_stream(current)  # torch may leave its recording stream in place
                 self._leave(graph)
                 torch.cuda.synchronize()
+                self._record_nothing()
                 raise
         return graph.replay
 
@@ -73,6 +78,17 @@ class CudaGraphs:
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
+
+    def _record_nothing(self) -> None:
+        """Record what ends well: torch's generator takes the one given up to be under way, and draws no numbers."""
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+            torch.zeros(1, device=self._device)
+
+
+@cache
+def _stream_of(device: torch.device) -> Any:
+    """What steps are recorded on, of a device with its index."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

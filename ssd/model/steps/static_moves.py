@@ -32,6 +32,8 @@ class StaticMoves:
         self._record = record
         self._sizes = powers_of_two(1, _MOST_MOVES)
         self._ints = torch.zeros(3 * _MOST_MOVES, dtype=torch.int64, device=kv_cache.device)
+        self._sent: Ints = np.zeros(0, np.int64)
+        """What was copied last: a driver that reads a host's memory in place may not have read it yet."""
         self._steps: dict[int, Step] = {}
         self._has_failed = scratch + 2 > kv_cache.max_length
 
@@ -83,5 +85,6 @@ class StaticMoves:
         return True
 
     def _fill(self, ints: Ints) -> None:
-        # From pageable memory, which the driver has read when the call returns.
+        # Pageable memory: the driver copies it aside before the call returns, and the host does not wait for the copy.
         self._ints[: ints.size].copy_(torch.from_numpy(ints.reshape(-1)), non_blocking=True)
+        self._sent = ints
