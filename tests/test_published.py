@@ -171,7 +171,7 @@ def a_head(fence: int = 3) -> Head:
     return Head(owner=OWNER, chunks=chunks, fence=fence, learned=b"l" * 16, mark=mark, recent=recent)
 
 
-@pytest.mark.parametrize("recent", ["0", "g" * 32, "00" * 16 * 1025, None, 7])
+@pytest.mark.parametrize("recent", ["0", "g" * 32, " " * 32, "00" * 16 * 1025, None, 7])
 def test_a_head_that_names_no_sequence_ids_is_refused(recent: object) -> None:
     data = a_head().to_bytes()
     body = json.dumps(json.loads(data[TAG_BYTES:]) | {"recent": recent}).encode()

@@ -30,7 +30,8 @@ class Coupling:
         self._root = root or (lambda: drawn)
 
     def warm_up(self) -> None:
-        """Compile what only coupled requests run, where there can be any."""
+        """Compile what asks for noise in a pass, and what only coupled requests run, where there can be any."""
+        SequenceNoise.seeded_keys([SequenceNoise.seeded(0)], [1], 1)
         if self.num_streams:
             SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
 

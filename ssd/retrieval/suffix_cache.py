@@ -214,6 +214,7 @@ class SuffixCache:
                 for tokens in pieces:
                     if self._wake is not None and not index.has_room():
                         index.publish()  # others have the lock meanwhile
+                        self._wake()
                         wait_until = wait_until or time.monotonic() + _ROOM_WAIT_S
                         state.room.wait_for(
                             lambda: state.is_closing or index.has_room(), max(0.0, wait_until - time.monotonic())

@@ -56,7 +56,7 @@ class OneServer(redis.Redis):
             connection = self._kept.pop()
         except IndexError:
             return self.connection_pool.get_connection()
-        if _is_quiet(connection):
+        if self.connection_pool.owns_connection(connection) and _is_quiet(connection):
             return connection
         self.connection_pool.release(connection)  # which looks closer, and connects where that leads now
         return self.connection_pool.get_connection()

@@ -15,7 +15,7 @@ from ssd.retrieval.packed import Tokens
 from ssd.sharing.append import FIELD
 from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import BLOCK_MS, connect
-from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
+from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry, warm_up_entries
 from ssd.sharing.link import Link
 from ssd.sharing.nodes import is_cluster, server_of
 from ssd.sharing.pages import (
@@ -68,6 +68,7 @@ class LogReader:
         self._max_tokens = max_tokens
         self._max_entries = max_entries
         self._client = connect(url)
+        warm_up_entries()
         self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
         self._round = threading.Condition(self._lock)
@@ -262,7 +263,11 @@ class LogReader:
         for raw in entries:
             if self.link.is_stopping:
                 break
-            num_tokens += self._receive(stream, raw, arrived)
+            try:
+                num_tokens += self._receive(stream, raw, arrived)
+            except Exception:
+                self._store(stream, arrived)  # the bookmark is past it
+                raise
             if num_tokens >= _TOGETHER_TOKENS:
                 self._store(stream, arrived)
                 now = time.monotonic()

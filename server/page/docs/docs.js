@@ -76,7 +76,6 @@ async function show() {
   const { info, paths, components } = await response.json();
   find("version").textContent = info.version;
   find("keys").hidden = !components.securitySchemes;
-  find("state").remove();
   const bodies = new Set();
   for (const [path, operations] of Object.entries(paths)) {
     for (const [method, operation] of Object.entries(operations)) {
@@ -85,7 +84,8 @@ async function show() {
   }
   const others = Object.entries(components.schemas).filter(([name, schema]) => schema.properties && !bodies.has(name));
   for (const [name, schema] of others.sort()) showSchema(name, schema);
-  if (location.hash) find(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
+  find("state").remove();
+  if (location.hash) find(location.hash.slice(1))?.scrollIntoView();
 }
 
 const base = new URL("v1", document.baseURI).href;

@@ -28,8 +28,6 @@ function request() {
     return_token_ids: true,
     stream_options: { include_drafts: true },
   };
-  // Two lanes that draw need one seed between them; one lane alone is drawn as any request without a seed is.
-  if (body.seed === undefined && body.temperature !== 0 && find("race").checked) body.seed = Math.floor(Math.random() * 2 ** 31);
   if (find("prediction").value) body.prediction = { type: "content", content: find("prediction").value };
   if (chat) body.messages = [...messages, { role: "user", content: prompt.value }];
   else body.prompt = prompt.value;
@@ -38,6 +36,10 @@ function request() {
 
 async function run(next) {
   if (stop) return;
+  // Two lanes that draw need one seed between them; one lane alone is drawn as any request without a seed is.
+  if (next.body.seed === undefined && next.body.temperature !== 0 && find("race").checked) {
+    next = { ...next, body: { ...next.body, seed: Math.floor(Math.random() * 2 ** 31) } };
+  }
   const isAgain = JSON.stringify(next) === JSON.stringify(asked);
   asked = next;
   if (!isAgain) asks = [];

@@ -158,5 +158,7 @@ def _name(text: object) -> bytes:
 def _recent(text: object) -> tuple[bytes, ...]:
     if not isinstance(text, str) or len(text) % 32 or len(text) > 32 * MAX_RECENT:
         raise ValueError(text)
-    joined = bytes.fromhex(text)
+    joined = bytes.fromhex(text)  # which skips blanks
+    if 2 * len(joined) != len(text):
+        raise ValueError(text)
     return tuple(joined[start : start + 16] for start in range(0, len(joined), 16))

@@ -140,6 +140,7 @@ class Publisher:
 
     def _publish(self, each: _Published, cache: SuffixCache, sealed: SealedText, fence: int) -> None:
         store, member = each.store, each.member
+        recent = () if sealed.checkpoint is None else member.bookmark.recent(sealed.checkpoint)  # of few, and more come
         former, layer = store.head(), store.head(layer=True)
         there = store.chunks.names()
         sizes = {ref.name: ref.num_bytes for ref in former.chunks if ref.name in there} if former else {}
@@ -166,7 +167,7 @@ class Publisher:
             fence=fence,
             learned=_put_learned(store, cache.learned.to_bytes(), there),
             mark=sealed.checkpoint,
-            recent=() if sealed.checkpoint is None else member.bookmark.recent(sealed.checkpoint),
+            recent=recent,
             about={"made": int(time.time()), "tokens": sum(chunk.num_tokens for chunk in chunks)},
         )
         data = head.to_bytes()
