@@ -74,7 +74,6 @@ PARTS: dict[str, Part] = {
     "attention": Part(attention, Work(gb=50, compiled=25, other_s=15), needs_kernels=False),
     "passes": Part(passes, Work(recorded=400, plain=3000, compiled=15, steps=5000)),
     "exactness": Part(exactness, Work(recorded=120, plain=12_000, compiled=3, steps=25_000)),
-    "tests": Part(suite, Work(compiled=24, other_s=30), needs_kernels=False),
     "speed-large": Part(
         speed_large, Work(gb=16 * 5000, recorded=60, plain=150, layers=32, compiled=9, steps=600, other_s=15)
     ),
@@ -82,6 +81,7 @@ PARTS: dict[str, Part] = {
         overhead_large, Work(gb=16 * 9000, recorded=300, plain=60, layers=32, steps=9000, step_s=1e-3, other_s=20)
     ),
     "speed-small": Part(speed_small, Work(gb=2.5 * 5000, recorded=60, plain=150, layers=16, compiled=2, other_s=10)),
+    "tests": Part(suite, Work(compiled=24, other_s=30), needs_kernels=False),
     "soak": Part(soak, Work(recorded=250, steps=8000, step_s=3e-3, other_s=10)),
     "growth": Part(growth, Work(recorded=60, steps=15_000, other_s=5)),
     "profile": Part(profiles, Work(gb=16 * 300, recorded=12, plain=60, layers=32, compiled=2, steps=300, other_s=25)),
@@ -95,8 +95,8 @@ PARTS: dict[str, Part] = {
 """By their names, in the order of their worth."""
 
 CALLS: Final[tuple[tuple[str, ...], ...]] = (
-    ("attention", "passes", "exactness", "tests"),
-    ("speed-large", "overhead-large", "speed-small"),
+    ("attention", "passes", "exactness"),
+    ("speed-large", "overhead-large", "speed-small", "tests"),
     ("soak", "growth", "profile", "race"),
     ("growth-real", "overhead-small", "speed-variants"),
 )
