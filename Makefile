@@ -23,6 +23,7 @@ REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
 TRACES := agent_react agent_tools sql code chat
 CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
 	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
+OTHERS := $(subst --tokenizer llama2-32k,,$(subst 60000,8000,$(CURVES)))
 CHAINS := --drafter llama-cpp --drafter vllm-ngram --drafter prompt-lookup-hf
 TREES := --drafter sglang --tree
 
@@ -94,10 +95,14 @@ bench: $(READY)
 		$(BIN)/python -m benchmarks.fleet --tokenizer llama3-128k --share 0.5 \
 			--plot benchmarks/results/fleet.png --out benchmarks/results/fleet.json; \
 		if [ -e $(PEERS_READY) ]; then \
-			$(BIN)/python -m benchmarks.replay $(CURVES) $(CHAINS) --json --plot benchmarks/results/replay-curve.png \
+			$(BIN)/python -m benchmarks.replay $(CURVES) --json --plot benchmarks/results/replay-curve.png \
 				| tail -n 1 >benchmarks/results/replay-curve.json; \
-			$(BIN)/python -m benchmarks.replay $(CURVES) $(TREES) --json --plot benchmarks/results/replay-tree.png \
+			$(BIN)/python -m benchmarks.replay $(CURVES) --tree --json --plot benchmarks/results/replay-tree.png \
 				| tail -n 1 >benchmarks/results/replay-tree.json; \
+			$(BIN)/python -m benchmarks.replay $(OTHERS) $(CHAINS) --json \
+				| tail -n 1 >benchmarks/results/replay-others.json; \
+			$(BIN)/python -m benchmarks.replay $(OTHERS) $(TREES) --json \
+				| tail -n 1 >benchmarks/results/replay-others-tree.json; \
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
 	@if [ -n "$$SSD_HYBRID" ]; then \

@@ -302,13 +302,18 @@ def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -
     ours = [result("ssd", "priced by measured", 3.0, 3.1), result("ssd", "priced by flat 32", 2.0, 4.0)]
     arctic = [result("arctic", "factor 1, p 0.1", 1.5, 1.6), result("arctic", "factor 4, p 0.1", 1.4, 1.9)]
     llama_cpp = [result("llama-cpp", "default ngram-mod", 1.1, 1.2), result("llama-cpp", "lookup, draft 8", 1.7, 1.3)]
-    kinds = [("path", {"results": [*ours, *arctic, *llama_cpp]})]
-    lines = others_section(kinds, ["measured", "flat 32"])
-    assert "| trace | ours, paths | arctic, paths | llama.cpp, paths |" in lines
-    assert "| code | 3.00 / 4.00 | 1.50 / 1.90 | 1.70 / 1.30 |" in lines
+    sglang = [result("sglang", "default", 1.3, 1.2), result("sglang", "BFS 10, 7 nodes", 1.2, 1.4)]
+    parameters = {"tokenizers": ["t"], "max_output_tokens": 8000, "draft": {"num_speculative_tokens": 64}}
+    found = others_section(
+        {"results": [*ours, *arctic, *llama_cpp], "parameters": parameters},
+        {"results": [*ours, *sglang], "parameters": parameters},
+    )
+    lines = found.splitlines()
+    assert "| trace | ours, paths | arctic, paths | llama.cpp, paths | ours, trees | SGLang, trees |" in lines
+    assert "| code | 3.00 / 4.00 | 1.50 / 1.90 | 1.70 / 1.30 | 3.00 / 4.00 | 1.30 / 1.40 |" in lines
     assert "| llama.cpp, paths | default ngram-mod | 1.10x | 1.20x | 2.00 | 4.0 | 5.0 |" in lines
-    assert not any("lookup, draft 8" in line for line in lines)
-    assert others_section([("path", {"results": [*ours, *arctic]})], ["measured"]) == []
+    assert "| SGLang, trees | default | 1.30x | 1.20x | 2.00 | 4.0 | 5.0 |" in lines
+    assert "lookup, draft 8" not in found and "the first 8,000 output tokens" in found
 
 
 def test_sglang_has_no_chains(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

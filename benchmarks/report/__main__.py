@@ -34,7 +34,7 @@ from benchmarks.report.joining import joining_section
 from benchmarks.report.plan import plan_section
 from benchmarks.report.profile import profile_section
 from benchmarks.report.reference import flags_section
-from benchmarks.report.replay import curve_section, replay_section
+from benchmarks.report.replay import curve_section, others_section, replay_section
 from benchmarks.report.rollouts import rollouts_section
 from benchmarks.report.service import connections_section, http_section, side_channels_section, soak_section
 from benchmarks.report.siblings import siblings_section
@@ -95,9 +95,9 @@ def pages() -> dict[str, str]:
     growth, overhead, vllm, curve = (_result(name) for name in ("growth", "overhead", "vllm", "replay-curve"))
     if growth is not None:
         put(BENCHMARKS, "growth", growth_section(growth))
-    coupled = _result("coupled")
+    coupled, others = _result("coupled"), _results("replay-others", "replay-others-tree")
     if growth and coupled and overhead and vllm and curve:
-        put("README.md", "gains", gains_section(growth, coupled, overhead, vllm, curve, _result("replay-tree")))
+        put("README.md", "gains", gains_section(growth, coupled, overhead, vllm, curve, others))
     if (decode := _result("decode")) is not None:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
     if (profile := _result("profile")) is not None:
@@ -122,6 +122,8 @@ def pages() -> dict[str, str]:
     if (replay := _result("replay")) is not None:
         curves = curve_section(curve, _result("replay-tree")) if curve is not None else ""
         put(BENCHMARKS, "replay", "\n".join([replay_section(replay), "", curves]))
+    if len(others) == 2:
+        put(BENCHMARKS, "others", others_section(*others))
     if evaluated := _results("evaluate", "evaluate-gemma"):
         put(BENCHMARKS, "evaluate", evaluate_section(evaluated))
     if (hybrid := _result("hybrid")) is not None:

@@ -80,8 +80,6 @@ def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
     parameters = path["parameters"]
     lines += [
         "",
-        *others_section(kinds, costs),
-        "",
         f"`make bench`: {len(traces)} traces, tokenizers {', '.join(parameters['tokenizers'])}, the first "
         f"{parameters['max_output_tokens']:,} output tokens of each, draft limit "
         f"{parameters['draft']['num_speculative_tokens']}. Cost curves: free up to 32 tokens and linear beyond; and "
@@ -90,15 +88,16 @@ def curve_section(path: dict[str, Any], tree: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
-def others_section(kinds: Sequence[tuple[str, dict[str, Any]]], costs: Sequence[str]) -> list[str]:
+def others_section(path: dict[str, Any], tree: dict[str, Any]) -> str:
     """All drafters beside each other, at their best; then each as its makers set it."""
+    kinds = [("path", path), ("tree", tree)]
+    costs = list(dict.fromkeys(cost for row in path["results"] for cost in row["speed_up"]))
     columns = [
         (kind, result, drafter)
         for kind, result in kinds
         for drafter in dict.fromkeys(row["drafter"] for row in result["results"])
     ]
-    if len(columns) <= 2 * len(kinds):
-        return []
+    parameters = path["parameters"]
     lines = [
         f"Speed-up over plain decoding, {' / '.join(costs)}: ours priced by that curve, of every other drafter the "
         "best of its settings in hindsight, for each trace and curve anew. Geometric means over tokenizers.",
@@ -132,7 +131,13 @@ def others_section(kinds: Sequence[tuple[str, dict[str, Any]]], costs: Sequence[
                 f"{np.median([row['propose_us_p50'] for row in some]):.1f}",
             ]
             lines.append(f"| {_NAMES.get(drafter, drafter)}, {kind}s | {setting} | {' | '.join(cells)} |")
-    return lines
+    lines += [
+        "",
+        f"`make bench` where `make bench-peers` installed them: {', '.join(parameters['tokenizers'])}, the first "
+        f"{parameters['max_output_tokens']:,} output tokens of each trace, so that less was said before than above; "
+        f"draft limit {parameters['draft']['num_speculative_tokens']}; costs as above.",
+    ]
+    return "\n".join(lines)
 
 
 def _is_default(drafter: str, setting: str) -> bool:
