@@ -23,7 +23,7 @@ REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
 TRACES := agent_react agent_tools sql code chat
 CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
 	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
-OTHERS := $(subst --tokenizer llama2-32k,,$(subst 60000,8000,$(CURVES)))
+OTHERS := $(subst --tokenizer llama2-32k,,$(subst 60000,5000,$(CURVES)))
 CHAINS := --drafter llama-cpp --drafter vllm-ngram --drafter prompt-lookup-hf
 TREES := --drafter sglang --tree
 
