@@ -7,7 +7,7 @@ them costs more to launch than to compute, see ``benchmarks.layers``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -48,11 +48,14 @@ class FusedNorm(nn.Module):
         self._kept.copy_(weight + self._offset)
 
 
-def fuse_norms(model: nn.Module) -> Iterator[Replaced]:
-    """Put `FusedNorm` in the place of layers that compute the same on a few numbers; what was replaced, as it goes."""
+def fuse_norms(model: nn.Module, make: Callable[[nn.Module], nn.Module | None] | None = None) -> Iterator[Replaced]:
+    """Put faster layers in the place of those that compute the same on a few numbers; what was replaced, as it goes.
+
+    make : of a layer one that computes the same, or None; a `FusedNorm` unless given.
+    """
     for parent in parents(model):
         for name, child in list(parent.named_children()):
-            fused = _fused(child)
+            fused = (make or _fused)(child)
             if fused is not None:
                 setattr(parent, name, fused)
                 yield Replaced(parent, name, lambda child=child: child)  # type: ignore[misc]

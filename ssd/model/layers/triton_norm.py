@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from ssd.model.layers.fused_norm import weight_and_eps
-from ssd.model.layers.replace import Replaced, agrees, parents
+from ssd.model.layers.fused_norm import fuse_norms, weight_and_eps
+from ssd.model.layers.replace import Replaced, agrees
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """Of a layer's output, as a share of its norm: what rounding once or twice makes of it. By the type of the numbers."""
@@ -54,12 +54,7 @@ class TritonNorm(nn.Module):
 
 def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
     """Put `TritonNorm` in the place of layers that compute the same on a few numbers; what was replaced, as it goes."""
-    for parent in parents(model):
-        for name, child in list(parent.named_children()):
-            fused = _fused(child)
-            if fused is not None:
-                setattr(parent, name, fused)
-                yield Replaced(parent, name, lambda child=child: child)  # type: ignore[misc]
+    return fuse_norms(model, _fused)
 
 
 @torch.inference_mode()
