@@ -6,16 +6,20 @@ Registered under a name without a mask entry, so that transformers builds no mas
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ssd.model.kv.kv_cache import SlotRows
+from ssd.model.kv.cpu_attention import cpu_attention
+from ssd.model.kv.kv_cache import AttentionKernel, SlotRows
 from ssd.model.kv.llama4 import chunk_size, needs_temperature, temperature_ratio
 
 ATTENTION_NAME = "ssd_slots"
+
+KERNELS: Final[dict[str, AttentionKernel]] = {"cpu": cpu_attention}
+"""What attends on a type of device unless the rows of a pass bring another; torch elsewhere."""
 
 
 def slot_attention(
@@ -48,10 +52,11 @@ def slot_attention(
     if needs_temperature(module):
         query = query * temperature_ratio(module, slot_rows.positions).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if slot_rows.kernel is not None:
+    kernel = slot_rows.kernel or KERNELS.get(query.device.type)
+    if kernel is not None:
         stored = slot_rows.kv_cache.store(layer, slot_rows, key, value)
         rules: dict[str, Any] = {"window": sliding_window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}
-        return slot_rows.kernel(query, *stored, slot_rows, scale=scale, **rules), None
+        return kernel(query, *stored, slot_rows, scale=scale, **rules), None
     keys, values = slot_rows.kv_cache.write(layer, slot_rows, key, value)
     batch, heads, width, _dim = query.shape
     kv_heads = keys.shape[1]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.compiled.vectors import LANES
 from ssd.model.kv.features import FeatureStore
 from ssd.model.kv.tree import TreeShape
 
@@ -56,7 +57,7 @@ class SlotKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``write``, but returns all the layer holds, two tensors [num_slots, num_kv_heads, max_length, dim]."""
         if layer not in self._layers:
-            self._layers[layer] = (self._allocate(keys), self._allocate(values))
+            self._layers[layer] = (self._allocate_keys(keys), self._allocate_values(values))
         stored_keys, stored_values = self._layers[layer]
         rows.put(keys, stored_keys)
         rows.put(values, stored_values)
@@ -107,6 +108,22 @@ class SlotKVCache:
         # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.
         shape = (self.num_slots, like.shape[1], self.max_length, like.shape[3])
         return torch.zeros(shape, dtype=like.dtype, device=self.device)
+
+    def _allocate_keys(self, like: torch.Tensor) -> torch.Tensor:
+        """On a CPU with the numbers of one dimension side by side, for vectors of keys, see `cpu_attention`."""
+        if self.device.type != "cpu":
+            return self._allocate(like)
+        length = -(-self.max_length // LANES) * LANES
+        length += LANES * (length % 1024 == 0)  # rows a power of two apart would share few places of a processor's cache
+        shape = (self.num_slots, like.shape[1], like.shape[3], length)
+        return torch.zeros(shape, dtype=like.dtype)[..., : self.max_length].transpose(2, 3)
+
+    def _allocate_values(self, like: torch.Tensor) -> torch.Tensor:
+        """On a CPU in whole vectors."""
+        if self.device.type != "cpu":
+            return self._allocate(like)
+        shape = (self.num_slots, like.shape[1], self.max_length, -(-like.shape[3] // LANES) * LANES)
+        return torch.zeros(shape, dtype=like.dtype)[..., : like.shape[3]]
 
     @staticmethod
     def _read(stored: torch.Tensor, rows: SlotRows) -> torch.Tensor:
