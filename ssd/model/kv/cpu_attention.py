@@ -14,30 +14,16 @@ import numpy as np
 import torch
 
 from ssd.compiled.addresses import float32_array, inlined, int64_array, kernel, require, uint8_array
-from ssd.compiled.vectors import (
-    KINDS,
-    LANES,
-    TILE_ROWS,
-    TILE_VECTORS,
-    cap,
-    exp_and_sum,
-    highest_of,
-    scaled,
-    tile,
-)
+from ssd.compiled.functions import cap, exp_and_sum, highest_of, narrow, widen
+from ssd.compiled.spread import spread
+from ssd.compiled.vectors import KINDS, LANES, TILE_ROWS, TILE_VECTORS, tile
 from ssd.model.kv.kv_cache import SlotRows
 
 _QUERIES = 16
 """Of a task: they share what is read."""
-_SHARED_WORK = 1 << 21
-"""Products and sums that are worth another thread's waking."""
 
-_wide_0, _wide_1, _wide_2 = (tile(TILE_ROWS, TILE_VECTORS, kind) for kind in KINDS.values())
-_row_0, _row_1, _row_2 = (tile(1, TILE_VECTORS, kind) for kind in KINDS.values())
-_narrow_0, _narrow_1, _narrow_2 = (tile(TILE_ROWS, 1, kind) for kind in KINDS.values())
-_single_0, _single_1, _single_2 = (tile(1, 1, kind) for kind in KINDS.values())
-_from_0, _from_1, _from_2 = (scaled(kind, 0) for kind in KINDS.values())
-_to_0, _to_1, _to_2 = (scaled(0, kind) for kind in KINDS.values())
+_wide, _row = tile(TILE_ROWS, TILE_VECTORS), tile(1, TILE_VECTORS)
+_column, _cell = tile(TILE_ROWS, 1), tile(1, 1)
 _HUGE = 1 << 62
 
 
@@ -80,54 +66,8 @@ def cpu_attention(
         scale, window or _HUGE, chunk or _HUGE, softcap or 0.0,
     )  # fmt: skip
     work = batch * heads * width * rows.num_keys * (dim + value_dim)
-    threads = min(torch.get_num_threads(), tasks, 1 + work // _SHARED_WORK)
-    if threads == 1:
-        _attend(*arguments, 0, 1)
-    else:
-        others = [_pool().submit(_attend, *arguments, first, threads) for first in range(1, threads)]
-        _attend(*arguments, 0, threads)
-        for other in others:
-            other.result()
+    spread(_attend, arguments, tasks=tasks, work=work, threads=torch.get_num_threads())
     return out
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), thread_name_prefix="attention")
-
-
-@inlined
-def _add_tile(kind, rows, vectors, a, a_row, b, b_row, c, c_row, n):  # type: ignore[no-untyped-def]
-    """The tile of so many rows, `TILE_ROWS` or 1, and vectors, `TILE_VECTORS` or 1."""
-    if kind == 0:
-        if rows == 1:
-            if vectors == 1:
-                _single_0(a, a_row, b, b_row, c, c_row, n)
-            else:
-                _row_0(a, a_row, b, b_row, c, c_row, n)
-        elif vectors == 1:
-            _narrow_0(a, a_row, b, b_row, c, c_row, n)
-        else:
-            _wide_0(a, a_row, b, b_row, c, c_row, n)
-    elif kind == 1:
-        if rows == 1:
-            if vectors == 1:
-                _single_1(a, a_row, b, b_row, c, c_row, n)
-            else:
-                _row_1(a, a_row, b, b_row, c, c_row, n)
-        elif vectors == 1:
-            _narrow_1(a, a_row, b, b_row, c, c_row, n)
-        else:
-            _wide_1(a, a_row, b, b_row, c, c_row, n)
-    elif rows == 1:
-        if vectors == 1:
-            _single_2(a, a_row, b, b_row, c, c_row, n)
-        else:
-            _row_2(a, a_row, b, b_row, c, c_row, n)
-    elif vectors == 1:
-        _narrow_2(a, a_row, b, b_row, c, c_row, n)
-    else:
-        _wide_2(a, a_row, b, b_row, c, c_row, n)
 
 
 @kernel
@@ -140,32 +80,18 @@ def _add_product(kind, rows, vectors, a, a_row, b, b_row, c, c_row, n):  # type:
         vector = 0
         while vector < vectors:
             wide = TILE_VECTORS if vectors - vector >= TILE_VECTORS else 1
-            _add_tile(
-                kind, some, wide, a + row * a_row, a_row, b + vector * LANES * step, b_row,
-                c + row * c_row + vector * LANES * 4, c_row, n,
-            )  # fmt: skip
+            given, out = b + vector * LANES * step, c + row * c_row + vector * LANES * 4
+            if some == 1:
+                if wide == 1:
+                    _cell(kind, a + row * a_row, a_row, given, b_row, out, c_row, n)
+                else:
+                    _row(kind, a + row * a_row, a_row, given, b_row, out, c_row, n)
+            elif wide == 1:
+                _column(kind, a + row * a_row, a_row, given, b_row, out, c_row, n)
+            else:
+                _wide(kind, a + row * a_row, a_row, given, b_row, out, c_row, n)
             vector += wide
         row += some
-
-
-@inlined
-def _widen(kind, source, target, count, factor):  # type: ignore[no-untyped-def]
-    if kind == 0:
-        _from_0(source, target, count, factor)
-    elif kind == 1:
-        _from_1(source, target, count, factor)
-    else:
-        _from_2(source, target, count, factor)
-
-
-@inlined
-def _narrow(kind, source, target, count, factor):  # type: ignore[no-untyped-def]
-    if kind == 0:
-        _to_0(source, target, count, factor)
-    elif kind == 1:
-        _to_1(source, target, count, factor)
-    else:
-        _to_2(source, target, count, factor)
 
 
 @kernel
@@ -196,7 +122,7 @@ def _attend(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
         low, high = start + width, 0
         for q in range(count):
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
-            _widen(
+            widen(
                 kind, query + row * query_row + head * query_head + at * query_position,
                 scaled_queries[q].ctypes.data, dim, np.float32(scale),
             )  # fmt: skip
@@ -286,7 +212,7 @@ def _attend(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
                                 found_row, 1,
                             )  # fmt: skip
                         depth += 1
-            _narrow(
+            narrow(
                 kind, found[q].ctypes.data,
                 out + ((row * width + at) * kv_heads * groups + head) * value_dim * size, value_dim, shares[q],
             )  # fmt: skip

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from ssd.model.layers.fused_rotary import fuse_rotary
-from ssd.model.layers.replace import Replace
+from ssd.model.layers.replace import MOST_ERROR, Replace
 
 
 def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[Replace, ...]:
@@ -17,7 +17,7 @@ def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[Replace, ..
     """
     try:
         from ssd.model.layers.triton_gate import fuse_gates_by_triton
-        from ssd.model.layers.triton_norm import MOST_ERROR, fuse_norms_by_triton
+        from ssd.model.layers.triton_norm import fuse_norms_by_triton
         from ssd.model.layers.triton_rotary import TritonRotary
     except ImportError:  # it comes with CUDA builds of torch
         return ()

@@ -1,7 +1,7 @@
 """Root mean square layer normalisation on a CPU as one loop.
 
 Model libraries write it as half a dozen tensor operations. For the few positions of a decode or verify pass each of
-them costs more to launch than to compute, see ``benchmarks.layers``.
+them costs more to launch than to compute, see ``benchmarks.layers``; and here a row's bits depend on no other row.
 """
 
 from __future__ import annotations
@@ -13,39 +13,50 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssd.compiled.addresses import float32_array, summing_kernel
-from ssd.model.layers.replace import MOST_NUMBERS, Replaced, agrees, has_hooks, parents
+from ssd.compiled.addresses import kernel
+from ssd.compiled.functions import norm, sum_of_squares
+from ssd.compiled.spread import spread
+from ssd.compiled.vectors import KINDS
+from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, has_hooks, kind_of, parents
 
-_MOST_ERROR = 1e-5
 _PROBE_SCALES = (1.0, 30.0, 1e-3)
 """Of inputs: with the last one what is added to the mean square shows."""
 
 
 class FusedNorm(nn.Module):
-    """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis, float32 (Zhang and Sennrich 2019, section 3)."""
+    """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis (Zhang and Sennrich 2019, section 3).
+
+    float32, bfloat16 or float16, as the weight; computed in float32.
+    """
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
-        """``weight`` : float32[n]. ``offset`` : what the model adds to it before it multiplies."""
+        """``weight`` : [n]. ``offset`` : what the model adds to it before it multiplies."""
         super().__init__()
         self._offset = offset
-        self._kept = (weight.detach() + offset).contiguous()  # where the loop finds it
-        self._address, self._size = self._kept.data_ptr(), len(weight)
-        self.weight, self.eps = nn.Parameter(self._kept, requires_grad=False), eps
+        self._kept = weight.detach().float() + offset  # where the loop finds it
+        self._kind = KINDS[kind_of(weight)]
+        self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., n]. Returns the same shape."""
-        if x.numel() > MOST_NUMBERS or x.dtype != torch.float32:
-            return nn.functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        if x.dtype != self.weight.dtype:
+            return nn.functional.rms_norm(x.float(), self._kept.shape, self._kept, self.eps).to(x.dtype)
         x = x.contiguous()
         out = torch.empty_like(x)
-        _normalise(x.data_ptr(), self._address, out.data_ptr(), x.numel() // self._size, self._size, self.eps)
+        size = len(self._kept)
+        rows = x.numel() // size
+        arguments = (
+            self._kind, self._offset == 0.0, x.data_ptr(), self._kept.data_ptr(), out.data_ptr(), rows, size, self.eps
+        )  # fmt: skip
+        spread(_normalise, arguments, tasks=rows, work=4 * x.numel(), threads=torch.get_num_threads())
         return out
 
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
 
     def take(self, weight: torch.Tensor) -> None:
         """Multiply by another weight from now on, of the same size, without the offset."""
-        self._kept.copy_(weight + self._offset)
+        self.weight.copy_(weight)
+        self._kept.copy_(weight.float() + self._offset)
 
 
 def fuse_norms(model: nn.Module, make: Callable[[nn.Module], nn.Module | None] | None = None) -> Iterator[Replaced]:
@@ -80,7 +91,7 @@ def weight_and_eps(norm: nn.Module) -> tuple[nn.Parameter, float] | None:
 def _fused(norm: nn.Module) -> FusedNorm | None:
     """One that computes what ``norm`` does, if it is such a layer: weights may be kept as they are or less 1."""
     found = weight_and_eps(norm)
-    if found is None or found[0].dtype != torch.float32:
+    if found is None or found[0].dtype not in MOST_ERROR:
         return None
     for offset in (0.0, 1.0):
         fused = FusedNorm(*found, offset)
@@ -91,25 +102,21 @@ def _fused(norm: nn.Module) -> FusedNorm | None:
 
 @torch.inference_mode()
 def _agree(norm: nn.Module, fused: FusedNorm) -> bool:
-    generator = torch.Generator().manual_seed(0)
+    generator, dtype = torch.Generator().manual_seed(0), fused.weight.dtype
     for scale in _PROBE_SCALES:
-        x = scale * torch.randn(1, 3, len(fused.weight), generator=generator)
-        if not agrees(fused(x), norm(x), _MOST_ERROR):
+        x = (scale * torch.randn(1, 3, len(fused.weight), generator=generator)).to(dtype)
+        if not agrees(fused(x), norm(x), MOST_ERROR[dtype]):
             return False
     return True
 
 
-@summing_kernel
-def _normalise(  # pragma: no cover - compiled
-    x: int, weight: int, out: int, num_rows: int, size: int, eps: float
-) -> None:
-    """The first three are addresses: of float32[num_rows, size], float32[size] and float32[num_rows, size]."""
-    weights = float32_array(weight, size)
-    for row in range(num_rows):
-        given, found = float32_array(x + 4 * row * size, size), float32_array(out + 4 * row * size, size)
-        total = np.float32(0.0)
-        for i in range(size):
-            total += given[i] * given[i]
-        factor = np.float32(1.0 / np.sqrt(np.float64(total) / size + eps))
-        for i in range(size):
-            found[i] = weights[i] * (given[i] * factor)
+@kernel
+def _normalise(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    kind, rounds_first, x, weight, out, num_rows, size, eps, first, step
+):
+    """Addresses of ``kind`` [num_rows, size], float32[size] and ``kind`` [num_rows, size]."""
+    row_bytes = size * (2 if kind else 4)
+    for row in range(first, num_rows, step):
+        given, found = x + row * row_bytes, out + row * row_bytes
+        factor = np.float32(1.0 / np.sqrt(np.float64(sum_of_squares(kind, given, size)) / size + eps))
+        norm(kind, rounds_first, given, weight, found, size, factor)

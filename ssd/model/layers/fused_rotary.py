@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssd.compiled.addresses import float32_array, kernel
-from ssd.model.layers.replace import MOST_NUMBERS, Replaced, agrees
+from ssd.compiled.addresses import kernel
+from ssd.compiled.functions import turn
+from ssd.compiled.vectors import KINDS
+from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, kind_of
 
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 MakeRotary = Callable[[Rotary], Rotary]
@@ -26,7 +28,10 @@ _HOST = torch.device("cpu")
 
 
 class FusedRotary:
-    """Turns each pair of numbers ``dim / 2`` apart by its angle (Su et al. 2021, section 3.4.2); float32."""
+    """Turns each pair of numbers ``dim / 2`` apart by its angle (Su et al. 2021, section 3.4.2).
+
+    Rounded as the library's function does: the same bits.
+    """
 
     def __init__(self, plain: Rotary) -> None:
         """``plain`` : the library's function, for whatever is not the usual case."""
@@ -94,7 +99,8 @@ def _agree(plain: Rotary, make: MakeRotary, dtype: torch.dtype, device: torch.de
 
 def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     return (
-        x.dtype == cos.dtype == sin.dtype == torch.float32
+        x.dtype == cos.dtype == sin.dtype
+        and x.dtype in MOST_ERROR
         and x.dim() == 4
         and x.numel() <= MOST_NUMBERS
         and cos.shape == sin.shape == (x.shape[0], x.shape[2], x.shape[3])
@@ -106,30 +112,25 @@ def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape)
-    (rows, heads, width, dim), (row_stride, head_stride, stride, _) = x.shape, x.stride()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    strides = [each * x.itemsize for each in x.stride()[:3]]
+    rows, heads, width, dim = x.shape
     _turn(
-        x.data_ptr(), row_stride, head_stride, stride,
-        rows, heads, width, dim, cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+        KINDS[kind_of(x)], x.data_ptr(), *strides, rows, heads, width, dim,
+        cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 
 
 @kernel
-def _turn(  # pragma: no cover - compiled
-    x: int, row_stride: int, head_stride: int, stride: int,
-    num_rows: int, num_heads: int, width: int, dim: int, cos: int, sin: int, out: int,
-) -> None:  # fmt: skip
-    """``x``, ``cos``, ``sin`` and ``out`` are addresses of float32; all but ``x`` are contiguous."""
-    half = dim // 2
+def _turn(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+    kind, x, row_bytes, head_bytes, position_bytes, num_rows, num_heads, width, dim, cos, sin, out
+):
+    """Addresses; all but ``x`` are contiguous."""
+    size = dim * (2 if kind else 4)
     for row in range(num_rows):
         for head in range(num_heads):
             for t in range(width):
-                given = float32_array(x + 4 * (row * row_stride + head * head_stride + t * stride), dim)
-                found = float32_array(out + 4 * ((row * num_heads + head) * width + t) * dim, dim)
-                cosines = float32_array(cos + 4 * (row * width + t) * dim, dim)
-                sines = float32_array(sin + 4 * (row * width + t) * dim, dim)
-                for i in range(half):
-                    low, high = given[i], given[half + i]
-                    found[i] = low * cosines[i] - high * sines[i]
-                    found[half + i] = high * cosines[half + i] + low * sines[half + i]
+                given = x + row * row_bytes + head * head_bytes + t * position_bytes
+                angle = (row * width + t) * size
+                turn(kind, given, cos + angle, sin + angle, out + ((row * num_heads + head) * width + t) * size, dim // 2)

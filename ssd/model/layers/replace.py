@@ -19,6 +19,10 @@ MOST_NUMBERS = 1 << 16
 """In an input of a compiled loop, which one core runs; several cores share torch's own operations on a larger one."""
 
 
+MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
+"""Of a layer's output, as a share of its norm: what rounding once or twice makes of it. By the type of the numbers."""
+
+
 class Replaced(NamedTuple):
     """Where in a model a layer, or what it computes, was replaced. ``again`` makes the one that was there."""
 
@@ -72,6 +76,11 @@ def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool
         return False
     found, wanted = found.float(), wanted.float()
     return float((found - wanted).norm()) <= most_error * float(wanted.norm())
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """The name of its numbers' type."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from ssd.model.layers.replace import Replaced, agrees, has_hooks
-from ssd.model.layers.triton_norm import MOST_ERROR
+from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, has_hooks
 
 _BLOCK = 1024
 

@@ -14,10 +14,7 @@ import triton.language as tl
 from torch import nn
 
 from ssd.model.layers.fused_norm import fuse_norms, weight_and_eps
-from ssd.model.layers.replace import Replaced, agrees
-
-MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-"""Of a layer's output, as a share of its norm: what rounding once or twice makes of it. By the type of the numbers."""
+from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees
 
 _PROBE_SCALES = (1.0, 30.0, 1e-3)
 """Of inputs: with the last one what is added to the mean square shows."""

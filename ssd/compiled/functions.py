@@ -1,0 +1,259 @@
+"""Functions of vectors, and what kernels call to have them of many numbers: see `vectors`.
+
+Polynomials, whose bits are the same in every lane. Against the exact values: a few units in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ssd.compiled.vectors import (
+    INTS,
+    ITEMSIZES,
+    LANES,
+    VECTOR,
+    WORD,
+    at,
+    constant,
+    fma,
+    folded,
+    loop,
+    of_kinds,
+    over_numbers,
+    read,
+    rounded,
+    splat,
+    write,
+)
+
+
+def _series(builder: Any, x: Any, factors: Sequence[float]) -> Any:
+    """A polynomial, its highest factor first (Horner)."""
+    found = constant(factors[0])
+    for factor in factors[1:]:
+        found = fma(builder, found, x, constant(factor))
+    return found
+
+
+def _within(builder: Any, x: Any, limit: float) -> Any:
+    high, low = constant(limit), constant(-limit)
+    x = builder.select(builder.fcmp_ordered("ogt", x, high), high, x)
+    return builder.select(builder.fcmp_ordered("olt", x, low), low, x)
+
+
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
+"""Of Cephes' expf."""
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    """e ** x, 0 below -87; x <= 88. ``x = n ln 2 + rest``, ln 2 in two parts (Cody and Waite 1980)."""
+    lowest, magic = constant(-87.0), constant(12582912.0)  # 1.5 * 2 ** 23: adding it rounds to a whole number
+    below = builder.fcmp_ordered("olt", x, lowest)
+    bounded = builder.select(below, lowest, x)
+    shifted = fma(builder, bounded, constant(1.44269504088896341), magic)
+    whole = builder.fsub(shifted, magic)
+    rest = fma(builder, whole, constant(-0.693359375), bounded)
+    rest = fma(builder, whole, constant(2.12194440e-4), rest)
+    exponent = builder.shl(builder.bitcast(shifted, INTS), constant(23, INTS))
+    power = builder.bitcast(builder.add(exponent, constant(0x3F800000, INTS)), VECTOR)
+    return builder.select(below, constant(0.0), builder.fmul(_series(builder, rest, _EXP), power))
+
+
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+"""Of Cephes' tanhf."""
+
+
+def _tanh(builder: Any, x: Any) -> Any:
+    """``1 - 2 / (e ** 2x + 1)``, and near 0, where that loses digits, ``x + x ** 3 * series``."""
+    power = _exp(builder, builder.fmul(_within(builder, x, 20.0), constant(2.0)))
+    far = builder.fsub(constant(1.0), builder.fdiv(constant(2.0), builder.fadd(power, constant(1.0))))
+    square = builder.fmul(x, x)
+    near = fma(builder, builder.fmul(_series(builder, square, _TANH), square), x, x)
+    return builder.select(builder.fcmp_ordered("olt", square, constant(0.390625)), near, far)
+
+
+_ERF = (
+    -2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
+    -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02,
+)  # fmt: skip
+_ERF_BELOW = (
+    -1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03, -1.42647390514189e-02,
+)  # fmt: skip
+"""Of Eigen's rational approximation on -4 ... 4."""
+
+
+def _erf(builder: Any, x: Any) -> Any:
+    x = _within(builder, x, 4.0)
+    square = builder.fmul(x, x)
+    return builder.fdiv(builder.fmul(x, _series(builder, square, _ERF)), _series(builder, square, _ERF_BELOW))
+
+
+def _sigmoid(builder: Any, x: Any) -> Any:
+    power = _exp(builder, _within(builder, builder.fneg(x), 88.0))
+    return builder.fdiv(constant(1.0), builder.fadd(constant(1.0), power))
+
+
+def _silu(builder: Any, x: Any) -> Any:
+    power = _exp(builder, _within(builder, builder.fneg(x), 88.0))
+    return builder.fdiv(x, builder.fadd(constant(1.0), power))
+
+
+def _gelu(builder: Any, x: Any) -> Any:
+    half = builder.fmul(constant(0.5), x)
+    return builder.fmul(half, builder.fadd(constant(1.0), _erf(builder, builder.fmul(x, constant(0.5**0.5)))))
+
+
+def _gelu_tanh(builder: Any, x: Any) -> Any:
+    cube = builder.fmul(builder.fmul(x, x), x)
+    inner = builder.fmul(constant(0.7978845608028654), fma(builder, cube, constant(0.044715), x))
+    return builder.fmul(builder.fmul(constant(0.5), x), builder.fadd(constant(1.0), _tanh(builder, inner)))
+
+
+def _quick_gelu(builder: Any, x: Any) -> Any:
+    return builder.fmul(x, _sigmoid(builder, builder.fmul(x, constant(1.702))))
+
+
+FUNCTIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu, "sigmoid": _sigmoid, "tanh": _tanh,
+}  # fmt: skip
+"""What layers compute of each number by itself."""
+
+
+@of_kinds(*[types.int64] * 4)
+def apply(builder: Any, kind: int, number: Any, source: Any, target: Any, count: Any) -> None:
+    """``target[i] = function(source[i])``, both of ``kind``, by the function's number: (number, source, target, count)."""
+    after = builder.append_basic_block("applied")
+    chosen = builder.switch(number, after)
+    for index, of in enumerate(FUNCTIONS.values()):
+        block = builder.append_basic_block("function")
+        chosen.add_case(ir.Constant(WORD, index), block)
+        builder.position_at_end(block)
+        over_numbers(builder, count, [(source, kind)], [(target, kind)], lambda x, of=of: [of(builder, x)])  # type: ignore[misc]
+        builder.branch(after)
+    builder.position_at_end(after)
+
+
+@of_kinds(types.int64, types.int64, types.int64, types.float32)
+def widen(builder: Any, kind: int, source: Any, target: Any, count: Any, factor: Any) -> None:
+    """``target[i] = source[i] * factor``, float32 from ``kind``: (source, target, count, factor)."""
+    by = splat(builder, factor)
+    over_numbers(builder, count, [(source, kind)], [(target, 0)], lambda x: [builder.fmul(x, by)])
+
+
+@of_kinds(types.int64, types.int64, types.int64, types.float32)
+def narrow(builder: Any, kind: int, source: Any, target: Any, count: Any, factor: Any) -> None:
+    """``target[i] = source[i] * factor``, ``kind`` from float32: (source, target, count, factor)."""
+    by = splat(builder, factor)
+    over_numbers(builder, count, [(source, 0)], [(target, kind)], lambda x: [builder.fmul(x, by)])
+
+
+@of_kinds(types.boolean, *[types.int64] * 4, types.float32)
+def norm(
+    builder: Any, kind: int, rounds_first: Any, source: Any, weight: Any, target: Any, count: Any, factor: Any
+) -> None:
+    """``target[i] = weight[i] * (source[i] * factor)``: (rounds_first, source, weight, target, count, factor).
+
+    weight : float32. rounds_first : the product with the factor is rounded to ``kind`` before the weight multiplies.
+    """
+    by = splat(builder, factor)
+
+    def of(x: Any, weights: Any) -> Sequence[Any]:
+        product = builder.fmul(x, by)
+        return [builder.fmul(weights, builder.select(rounds_first, rounded(builder, product, kind), product))]
+
+    over_numbers(builder, count, [(source, kind), (weight, 0)], [(target, kind)], of)
+
+
+@of_kinds(types.int64, types.int64, result=types.float32)
+def sum_of_squares(builder: Any, kind: int, source: Any, count: Any) -> Any:
+    """The sum of the squares of so many numbers, float32, in 16 lanes: (source, count)."""
+    (found,) = over_numbers(
+        builder, count, [(source, kind)], [], lambda x, total: [fma(builder, x, x, total)], [constant(0.0)]
+    )
+    return folded(builder, found, builder.fadd)
+
+
+@of_kinds(*[types.int64] * 5)
+def turn(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: Any, half: Any) -> None:
+    """Pairs of numbers turned by angles, rounded where model libraries round: products and their sum.
+
+    (x, cos, sin, target, half): addresses of 2 * half numbers; pair i is number i and number half + i.
+    """
+    second = (half, ITEMSIZES[kind])
+    sources = [(place, kind) for address in (x, cos, sin) for place in (address, at(builder, address, second))]
+
+    def product(a: Any, b: Any) -> Any:
+        return rounded(builder, builder.fmul(a, b), kind)
+
+    def of(low: Any, high: Any, cos_low: Any, cos_high: Any, sin_low: Any, sin_high: Any) -> Sequence[Any]:
+        return [
+            builder.fsub(product(low, cos_low), product(high, sin_low)),
+            builder.fadd(product(high, cos_high), product(low, sin_high)),
+        ]
+
+    over_numbers(builder, half, sources, [(target, kind), (at(builder, target, second), kind)], of)
+
+
+@intrinsic
+def highest_of(_typing: Any, _address: Any, _vectors: Any, _least: Any) -> Any:
+    """The highest of ``least`` and so many vectors of float32; no number where one is none."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, vectors, least = args
+
+        def higher(x: Any, y: Any) -> Any:
+            is_y = builder.or_(builder.fcmp_ordered("olt", x, y), builder.fcmp_unordered("uno", y, y))
+            return builder.select(is_y, y, x)
+
+        def body(index: Any, highest: Sequence[Any]) -> Sequence[Any]:
+            return [higher(highest[0], read(builder, at(builder, address, (index, 4 * LANES)), 0))]
+
+        (found,) = loop(builder, vectors, [splat(builder, least)], body)
+        return folded(builder, found, higher)
+
+    return types.float32(types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def exp_and_sum(_typing: Any, _address: Any, _vectors: Any, _highest: Any) -> Any:
+    """``e ** (x - highest)`` in the place of every x of so many vectors of float32; returns their sum, in 16 lanes."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, vectors, highest = args
+        subtracted = splat(builder, highest)
+
+        def body(index: Any, total: Sequence[Any]) -> Sequence[Any]:
+            place = at(builder, address, (index, 4 * LANES))
+            found = _exp(builder, builder.fsub(read(builder, place, 0), subtracted))
+            write(builder, found, place, 0)
+            return [builder.fadd(total[0], found)]
+
+        (total,) = loop(builder, vectors, [constant(0.0)], body)
+        return folded(builder, total, builder.fadd)
+
+    return types.float32(types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def cap(_typing: Any, _address: Any, _vectors: Any, _limit: Any) -> Any:
+    """``limit * tanh(x / limit)`` in the place of every x of so many vectors of float32."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        address, vectors, limit = args
+        limits = splat(builder, limit)
+
+        def body(index: Any, _carried: Sequence[Any]) -> Sequence[Any]:
+            place = at(builder, address, (index, 4 * LANES))
+            x = builder.fdiv(read(builder, place, 0), limits)
+            write(builder, builder.fmul(_tanh(builder, x), limits), place, 0)
+            return []
+
+        loop(builder, vectors, [], body)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.float32), generate
