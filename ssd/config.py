@@ -18,6 +18,8 @@ DRAFT_SHAPES: tuple[DraftShape, ...] = get_args(DraftShape)
 EvictionPolicy = Literal["used", "fifo"]
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 SchedulingPolicy = Literal["fcfs", "priority"]
+Exact = Literal["auto", "on", "off"]
+EXACT: tuple[Exact, ...] = get_args(Exact)
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "parts"]
@@ -166,6 +168,11 @@ class EngineConfig:
     enforce_eager: bool = False
     """Launch every kernel of the target from Python, on CUDA too: slower, but without the memory of recorded graphs."""
 
+    exact: Exact = "auto"
+    """Whether a position's logits must be the same bits in every pass, so that outputs are equal to the bit whatever is
+    drafted and whatever else is decoded. "auto": where it costs at most 5 % of a pass. "on": or the model is not
+    opened. "off": each pass as fast as it can be alone."""
+
     fuse_linears: bool = False
     """On CUDA compute query, key and value, and gate and up, as one product each, as on a CPU; rounding may differ."""
 
@@ -204,6 +211,7 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         _require(share is None or 0 < share <= 1, f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
         _require_one_of(SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy)
+        _require_one_of(EXACT, "exact", self.exact)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def test_what_one_process_compiled_another_only_loads(compiled: Callable[[], Any
 
 def test_a_change_of_its_sources_compiles_anew(compiled: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_compiled(compiled()) == 1
-    monkeypatch.setattr(machine_code, "_stamp_of", lambda _path: "another")
+    monkeypatch.setattr(machine_code, "source_stamp", lambda _path: "another")
     assert [num_compiled(compiled()), num_compiled(compiled())] == [1, 0]
 
 
@@ -61,7 +61,7 @@ def stamp_of(package: Path, name: str = "a.py") -> str:
     """As a process that starts finds it."""
     machine_code._imports_of.cache_clear()
     machine_code._text_of.cache_clear()
-    return machine_code._stamp_of(package / name, package)
+    return machine_code.source_stamp(package / name, package)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_stamp_follows_what_the_files_hold_that_a_kernel_is_made_of(tmp_path
     assert len(set(stamps)) == len(stamps) == 3
 
 
-def test_the_stamp_of_a_kernel_holds_the_layout_of_what_it_reads() -> None:
+def test_thesource_stamp_a_kernel_holds_the_layout_of_what_it_reads() -> None:
     package = machine_code._PACKAGE
     found = machine_code._imports_of(package / "retrieval" / "lanes.py", package)
     assert package / "retrieval" / "snapshot.py" in found and package / "compiled" / "addresses.py" in found

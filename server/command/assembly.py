@@ -146,7 +146,6 @@ class EngineLoader:
 
         reach("importing torch")
         from ssd.engine import Engine
-        from ssd.model.loading.threads import settle_threads
 
         engine = Engine.from_pretrained(
             options.model.path,
@@ -165,9 +164,8 @@ class EngineLoader:
             draw_seed=_seeds(options.engine.seed),
             noise_root=self.noise.root,
         )
-        reach("compiling kernels, once on each machine, and trying numbers of threads")
+        reach("compiling kernels, once on each machine")
         _compile_kernels()
-        settle_threads(engine.target)  # before the warm-up times passes, and on the thread that will make them
         reach("warming up, and compiling kernels once on each machine")
         if self.noise.shared is not None:
             self.noise.shared.wait(_LONGEST_LOOK_S)

@@ -24,13 +24,14 @@ from ssd.compiled.registry import CHECKED
 log = logging.getLogger(__name__)
 
 _complained: set[str] = set()
+_directories: list[Path] = []
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+([\w, \t]+|\()|import[ \t]+([\w., \t]+))", re.M)
 
 
-def _stamp_of(path: Path, package: Path = _PACKAGE) -> str:
+def source_stamp(path: Path, package: Path = _PACKAGE) -> str:
     """A digest of a file and of all files of ``package`` that it imports, directly or not. O(their size)."""
     found, waiting = {path}, [path]
     while waiting:
@@ -92,7 +93,7 @@ class KernelCache:
             self._kept._cache_file = IndexDataCacheFile(self.cache_path, name, None)
         if not hasattr(self._kept._cache_file, "_source_stamp"):
             raise AttributeError("it has no stamp of its sources that could be replaced")
-        self._kept._cache_file._source_stamp = _stamp_of(Path(function.__code__.co_filename).resolve())
+        self._kept._cache_file._source_stamp = source_stamp(Path(function.__code__.co_filename).resolve())
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """The code compiled for ``signature``, None when there is none that can be used."""
@@ -118,11 +119,18 @@ class KernelCache:
         self._kept.flush()
 
 
+def machine_code_directory() -> Path | None:
+    """Where machine code is kept that this process compiled or read; None where none is kept."""
+    return _directories[-1] if _directories else None
+
+
 def keep_machine_code(dispatcher: Any) -> None:
     """Have numba's ``dispatcher`` look for its machine code on disk before it compiles, and keep what it compiles."""
     try:
         # An attribute that another numba does not know is one that it does not look at: then nothing is kept.
-        dispatcher._cache = KernelCache(dispatcher.py_func)
+        kept = KernelCache(dispatcher.py_func)
+        dispatcher._cache = kept
+        _directories[:] = [Path(kept.cache_path)]
     except Exception as error:
         _complain("cannot be kept", error)
 

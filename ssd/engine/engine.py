@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -34,12 +35,16 @@ from ssd.model.heads.drafter import HeadDrafter, tapped_by
 from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.exact.settle import settle_exactness
 from ssd.model.loading.take_weights import take_weights
+from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
 from ssd.text.hub import HubOptions
+
+log = logging.getLogger(__name__)
 
 Verified = tuple[Pass, list[Verdict | BaseException]]
 """A pass that has ended, and of each row what the target says or what it raised."""
@@ -149,10 +154,15 @@ class Engine:
             gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
             fuse_linears=config.fuse_linears,
+            exact="off",  # until the threads are known that will make the passes
             adapters=adapted,
             tapped=None if head is None else tapped_by(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
         )
+        report("trying numbers of threads, and whether passes agree to the bit")
+        settle_threads(target)
+        settle_exactness(target, config.exact)
+        log.info("%s", target.exactness)
         drafters = [make_drafter(drafter, draft)]
         if head is not None:
             drafters.append(HeadDrafter(head, target))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,32 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
+from ssd.config import Exact
 from ssd.model.kv.features import FeatureStore
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.pass_output import PassOutput
 
 TokenMatrix = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Whether a position's logits are the same bits in every pass; `settle_exactness` finds out."""
+
+    wanted: Exact = "off"
+    holds: bool = False
+    reason: str = "not tried"
+    """Why it does not hold."""
+    num_compared: int = 0
+    """Positions that were compared."""
+    cost: float = 0.0
+    """What the plan of products adds to a pass of a few positions, as a share."""
+
+    def __str__(self) -> str:
+        if not self.holds:
+            return f"outputs are equal up to rounding whatever is drafted, and not to the bit: {self.reason}"
+        return f"outputs are equal to the bit whatever is drafted: {self.num_compared} positions compared, 0 differ"
 
 
 class Target(ABC):
@@ -52,6 +73,7 @@ class Target(ABC):
         """Adapters that slots may have."""
         self.adapters: list[str | None] = [None] * num_slots
         """Of each slot, the adapter that its tokens are computed with; to be set while the slot is empty."""
+        self.exactness = Exactness()
         self._fed: npt.NDArray[np.int32] = np.full((num_slots, max_length), -1, np.int32)
 
     @property

@@ -16,7 +16,7 @@ from ssd.model.layers.replace import agrees
 log = logging.getLogger(__name__)
 
 _MOST_ERROR = 1e-3
-_MOST_ERROR_LOW_PRECISION = 0.08
+_MOST_ERROR_LOW_PRECISION = 0.2
 """Relative, as of a target whose layers are replaced."""
 
 

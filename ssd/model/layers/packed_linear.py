@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ssd.model.exact.rows import RowPlan, row_counts
 from ssd.model.layers.fused_linear import FusedMember, fuse_linears, is_plain, linear_again
 from ssd.model.layers.packed_embedding import reader_of
 from ssd.model.layers.replace import Replaced, parents
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
-_EXACT_ROWS = 16
 _PREPARED_ROWS = 64
 _LARGE = 1 << 22
 
@@ -43,15 +43,13 @@ class PackedLinear(nn.Module):
         self.packed = packed_weight(weight)
         self.kind = (self.in_features, self.out_features, bias is not None, weight.dtype)
         """Layers of one kind share their machine code."""
+        self.rows = RowPlan()
+        """How many rows a product has."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., in]. Returns [..., out]."""
-        num_rows = x.numel() // self.in_features
-        wanted = rounded_rows(num_rows)
-        if wanted == num_rows:
-            return self._product(x)
-        padded = nn.functional.pad(x.reshape(num_rows, -1), (0, 0, 0, wanted - num_rows))
-        return self._product(padded)[:num_rows].view(*x.shape[:-1], -1)
+        rows = x.reshape(-1, self.in_features)
+        return self.rows.product(self._product, rows).view(*x.shape[:-1], self.out_features)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")
@@ -142,18 +140,6 @@ def _tied_again(module: nn.Module, linear: Callable[[], nn.Linear]) -> nn.Module
     return module
 
 
-def rounded_rows(num_rows: int) -> int:
-    """How many rows are computed: up to 16 as many, above one of eight numbers between a power of two and the next.
-
-    oneDNN makes machine code for each number of rows, which takes longer than a pass of a small model, and keeps that
-    of the last thousand products. So there are few numbers; the rows added are an eighth at most.
-    """
-    if num_rows <= _EXACT_ROWS:
-        return num_rows
-    step = 1 << ((num_rows - 1).bit_length() - 4)
-    return -(-num_rows // step) * step
-
-
 def packed_linears(model: nn.Module) -> list[PackedLinear]:
     """All there are in a model, those that stand for several layers once."""
     found = [module.group.product if isinstance(module, FusedMember) else module for module in model.modules()]
@@ -167,7 +153,7 @@ def prepare_linears(model: nn.Module) -> None:
     Of layers with fewer than 4 million weights: a product of more takes longer than its code, 0.7 ms each.
     """
     layers = {layer.kind: layer for layer in packed_linears(model)}
-    for num_rows in sorted({rounded_rows(n) for n in range(1, _PREPARED_ROWS + 1)}):
+    for num_rows in row_counts(_PREPARED_ROWS):
         for (size, num_outputs, _, dtype), packed in layers.items():
             if size * num_outputs < _LARGE:
                 packed(torch.zeros(1, num_rows, size, dtype=dtype))

@@ -10,7 +10,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ssd.config import Exact
 from ssd.errors import ModelError, first_line
+from ssd.model.exact.settle import settle_exactness
 from ssd.model.layers.tap import Tapped, require_tap
 from ssd.model.loading.adapters import Adapters
 from ssd.model.loading.completeness import no_load_report, require_complete
@@ -88,6 +90,7 @@ def open_target(
     adapters: Adapters | None = None,
     tapped: Tapped | None = None,
     keeps_top: bool = False,
+    exact: Exact = "auto",
 ) -> Target:
     """The fastest way to drive ``model`` that reproduces its own logits.
 
@@ -96,8 +99,8 @@ def open_target(
     of all memory that may then be in use; without both half of what is free.
     enforce_eager : record no CUDA graphs. fuse_linears : on CUDA too, compute layers that read the same input as one.
     adapters : what slots may be given beside the model itself. tapped : what is kept of every position for a draft
-    head. keeps_top : have recorded passes find the most probable tokens, which others do once they are asked. Raises
-    ModelError when adapters, or an explicit ``max_length``, cannot be had.
+    head. keeps_top : have recorded passes find the most probable tokens, which others do once they are asked. exact :
+    see `settle_exactness`. Raises ModelError when adapters, an explicit ``max_length`` or exactness cannot be had.
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
@@ -139,6 +142,7 @@ def open_target(
             )
         log.warning("%s is driven %s: %s", type(model).__name__, found.kind.way, found.reason)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
+        settle_exactness(other, exact)
         return other
     target = SlotTarget(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
     if tapped is not None:
@@ -149,6 +153,7 @@ def open_target(
         target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
     if not adapters:  # a recorded pass would have those of its recording
         attach_steps(target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top)
+    settle_exactness(target, exact)
     return target
 
 

@@ -54,7 +54,8 @@ def settle_threads(target: Target) -> int:
     torch takes one for each core. A small model's layers are too short to be shared, and a thread that another process
     keeps from its core holds up all others at the end of every layer. Tried are all cores and halves of them, for a
     small model and unless the environment says how many (OMP_NUM_THREADS). For the calling thread, which must be the
-    one that makes the passes; ``target`` is left empty. Only the time of passes depends on it, up to rounding.
+    one that makes the passes; ``target`` is left empty. `settle_exactness` follows: more
+    threads may share a product in another way.
     """
     default = torch.get_num_threads()
     if not is_small(target.model) or default == 1 or any(name in os.environ for name in _SAID_BY):

@@ -1,0 +1,1 @@
+"""The promise that a position's logits are the same bits in every pass."""

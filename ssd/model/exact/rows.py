@@ -1,0 +1,101 @@
+"""How many rows a product of a linear layer may have, so that each row's results are the same bits.
+
+A library's product takes another path for another number of rows: one row, or more than the tiles of a processor hold,
+may be summed in another order. So it is tried with the layer's own weights, on this machine: which numbers of rows give
+what others give. Fewer rows are filled up, more are computed in parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""Of rows [n, in], n >= 1, a tensor [n, out]."""
+
+_EXACT_ROWS = 16
+_FEW: Final = (1, 2, 3, 4)
+_MOST: Final = (256, 64, 32, 16)
+"""Rows of one product, tried in this order; where none will do, four."""
+_MOST_WORK = 1 << 32
+"""Numbers of a weight times rows: of a larger weight fewer rows are tried, and computed at once."""
+_ROUNDS = 5
+_WORTH = 0.9
+"""Of the time that the fewest rows take, what more rows may take: two rows of some layers take less than one."""
+_SOME = 16
+"""Different rows that are tried."""
+
+
+class RowPlan(NamedTuple):
+    """``least``, ``most`` : rows of one product. ``is_exact`` : whether all these numbers gave the same bits."""
+
+    least: int = 1
+    most: int = _MOST[0]
+    is_exact: bool = True
+
+    def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
+        """``compute`` of rows [n, in], in parts of allowed numbers of rows: [n, out]."""
+        count = len(x)
+        if count <= self.most:
+            wanted = max(self.least, rounded_rows(count))
+            return compute(x) if wanted == count else compute(pad(x, (0, 0, 0, wanted - count)))[:count]
+        return torch.cat([self.product(compute, part) for part in x.split(self.most)])
+
+
+PLAIN: Final = RowPlan(1, 1 << 30, is_exact=False)
+"""What is computed at once is what is asked for."""
+
+
+def rounded_rows(num_rows: int) -> int:
+    """How many rows are computed: up to 16 as many, above one of eight numbers between a power of two and the next.
+
+    oneDNN makes machine code for each number of rows, which takes longer than a pass of a small model, and keeps that
+    of the last thousand products. So there are few numbers; the rows added are an eighth at most.
+    """
+    if num_rows <= _EXACT_ROWS:
+        return num_rows
+    step = 1 << ((num_rows - 1).bit_length() - 4)
+    return -(-num_rows // step) * step
+
+
+def row_counts(most: int) -> list[int]:
+    """All numbers of rows that products of up to ``most`` have."""
+    return sorted({rounded_rows(count) for count in range(1, most + 1)})
+
+
+@torch.inference_mode()
+def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
+    """The plan of a layer [num_outputs, size]: the most rows that can be, and the least that take the least time.
+
+    O(products of 3,000 rows in all); less for a layer of more than 16 million weights.
+    """
+    some = torch.randn(_SOME, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = compute(some)
+    allowed = [most for most in _MOST if most * size * num_outputs <= _MOST_WORK] or [_MOST[-1]]
+    good = {count for count in row_counts(allowed[0]) if _is_same(compute, some, count, wanted)}
+    for most in allowed:
+        if good.issuperset(count for count in row_counts(most) if count >= _FEW[-1]):
+            few = [count for count in _FEW if good.issuperset(range(count, _FEW[-1]))]
+            seconds = {count: _seconds(compute, some[:count]) for count in few}
+            best = min(few, key=seconds.__getitem__)
+            return RowPlan(best if seconds[best] < _WORTH * seconds[few[0]] else few[0], most)
+    return RowPlan(1, allowed[0], is_exact=False)
+
+
+def _is_same(compute: Product, some: torch.Tensor, count: int, wanted: torch.Tensor) -> bool:
+    """Whether ``some`` rows, again and again until they are ``count``, give each time and place what was ``wanted``."""
+    again = -(-count // len(some))
+    return torch.equal(compute(some.repeat(again, 1)[:count]), wanted.repeat(again, 1)[:count])
+
+
+def _seconds(compute: Product, x: torch.Tensor) -> float:
+    found = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        compute(x)
+        found.append(time.perf_counter() - began)
+    return min(found)
