@@ -413,18 +413,16 @@ def test_a_price_ends_a_draft() -> None:
     target.rollback(1, 0)
 
 
-def test_nothing_is_drafted_where_nothing_can_be_read_or_choosing_would_leak() -> None:
-    """One token has no features yet; a slot that holds less; no slot; drafts drawn for verification by rejection."""
+def test_nothing_is_drafted_where_nothing_can_be_read() -> None:
+    """One token has no features yet; a slot that holds less; no slot; no room."""
     target, drafter = kept("random")
     target.prefill([1], np.full((1, 9), 7), [9])
-    drawn = SamplingRow(params=SamplingParams(temperature=1.0), noise=SequenceNoise.seeded(1), acceptance="rejection")
     text = [7] * 9 + [8]
     refused = [
         ask(1, "short", [7]),
         ask(2, "empty", text),
         replace(ask(1, "nowhere", text), slot=None),
         replace(ask(1, "nowhere", text), slot=-1),
-        replace(ask(1, "drawn", text), sampling=drawn),
         replace(ask(1, "none", text), limit=0),
     ]
     assert [len(draft.token_ids) for draft in drafter.propose(refused)] == [0] * len(refused)

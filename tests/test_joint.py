@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.config import SamplingParams
 from ssd.drafting.arbiter import Arbiter
 from ssd.drafting.grafting import Graft, depth_of, walked
 from ssd.drafting.offers import HEAD
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.drafting.trials import TRIAL_EVERY
 from ssd.pricing.excess import Excess
 from tests.reference.pricing import mean_excess
@@ -211,18 +209,6 @@ def test_beside_a_chain_the_better_one_is_taken_and_offers_are_judged() -> None:
     assert draft.token_ids.tolist() == [7, 8] and draft.parents is None
     judge = Judge({1: chain([5], [0.99])})
     assert Arbiter([judge, Costly(chain([7], None))]).propose([ask(is_tree=False)])[0].token_ids.tolist() == [5]
-
-
-def test_drafts_verified_by_rejection_are_never_joined() -> None:
-    judge = Judge({1: chain([5], [0.5])})
-    sampling = SamplingRow(
-        params=SamplingParams(temperature=1.0), noise=SequenceNoise.seeded(0), acceptance="rejection"
-    )
-    arbiter = Arbiter([judge, Costly(chain([7, 8], [0.9, 0.9]))])
-    draft = arbiter.propose([replace(ask(), sampling=sampling)])[0]
-    assert draft.token_ids.tolist() == [7, 8] and len(judge.asked) == 1
-    arbiter.observe("a", draft, 1)
-    assert judge.told == []
 
 
 def test_a_source_that_fails_leaves_the_first_ones_draft() -> None:

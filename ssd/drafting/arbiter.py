@@ -17,12 +17,11 @@ class Arbiter:
     """Asks drafters from the cheapest to the most costly, and a costly one only where it promises more than it costs.
 
     The first drafter is always asked. Where it ``judges_offers``, what the others draft is offered to it and one tree
-    or chain comes of all, see `Joint`. Where it does not, and where drafts are verified by rejection and may not be
-    chosen by what was drawn, the draft of most gain is taken, see `Rivals`. Time is turned into tokens at the rate of
-    the recent steps: where a step emits R tokens a second, s seconds must bring R s tokens (the rule of Dinkelbach 1967
-    for maximising the ratio of tokens to time). What is spent once, reading a context, is spent when the gains forgone
-    without it have come to as much: nobody knows how long the output will be, and so it costs at most twice what was
-    best (the ski rental of Karlin et al. 1988).
+    or chain comes of all, see `Joint`. Where it does not, the draft of most gain is taken, see `Rivals`. Time is turned
+    into tokens at the rate of the recent steps: where a step emits R tokens a second, s seconds must bring R s tokens
+    (the rule of Dinkelbach 1967 for maximising the ratio of tokens to time). What is spent once, reading a context, is
+    spent when the gains forgone without it have come to as much: nobody knows how long the output will be, and so it
+    costs at most twice what was best (the ski rental of Karlin et al. 1988).
 
     A drafter that fails drafts nothing, is counted in ``num_failures`` and left alone for 1, 2, 4 ... steps. All are
     told when a request ends. Only speed depends on the choice, never a token. Owned by one thread.
@@ -46,16 +45,9 @@ class Arbiter:
         """One draft per request, in order."""
         self._step_rate.begin()
         drafts = self._sources[0].ask(requests)
-        if len(self._sources) == 1:
-            return self._rivals.choose(requests, drafts)
-        joint = [i for i, request in enumerate(requests) if self._judges and _may_join(request)]
-        rivals = [i for i in range(len(requests)) if i not in set(joint)]
-        for ways, merge in ((joint, self._joint.merge), (rivals, self._rivals.choose)):
-            if ways:
-                found = merge([requests[i] for i in ways], [drafts[i] for i in ways])
-                for i, draft in zip(ways, found, strict=True):
-                    drafts[i] = draft
-        return drafts
+        if self._judges and len(self._sources) > 1:
+            return self._joint.merge(requests, drafts)
+        return self._rivals.choose(requests, drafts)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Tell the drafters whose draft it was."""
@@ -89,7 +81,3 @@ class Arbiter:
         """Have every drafter that learns about namespaces publish what it learned."""
         for source in self._sources:
             getattr(source.drafter, "publish", lambda: None)()
-
-
-def _may_join(request: DraftRequest) -> bool:
-    return request.sampling is None or request.sampling.acceptance == "match"

@@ -20,9 +20,8 @@ _TRIAL_TOKENS: Final = 2
 class Rivals:
     """Chooses one draft per request, by what it is expected to gain: accepted tokens less the prices of verifying them.
 
-    Of a source that is yet to be asked, the request's recent rate of acceptance says what to expect. Where drawn drafts
-    are verified by rejection, the choice goes by estimates alone, which such a drafter makes without looking at what it
-    drew. Those not chosen are told nothing.
+    Of a source that is yet to be asked, the request's recent rate of acceptance says what to expect. Those not
+    chosen are told nothing.
     """
 
     def __init__(self, sources: Sequence[Source], step_rate: StepRate) -> None:

@@ -76,7 +76,6 @@ class Engine:
         self.max_model_len = target.max_length
         self.config = config or EngineConfig()
         draft = draft or DraftConfig()
-        self._draft_acceptance = draft.draft_acceptance
         self._draw_seed = draw_seed or partial(secrets.randbits, 63)
         self._coupling = Coupling(self.config.coupled_streams, self.config.coupled_window, noise_root)
         self._eos_token_ids = tuple(
@@ -197,7 +196,6 @@ class Engine:
             max_length=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
             noise=self._coupling.noise_of(request, self._draw_seed()),
-            acceptance=self._draft_acceptance,
             takes_priority=self.config.scheduling_policy == "priority",
         )
         with self._lock:
