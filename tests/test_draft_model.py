@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.exactness import Report, Setting, compare, run
 from benchmarks.workloads import snippets
-from ssd.bundled import MODEL_PATH
+from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
@@ -25,7 +25,7 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
-from ssd.errors import ModelError
+from ssd.errors import ConfigError, ModelError
 from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.draft.model import DraftModelDrafter
 from ssd.model.draft.slots import READ_WIDTH
@@ -119,7 +119,6 @@ MAKERS: dict[str, Callable[[], Drafter]] = {
     "itself": lambda: uncut("itself"),
     "noisy": lambda: DraftModelDrafter(draft_target("noisy")),
     "random": lambda: uncut("random"),
-    "arbiter": lambda: Arbiter([PromptLookupDrafter(), DraftModelDrafter(draft_target("noisy"))]),
     "joint": lambda: Arbiter([SuffixDrafter(), DraftModelDrafter(draft_target("noisy"))]),
 }
 
@@ -144,7 +143,7 @@ def test_a_draft_model_changes_no_token(kind: str, capsys: pytest.CaptureFixture
     report = Report()
     for setting in (
         Setting("itself", 4, 1), Setting("itself", 8, 8), Setting("noisy", 4, 4), Setting("random", 3, 8),
-        Setting("arbiter", 8, 4), Setting("joint", 8, 1), Setting("joint", 8, 4),
+        Setting("joint", 8, 1), Setting("joint", 8, 4),
     ):  # fmt: skip
         compare(
             target(), asked, sampling, expected, setting,
@@ -378,13 +377,13 @@ def test_a_pass_that_fails_leaves_no_trace() -> None:
     assert drafter.num_free_slots == 3
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside prompt lookup"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside retrieval"])
 def test_a_failing_draft_model_is_a_counter_and_changes_nothing(beside: bool) -> None:
     failing = FailingTarget(draft_target("noisy"))
     failing.failing = True
     drafter: Drafter = DraftModelDrafter(failing)  # type: ignore[arg-type]
     if beside:
-        drafter = Arbiter([PromptLookupDrafter(), drafter])
+        drafter = Arbiter([SuffixDrafter(), drafter])
     engine = make_engine(drafter)
     asked, sampling = prompts(4), PENALISED
     assert tokens_of(engine, asked, sampling) == tokens_of(make_engine(None), asked, sampling)
@@ -445,6 +444,13 @@ def test_an_engine_with_a_draft_model_from_files(tmp_path: object) -> None:
     )
     engine.warm_up()
     assert tokens_of(engine, prompts(4), PENALISED) == tokens_of(make_engine(None), prompts(4), PENALISED)
+
+
+def test_a_drafter_that_judges_no_drafts_has_none_beside_it() -> None:
+    with pytest.raises(ConfigError, match='needs the drafter "ssd"'):
+        Engine.from_pretrained(MODEL_PATH, drafter="prompt-lookup", draft_model=MODEL_PATH)
+    with pytest.raises(ConfigError, match='needs the drafter "ssd"'):
+        Engine.from_pretrained(MODEL_PATH, drafter="none", draft_head=HEAD_PATH)
 
 
 def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: object) -> None:

@@ -47,8 +47,6 @@ def tree(tokens: Sequence[int], parents: Sequence[int], estimates: Sequence[floa
 class Judge:
     """Drafts what a table says of the context's last token, and puts what is offered beside it as it is."""
 
-    judges_offers = True
-
     def __init__(self, table: dict[int, Draft] | None = None) -> None:
         self.table = table or {}
         self.asked: list[DraftRequest] = []
@@ -83,8 +81,9 @@ class Costly:
 
     kind = HEAD
 
-    def __init__(self, draft: Draft, cost_s: float = 0.0) -> None:
-        self.draft, self.cost_s, self.failing = draft, cost_s, False
+    def __init__(self, draft: Draft, cost_s: float = 0.0, begin_s: float = 0.0) -> None:
+        self.draft, self.cost_s, self.begin_s, self.failing = draft, cost_s, begin_s, False
+        self.finished: list[str] = []
         self.asked: list[DraftRequest] = []
         self.told: list[tuple[list[int], int]] = []
 
@@ -92,7 +91,7 @@ class Costly:
         return self.cost_s * num_rows
 
     def seconds_to_begin(self, request: DraftRequest) -> float:
-        return 0.0
+        return 0.0 if self.asked else self.begin_s
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.asked += requests
@@ -104,7 +103,9 @@ class Costly:
         self.told.append((draft.token_ids.tolist(), num_accepted))
 
     def finish(self, request_id: str) -> None:
-        pass
+        self.finished.append(request_id)
+        if self.failing:
+            raise RuntimeError("injected")
 
 
 def ask(name: str = "a", limit: int = 16, price: float | None = 0.01, *, is_tree: bool = True) -> DraftRequest:

@@ -28,7 +28,7 @@ from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict, warm_up_verdicts
-from ssd.errors import EngineError, EngineStopped, QueueFull
+from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
 from ssd.model.heads.layouts.load_head import load_head
@@ -120,13 +120,19 @@ class Engine:
     ) -> Engine:
         """Load a Hugging Face model directory or id and everything around it.
 
-        draft_model : a smaller model with the same tokenizer, asked where ``drafter`` promises less than it costs.
-        draft_head : a head trained for this model, see ``docs/heads.md``, likewise asked; both may be given.
+        draft_model : a smaller model with the same tokenizer, asked where what it brings beyond retrieval is worth more
+        than it costs. draft_head : a head trained for this model, see ``docs/heads.md``, likewise asked; both may be
+        given, beside the drafter "ssd" alone.
         adapters : directories or ids of LoRA adapters by their names, which requests may then give.
         hub, draft_hub : where their ids are fetched from. draw_seed, noise_root : as for the engine.
         report : called with what is being done, in words, before each part that may take long.
-        Raises ModelError when a model cannot be loaded, does not fit, or the two do not share a tokenizer.
+        Raises ConfigError for a drafter that judges no offers beside a draft model or head; ModelError when a model
+        cannot be loaded, does not fit, or the two do not share a tokenizer.
         """
+        if drafter != "ssd" and (draft_model is not None or draft_head is not None):
+            raise ConfigError(
+                f'a draft model or head needs the drafter "ssd", which judges its drafts, not {drafter!r}'
+            )
         config, draft = config or EngineConfig(), draft or DraftConfig()
         codec = codec or TextCodec.load(str(model), hub)
         report(f"reading the weights of {model}")
