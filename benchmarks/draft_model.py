@@ -1,17 +1,16 @@
-"""What does a draft model bring? Acceptance under both laws, and tokens per second beside the cache.
+"""What does a draft model bring? Acceptance, and tokens per second beside the cache.
 
 ``python -m benchmarks.draft_model [MODEL] [--draft-model MODEL] [--prompts N] [--max-tokens N] [--json]``
 
-1. Acceptance: drafts of a fixed length, nothing cut, no other drafter; greedy and sampled, "match" and "rejection".
+1. Acceptance: drafts of a fixed length, nothing cut, no other drafter; greedy and sampled.
    Without --draft-model the drafts come from copies of the target with noise on their weights: of known closeness.
 2. Speed: the arbiter over retrieval and the draft model, retrieval alone, and no speculation, in turn over the same
    requests. Once with the target as it is: a copy is no smaller, so the question is what it costs to own a draft model
    that does not pay. Once with a target made slower by layers that add nothing to its residual stream: the same
    function at a known multiple of the cost.
 
-Greedy outputs and those of "match" are compared token by token with plain decoding, with the near-tie rule of
-``benchmarks/exactness.py``; outputs of "rejection" have the same law, not the same tokens, and only their number is
-checked. Prints tables; the last line of stdout is one JSON object.
+All outputs are compared token by token with plain decoding, with the near-tie rule of ``benchmarks/exactness.py``.
+Prints tables; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from itertools import count
 from statistics import median
 from typing import Any
 
@@ -33,7 +31,7 @@ from benchmarks.environment import head
 from benchmarks.exactness import TIE_MARGIN, score_margin
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, DraftAcceptance, DraftConfig, EngineConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
@@ -94,13 +92,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "speed": [],
     }
     for name, draft in draft_models(args):
-        say(f"\n{name}: drafts of {args.draft_length} tokens\ntemperature  law        accepted  tokens/step")
+        say(f"\n{name}: drafts of {args.draft_length} tokens\ntemperature  accepted  tokens/step")
         for temperature in TEMPERATURES:
-            laws: tuple[DraftAcceptance, ...] = ("match", "rejection") if temperature else ("match",)
-            for law in laws:
-                row = bench.acceptance(name, draft, temperature, law)
-                result["acceptance"].append(row)
-                say(f"{temperature:11.1f}  {law:9}  {row['accepted']:8.3f}  {row['tokens_per_step']:11.2f}")
+            row = bench.acceptance(name, draft, temperature)
+            result["acceptance"].append(row)
+            say(f"{temperature:11.1f}  {row['accepted']:8.3f}  {row['tokens_per_step']:11.2f}")
         for extra, engines in ((0, bench), (args.extra_layers, slower)):
             row = {"draft_model": name, "extra_layers": extra, **engines.speed(draft)}
             result["speed"].append(row)
@@ -162,18 +158,17 @@ class Bench:
     ) -> None:
         self.num_compared = self.num_ties = 0
         self._target, self._codec, self._prompts, self._args = target, codec, prompts, args
-        self._plain = {temperature: self._run(None, temperature, "match", 0)[0] for temperature in TEMPERATURES}
+        self._plain = {temperature: self._run(None, temperature, 0)[0] for temperature in TEMPERATURES}
 
-    def acceptance(self, name: str, draft: Target, temperature: float, law: DraftAcceptance) -> dict[str, Any]:
+    def acceptance(self, name: str, draft: Target, temperature: float) -> dict[str, Any]:
         """Drafts of one length, none cut."""
         drafter = Uncut(draft, price=0.0)
-        outputs, metrics = self._run(drafter, temperature, law, self._args.draft_length)
-        self._check(outputs, temperature, law)
+        outputs, metrics = self._run(drafter, temperature, self._args.draft_length)
+        self._check(outputs, temperature)
         counts = metrics.by_source[SOURCE]
         return {
             "draft_model": name,
             "temperature": temperature,
-            "law": law,
             "accepted": counts.num_accepted_tokens / counts.num_draft_tokens,
             "tokens_per_step": metrics.mean_acceptance_length,
         }
@@ -191,15 +186,15 @@ class Bench:
         sets = {kind: CacheSet(CacheConfig(), fingerprint=self._codec.fingerprint) for kind in makers}
         try:
             for kind, make in makers.items():
-                engines[kind] = self._engine(make(), "match", 0 if kind == "off" else 16, sets[kind])
+                engines[kind] = self._engine(make(), 0 if kind == "off" else 16, sets[kind])
                 engines[kind].warm_up()
             for window in range(ROUNDS):
                 part = range(window * size, min((window + 1) * size, len(self._prompts)))
                 for kind in sorted(kinds, key=lambda kind: (kinds.index(kind) + window) % len(kinds)):
                     began = time.perf_counter()
-                    outputs = self._complete(engines[kind], part, 0.0, "match")
+                    outputs = self._complete(engines[kind], part, 0.0)
                     rates[kind].append(sum(map(len, outputs.values())) / (time.perf_counter() - began))
-                    self._check(outputs, 0.0, "match")
+                    self._check(outputs, 0.0)
         finally:
             for caches in sets.values():
                 caches.close()
@@ -211,31 +206,25 @@ class Bench:
         }
 
     def _run(
-        self, drafter: Drafter | None, temperature: float, law: DraftAcceptance, limit: int
+        self, drafter: Drafter | None, temperature: float, limit: int
     ) -> tuple[dict[int, list[int]], EngineMetrics]:
-        engine = self._engine(drafter or make_drafter("none", DraftConfig()), law, limit, None)
-        return self._complete(engine, range(len(self._prompts)), temperature, law), engine.metrics
+        engine = self._engine(drafter or make_drafter("none", DraftConfig()), limit, None)
+        return self._complete(engine, range(len(self._prompts)), temperature), engine.metrics
 
-    def _engine(self, drafter: Drafter, law: DraftAcceptance, limit: int, caches: CacheSet | None) -> Engine:
-        seeds = count()
+    def _engine(self, drafter: Drafter, limit: int, caches: CacheSet | None) -> Engine:
         return Engine(
             self._target,
             drafter=drafter,
             caches=caches,
             config=EngineConfig(max_num_seqs=self._args.batch),
-            draft=DraftConfig(num_speculative_tokens=limit, draft_acceptance=law),
+            draft=DraftConfig(num_speculative_tokens=limit),
             eos_token_ids=self._codec.eos_token_ids,
-            draw_seed=lambda: next(seeds),
         )
 
-    def _complete(
-        self, engine: Engine, which: Sequence[int], temperature: float, law: DraftAcceptance
-    ) -> dict[int, list[int]]:
+    def _complete(self, engine: Engine, which: Sequence[int], temperature: float) -> dict[int, list[int]]:
         outputs: dict[int, list[int]] = {index: [] for index in which}
         for index in which:
             sampling = self._sampling(index, temperature)
-            # A request that brings a seed is verified by "match" whatever the engine is told.
-            sampling = replace(sampling, seed=None) if law == "rejection" else sampling
             prompt = tuple(self._prompts[index])
             engine.submit(Request(request_id=f"{id(outputs)}-{index}", prompt_token_ids=prompt, sampling=sampling))
         while engine.has_work():
@@ -248,14 +237,10 @@ class Bench:
             max_tokens=self._args.max_tokens, temperature=temperature, seed=index if temperature else None
         )
 
-    def _check(self, outputs: dict[int, list[int]], temperature: float, law: DraftAcceptance) -> None:
+    def _check(self, outputs: dict[int, list[int]], temperature: float) -> None:
         """Raise SystemExit where an output is not that of plain decoding."""
         for index, output in outputs.items():
             expected = self._plain[temperature][index]
-            if law == "rejection":
-                if not 0 < len(output) <= self._args.max_tokens:
-                    raise SystemExit(f"prompt {index} has {len(output)} output tokens")
-                continue
             pairs = enumerate(zip(output, expected, strict=False))
             agreed = next((t for t, (found, wanted) in pairs if found != wanted), min(len(output), len(expected)))
             self.num_compared += agreed

@@ -11,8 +11,6 @@ from typing import Literal, get_args
 from ssd.errors import ConfigError, RequestError, shown
 from ssd.token_rules import NO_RULES, TokenRules
 
-DraftAcceptance = Literal["match", "rejection"]
-DRAFT_ACCEPTANCES: tuple[DraftAcceptance, ...] = get_args(DraftAcceptance)
 DraftShape = Literal["auto", "chain", "tree"]
 DRAFT_SHAPES: tuple[DraftShape, ...] = get_args(DraftShape)
 EvictionPolicy = Literal["used", "fifo"]
@@ -102,16 +100,9 @@ class DraftConfig:
     """Threads that look up the rows of a call of 64 or more, the engine's own among them. They are idle while the
     target computes. Which tokens are drafted does not depend on it."""
 
-    draft_acceptance: DraftAcceptance = "match"
-    """When a token that a draft model drew at random is accepted. "match": when it is the token the target draws at
-    this place itself, so one seed gives one output whatever is drafted. "rejection": with probability
-    min(1, target / draft), else a token of what the draft left over replaces it. More is accepted and the law is the
-    same, but which tokens come depends on the drafts; so requests with a seed and greedy ones keep to "match"."""
-
     draft_shape: DraftShape = "auto"
     """Whether a draft may branch where the next token is uncertain. "tree": where the model runs on slot attention;
-    else, and for requests that are verified by rejection, drafts are chains. "auto": trees while one sequence runs
-    alone, which is where they measured better."""
+    else drafts are chains. "auto": trees while one sequence runs alone, which is where they measured better."""
 
     recycling: bool = True
     """Whether drafts are made of what the target held likely before, after the same token or pair of tokens: its most
@@ -138,7 +129,6 @@ class DraftConfig:
             f"min_match_length must be within 1..max_match_length, got {self.min_match_length}",
         )
         _require(self.lookup_threads >= 1, f"lookup_threads must be at least 1, got {self.lookup_threads}")
-        _require_one_of(DRAFT_ACCEPTANCES, "draft_acceptance", self.draft_acceptance)
         _require_one_of(DRAFT_SHAPES, "draft_shape", self.draft_shape)
 
 

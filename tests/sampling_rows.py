@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
-from ssd.model.sampling.rejection import SampledDraft
 
 
 def make_row(
@@ -21,24 +19,21 @@ def make_row(
     output: Sequence[int] = (),
     draft: Sequence[int] = (),
     parents: Sequence[int] | None = None,
-    law: torch.Tensor | None = None,
     seed: int = 0,
     choice_index: int = 0,
     window: int = 0,
     held_back_ids: tuple[int, ...] = (),
 ) -> SamplingRow:
-    """A row at the end of ``output``; one whose draft has a ``law`` is verified by rejection.
+    """A row at the end of ``output``.
 
     ``window`` : of coupled noise, whose secret is ``seed``; 0 for that of the seed.
     """
-    token_ids = np.array(draft, np.int32)
     tree = None if parents is None else np.array(parents, np.int32)
     return SamplingRow(
         params=params,
         noise=SequenceNoise.coupled(seed, choice_index, window) if window else SequenceNoise.seeded(seed, choice_index),
         held_back_ids=held_back_ids,
-        acceptance="match" if law is None else "rejection",
         context=np.array([*prompt, *output], np.int32),
         prompt_length=len(prompt),
-        draft=Draft(token_ids, parents=tree) if law is None else SampledDraft(token_ids, law=law),
+        draft=Draft(np.array(draft, np.int32), parents=tree),
     )

@@ -25,7 +25,7 @@ from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from tests.models import VOCAB, tiny_model
-from tests.reference import rejection as laws
+from tests.reference import law as laws
 from tests.reference import scheduling as slow
 from tests.reference.noise import coupled_key
 from tests.reference.target import exact_law, penalised

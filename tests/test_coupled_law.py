@@ -24,7 +24,7 @@ from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
 from tests.models import tiny_model
-from tests.reference import rejection as slow
+from tests.reference import law as slow
 from tests.reference.target import exact_law, penalised
 from tests.statistics import assert_follows
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import count, product
+from itertools import count, cycle, product
 
 import numpy as np
 import pytest
@@ -17,15 +17,15 @@ from transformers import PreTrainedModel
 
 from benchmarks.exactness import Report, Setting, compare, run
 from benchmarks.workloads import snippets
-from ssd.bundled import MODEL_PATH
-from ssd.config import DraftAcceptance, DraftConfig, EngineConfig, SamplingParams
+from ssd.bundled import HEAD_PATH, MODEL_PATH
+from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter
 from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
-from ssd.errors import ModelError
+from ssd.errors import ConfigError, ModelError
 from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.draft.model import DraftModelDrafter
 from ssd.model.draft.slots import READ_WIDTH
@@ -35,7 +35,7 @@ from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_score
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 from tests.models import VOCAB, tiny_model
-from tests.reference import rejection as slow
+from tests.reference import law as slow
 from tests.sampling_rows import make_row
 from tests.statistics import assert_follows
 
@@ -119,7 +119,6 @@ MAKERS: dict[str, Callable[[], Drafter]] = {
     "itself": lambda: uncut("itself"),
     "noisy": lambda: DraftModelDrafter(draft_target("noisy")),
     "random": lambda: uncut("random"),
-    "arbiter": lambda: Arbiter([PromptLookupDrafter(), DraftModelDrafter(draft_target("noisy"))]),
     "joint": lambda: Arbiter([SuffixDrafter(), DraftModelDrafter(draft_target("noisy"))]),
 }
 
@@ -144,7 +143,7 @@ def test_a_draft_model_changes_no_token(kind: str, capsys: pytest.CaptureFixture
     report = Report()
     for setting in (
         Setting("itself", 4, 1), Setting("itself", 8, 8), Setting("noisy", 4, 4), Setting("random", 3, 8),
-        Setting("arbiter", 8, 4), Setting("joint", 8, 1), Setting("joint", 8, 4),
+        Setting("joint", 8, 1), Setting("joint", 8, 4),
     ):  # fmt: skip
         compare(
             target(), asked, sampling, expected, setting,
@@ -156,6 +155,21 @@ def test_a_draft_model_changes_no_token(kind: str, capsys: pytest.CaptureFixture
     assert report.acceptance["itself/k4/b1"] > 3.0 > report.acceptance["random/k3/b8"]
 
 
+@pytest.mark.parametrize("name", ["itself", "noisy", "joint"])
+def test_every_seed_keeps_its_tokens(name: str) -> None:
+    """Without the rule for near-ties: seeds that requests bring, and those that are drawn for them in their order."""
+    asked = prompts(8) * 4
+    sampling = [
+        SamplingParams(max_tokens=MAX_TOKENS, temperature=(0.4, 0.8, 1.0, 1.4)[index // 8], seed=index if odd else None)
+        for index, odd in zip(range(len(asked)), cycle((False, True)), strict=False)
+    ]
+    plain = tokens_of(make_engine(None), asked, sampling)
+    engine = make_engine(MAKERS[name]())
+    assert tokens_of(engine, asked, sampling) == plain
+    assert len({tuple(tokens) for tokens in plain.values()}) > len(asked) // 2
+    assert engine.metrics.by_source["model"].num_accepted_tokens > 0
+
+
 PENALISED = [
     SamplingParams(max_tokens=12, temperature=0.9, seed=5, presence_penalty=0.7, frequency_penalty=0.4),
     SamplingParams(max_tokens=12, temperature=0.0, repetition_penalty=1.3),
@@ -164,13 +178,11 @@ PENALISED = [
 ]
 
 
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
-def test_penalties_bias_and_stops_apply_to_drafts_as_to_the_target(acceptance: DraftAcceptance) -> None:
-    """Under either law: these are greedy or carry a seed, so they are promised one output."""
+def test_penalties_bias_and_stops_apply_to_drafts_as_to_the_target() -> None:
     asked = [prompt for prompt in prompts(3) for _ in PENALISED]
     sampling = PENALISED * 3
     plain = tokens_of(make_engine(None), asked, sampling)
-    engine = make_engine(uncut("noisy"), acceptance=acceptance)
+    engine = make_engine(uncut("noisy"))
     assert tokens_of(engine, asked, sampling) == plain
     assert engine.metrics.by_source["model"].num_accepted_tokens > 0
 
@@ -182,8 +194,8 @@ def test_the_model_itself_drafts_the_penalised_tokens() -> None:
     assert counts.num_accepted_tokens >= 0.9 * counts.num_draft_tokens > 0
 
 
-def make_engine(drafter: Drafter | None, *, acceptance: DraftAcceptance = "match") -> Engine:
-    draft = DraftConfig(num_speculative_tokens=4 if drafter else 0, draft_acceptance=acceptance)
+def make_engine(drafter: Drafter | None) -> Engine:
+    draft = DraftConfig(num_speculative_tokens=4 if drafter else 0)
     numbers = count()
     return Engine(
         target(),
@@ -207,7 +219,7 @@ def tokens_of(
     return outputs
 
 
-# -- the law where drafts are verified by rejection ----------------------------------------------------------------
+# -- the law of the output -----------------------------------------------------------------------------------------
 
 TINY_VOCAB = 6
 TINY_PROMPT = (1, 3, 4)
@@ -230,9 +242,8 @@ def tiny_pair() -> tuple[Target, Target, PreTrainedModel]:
     )
 
 
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=3, ignore_eos=True), RULED], ids=["plain", "ruled"])
-def test_the_engine_puts_out_the_targets_law(params: SamplingParams, acceptance: DraftAcceptance) -> None:
+def test_the_engine_puts_out_the_targets_law(params: SamplingParams) -> None:
     """2,000 requests of three tokens against the exact probabilities of all outputs; no request has a seed."""
     tiny_target, tiny_draft, model = tiny_pair()
 
@@ -248,7 +259,7 @@ def test_the_engine_puts_out_the_targets_law(params: SamplingParams, acceptance:
     engine = Engine(
         tiny_target,
         drafter=WithoutEstimates(DraftModelDrafter(tiny_draft, price=0.0)),
-        draft=DraftConfig(num_speculative_tokens=3, draft_acceptance=acceptance),
+        draft=DraftConfig(num_speculative_tokens=3),
         draw_seed=lambda: next(numbers),
     )
     outputs = tokens_of(engine, [TINY_PROMPT] * 1000, [params] * 1000)
@@ -256,21 +267,6 @@ def test_the_engine_puts_out_the_targets_law(params: SamplingParams, acceptance:
     assert_follows(Counter(map(tuple, outputs.values())), slow.plain_law(law_after, 3))
     counts = engine.metrics.by_source["model"]
     assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
-
-
-def test_under_rejection_length_and_estimates_do_not_depend_on_the_draw() -> None:
-    """Else the law would change, see ssd/model/sampling/rejection.py."""
-    drafter = DraftModelDrafter(draft_target("noisy"), price=0.1)
-    context = np.array(prompts(1)[0], np.int32)
-    drafts = []
-    for seed in range(12):
-        sampling = SamplingRow(
-            params=SamplingParams(temperature=1.3), noise=SequenceNoise.seeded(seed), acceptance="rejection"
-        )
-        drafts += drafter.propose([DraftRequest(str(seed), context, len(context), None, 6, sampling=sampling)])
-        drafter.finish(str(seed))
-    assert len({tuple(draft.token_ids.tolist()) for draft in drafts}) > 1
-    assert len({tuple(np.asarray(draft.probabilities).tolist()) for draft in drafts}) == 1
 
 
 # -- slots -------------------------------------------------------------------------------------------------------
@@ -381,13 +377,13 @@ def test_a_pass_that_fails_leaves_no_trace() -> None:
     assert drafter.num_free_slots == 3
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside prompt lookup"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside retrieval"])
 def test_a_failing_draft_model_is_a_counter_and_changes_nothing(beside: bool) -> None:
     failing = FailingTarget(draft_target("noisy"))
     failing.failing = True
     drafter: Drafter = DraftModelDrafter(failing)  # type: ignore[arg-type]
     if beside:
-        drafter = Arbiter([PromptLookupDrafter(), drafter])
+        drafter = Arbiter([SuffixDrafter(), drafter])
     engine = make_engine(drafter)
     asked, sampling = prompts(4), PENALISED
     assert tokens_of(engine, asked, sampling) == tokens_of(make_engine(None), asked, sampling)
@@ -448,6 +444,13 @@ def test_an_engine_with_a_draft_model_from_files(tmp_path: object) -> None:
     )
     engine.warm_up()
     assert tokens_of(engine, prompts(4), PENALISED) == tokens_of(make_engine(None), prompts(4), PENALISED)
+
+
+def test_a_drafter_that_judges_no_drafts_has_none_beside_it() -> None:
+    with pytest.raises(ConfigError, match='needs the drafter "ssd"'):
+        Engine.from_pretrained(MODEL_PATH, drafter="prompt-lookup", draft_model=MODEL_PATH)
+    with pytest.raises(ConfigError, match='needs the drafter "ssd"'):
+        Engine.from_pretrained(MODEL_PATH, drafter="none", draft_head=HEAD_PATH)
 
 
 def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: object) -> None:

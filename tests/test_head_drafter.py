@@ -17,10 +17,10 @@ from benchmarks.exactness import score_margin
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams, StructuredOutput
 from ssd.drafting import Arbiter, make_drafter
-from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.offers import MAX_OFFERED
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.model.heads.drafter import HeadDrafter
 from ssd.model.heads.head import FINAL, Head
@@ -131,7 +131,7 @@ def test_no_option_lets_a_head_change_the_output(
     params = replace(sampling, logprobs=None, prompt_logprobs=None, seed=sampling.seed or 0)
     requests = [request_of(0, prompt, params), request_of(1, prompt, SamplingParams(max_tokens=9, temperature=0.0))]
     expected = plain(target, requests)
-    for chosen in (drafter, Arbiter([PromptLookupDrafter(), drafter])):
+    for chosen in (drafter, Arbiter([SuffixDrafter(), drafter])):
         assert_same(target, requests, run(target, chosen, requests, shape=shape)[1], expected)
 
 
@@ -413,18 +413,16 @@ def test_a_price_ends_a_draft() -> None:
     target.rollback(1, 0)
 
 
-def test_nothing_is_drafted_where_nothing_can_be_read_or_choosing_would_leak() -> None:
-    """One token has no features yet; a slot that holds less; no slot; drafts drawn for verification by rejection."""
+def test_nothing_is_drafted_where_nothing_can_be_read() -> None:
+    """One token has no features yet; a slot that holds less; no slot; no room."""
     target, drafter = kept("random")
     target.prefill([1], np.full((1, 9), 7), [9])
-    drawn = SamplingRow(params=SamplingParams(temperature=1.0), noise=SequenceNoise.seeded(1), acceptance="rejection")
     text = [7] * 9 + [8]
     refused = [
         ask(1, "short", [7]),
         ask(2, "empty", text),
         replace(ask(1, "nowhere", text), slot=None),
         replace(ask(1, "nowhere", text), slot=-1),
-        replace(ask(1, "drawn", text), sampling=drawn),
         replace(ask(1, "none", text), limit=0),
     ]
     assert [len(draft.token_ids) for draft in drafter.propose(refused)] == [0] * len(refused)

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import GAMMA, uniform_noise
+from ssd.drafting.noise_keys import GAMMA
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.drafting.suffix import keyed_choices
@@ -24,7 +24,7 @@ from ssd.drafting.suffix.vote import MAX_RECYCLED
 from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
-from tests.reference.noise import coupled_key
+from tests.reference.noise import coupled_key, mix
 from tests.reference.successors import entries_of_row
 from tests.test_acceptance import asked_of, levels_of
 from tests.test_judged_sources import few_snapshots, said, told
@@ -52,7 +52,7 @@ def key_behind(text: list[int], window: int) -> int:
 
 
 def gumbel_of(key: int, token: int) -> float:
-    uniform = uniform_noise(np.array([(key + token * GAMMA) % 2**64], np.uint64))[0]
+    uniform = ((mix((key + (token + 1) * GAMMA) % 2**64) >> 11) + 0.5) * 2.0**-53
     return float(-np.log(-np.log(uniform)))
 
 

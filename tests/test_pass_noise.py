@@ -111,11 +111,6 @@ def test_a_pass_chooses_what_is_chosen_from_its_logits(rows: list[SamplingRow]) 
     assert STATIC.steps is not None and STATIC.steps.failure is None
 
 
-def test_rows_that_are_verified_by_rejection_are_left_out() -> None:
-    assert noise_of([row_of(1, 0, [5], law=torch.zeros(1, VOCAB))], 2) is None
-    assert noise_of([row_of(1, 0, [5])], 2) is not None
-
-
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_an_engine_whose_passes_choose_says_the_same(recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = formula if recorder == "eagerly" else sampler_of(torch.device("cuda"))

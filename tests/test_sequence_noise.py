@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.drafting.noise_keys import ACCEPT, CHOICE, DRAFT, RECOVER
 from ssd.drafting.sequence_noise import SequenceNoise
 from tests.reference.noise import coupled_key, position_keys
 
@@ -32,16 +31,16 @@ def int32(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return np.array(tokens, np.int32)
 
 
-@given(bits, st.integers(0, 99), texts, drafts(), st.sampled_from([CHOICE, DRAFT, ACCEPT, RECOVER]))
+@given(bits, st.integers(0, 99), texts, drafts())
 def test_seeded_noise_is_of_the_position(
-    seed: int, choice: int, text: list[int], draft: tuple[list[int], list[int] | None], purpose: int
+    seed: int, choice: int, text: list[int], draft: tuple[list[int], list[int] | None]
 ) -> None:
     tokens, parents = draft
     keys = SequenceNoise.seeded(seed, choice).keys(
-        int32(text), int32(tokens), None if parents is None else int32(parents), purpose
+        int32(text), int32(tokens), None if parents is None else int32(parents)
     )
     positions = np.array([len(text) + len(path_to(parents, node)) for node in range(-1, len(tokens))])
-    assert np.array_equal(keys, position_keys(seed, choice, positions, purpose))
+    assert np.array_equal(keys, position_keys(seed, choice, positions))
 
 
 @given(bits, st.integers(0, 99), texts, drafts(), st.integers(1, 9), st.data())

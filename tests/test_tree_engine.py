@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import RandomDrafter
 from server.command.arguments import parse_arguments
-from ssd.config import CacheConfig, DraftAcceptance, DraftConfig, DraftShape, EngineConfig, SamplingParams
+from ssd.config import CacheConfig, DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.drafting.suffix.drafter import SuffixDrafter
@@ -216,15 +216,10 @@ class Asked(RandomDrafter):
 
 def test_trees_are_asked_for_where_they_can_be_verified(caplog: pytest.LogCaptureFixture) -> None:
     sampling = [SamplingParams(max_tokens=3, temperature=1.0)]
-    asked: list[tuple[DraftShape, DraftAcceptance, bool]] = [
-        ("tree", "match", True),
-        ("chain", "match", False),
-        ("tree", "rejection", False),
-        ("auto", "match", True),
-    ]
-    for shape, acceptance, expected in asked:
+    asked: list[tuple[DraftShape, bool]] = [("tree", True), ("chain", False), ("auto", True)]
+    for shape, expected in asked:
         drafter = Asked()
-        draft = DraftConfig(num_speculative_tokens=LIMIT, draft_shape=shape, draft_acceptance=acceptance)
+        draft = DraftConfig(num_speculative_tokens=LIMIT, draft_shape=shape)
         run(Engine(target_of("llama"), drafter=drafter, draft=draft, eos_token_ids=[EOS]), [(5, 6)], sampling)
         assert drafter.trees == {expected}
     drafter = Asked()

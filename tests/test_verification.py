@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.drafting.noise_keys import CHOICE
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.model.verification import accepted_lengths
 
@@ -29,5 +28,5 @@ def test_keys_of_several_sequences_are_those_of_each(rows: list[tuple[int, int, 
     keys = SequenceNoise.seeded_keys(noises, [length for *_, length in rows], 4)
     assert keys.shape == (len(rows), 4)
     for noise, (*_, length), found in zip(noises, rows, keys, strict=True):
-        own = noise.keys(np.zeros(length, np.int32), np.zeros(3, np.int32), None, CHOICE)
+        own = noise.keys(np.zeros(length, np.int32), np.zeros(3, np.int32))
         assert found.tolist() == own.tolist()

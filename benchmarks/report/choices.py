@@ -171,7 +171,6 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "at most 1 % of the output; `benchmarks.draft_model`: one as large as its target "
             "drafts 0 %, was up to 40 %",
         ),
-        Choice("drafting/rivals.py", {"_TRIAL_TOKENS": "2"}, "length of a trial where drafts compete"),
         Choice(
             "drafting/joint.py",
             {"_PROMISE_SHARE": "0.6", "_FORGETTING": "0.8"},

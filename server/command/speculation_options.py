@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from ssd.config import DRAFT_ACCEPTANCES, DRAFT_SHAPES, DraftConfig
-from ssd.errors import ConfigError
+from ssd.config import DRAFT_SHAPES, DraftConfig
 from ssd.text.hub import HubOptions
 
 
@@ -50,11 +49,6 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         "hidden states where the cache does not",
     )
     add(
-        "--draft-acceptance", default=draft.draft_acceptance, choices=DRAFT_ACCEPTANCES,
-        help="how a sampled draft of the draft model is verified; rejection accepts more, but the tokens of a request "
-        "without a seed then depend on the drafts (default: %(default)s)",
-    )  # fmt: skip
-    add(
         "--draft-shape", default=draft.draft_shape, choices=DRAFT_SHAPES,
         help="whether drafts may branch where the next token is uncertain (default: %(default)s)",
     )  # fmt: skip
@@ -78,8 +72,6 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
 
 def speculation_options_of(found: argparse.Namespace) -> SpeculationOptions:
     """What was asked for; raises ConfigError."""
-    if found.draft_acceptance == "rejection" and found.draft_model is None:
-        raise ConfigError("--draft-acceptance rejection needs --draft-model: no other drafts are drawn at random")
     limit = found.num_speculative_tokens
     return SpeculationOptions(
         draft_model=None if found.no_speculation else found.draft_model,
@@ -89,7 +81,6 @@ def speculation_options_of(found: argparse.Namespace) -> SpeculationOptions:
             num_speculative_tokens=0 if found.no_speculation else limit,
             max_match_length=found.max_match_length,
             lookup_threads=found.lookup_threads,
-            draft_acceptance=found.draft_acceptance,
             draft_shape=found.draft_shape,
             recycling=not found.no_recycling,
             live=not found.no_live,

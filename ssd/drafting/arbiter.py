@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from ssd.drafting.joint import Joint
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, ScoredPass
-from ssd.drafting.rivals import Rivals
 from ssd.drafting.source import Source
 from ssd.errors import require_fault
 from ssd.pricing.rate import StepRate
@@ -16,26 +15,22 @@ from ssd.pricing.rate import StepRate
 class Arbiter:
     """Asks drafters from the cheapest to the most costly, and a costly one only where it promises more than it costs.
 
-    The first drafter is always asked. Where it ``judges_offers``, what the others draft is offered to it and one tree
-    or chain comes of all, see `Joint`. Where it does not, and where drafts are verified by rejection and may not be
-    chosen by what was drawn, the draft of most gain is taken, see `Rivals`. Time is turned into tokens at the rate of
-    the recent steps: where a step emits R tokens a second, s seconds must bring R s tokens (the rule of Dinkelbach 1967
-    for maximising the ratio of tokens to time). What is spent once, reading a context, is spent when the gains forgone
-    without it have come to as much: nobody knows how long the output will be, and so it costs at most twice what was
-    best (the ski rental of Karlin et al. 1988).
+    The first drafter is always asked. What the others draft is offered to it, and one tree or chain comes of all, see
+    `Joint`. Time is turned into tokens at the rate of the recent steps: where a step emits R tokens a second, s seconds
+    must bring R s tokens (the rule of Dinkelbach 1967 for maximising the ratio of tokens to time). What is spent once,
+    reading a context, is spent when the gains forgone without it have come to as much: nobody knows how long the output
+    will be, and so it costs at most twice what was best (the ski rental of Karlin et al. 1988).
 
     A drafter that fails drafts nothing, is counted in ``num_failures`` and left alone for 1, 2, 4 ... steps. All are
     told when a request ends. Only speed depends on the choice, never a token. Owned by one thread.
     """
 
     def __init__(self, drafters: Sequence[Drafter], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``drafters`` : at least one, the cheapest first. ``clock`` : seconds."""
+        """``drafters`` : the cheapest first, which judges ``DraftRequest.offers``. ``clock`` : seconds."""
         assert drafters
         self._sources = [Source(drafter) for drafter in drafters]
         self._step_rate = StepRate(clock)
-        self._rivals = Rivals(self._sources, self._step_rate)
         self._joint = Joint(self._sources, self._step_rate)
-        self._judges = bool(getattr(drafters[0], "judges_offers", False))
 
     @property
     def num_failures(self) -> int:
@@ -45,23 +40,12 @@ class Arbiter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per request, in order."""
         self._step_rate.begin()
-        drafts = self._sources[0].ask(requests)
-        if len(self._sources) == 1:
-            return self._rivals.choose(requests, drafts)
-        joint = [i for i, request in enumerate(requests) if self._judges and _may_join(request)]
-        rivals = [i for i in range(len(requests)) if i not in set(joint)]
-        for ways, merge in ((joint, self._joint.merge), (rivals, self._rivals.choose)):
-            if ways:
-                found = merge([requests[i] for i in ways], [drafts[i] for i in ways])
-                for i, draft in zip(ways, found, strict=True):
-                    drafts[i] = draft
-        return drafts
+        return self._joint.merge(requests, self._sources[0].ask(requests))
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Tell the drafters whose draft it was."""
         self._step_rate.count(num_accepted + 1)
-        if not self._joint.observe(request_id, draft, num_accepted):
-            self._rivals.observe(request_id, draft, num_accepted)
+        self._joint.observe(request_id, draft, num_accepted)
 
     def observe_scores(self, scored: ScoredPass) -> None:
         """Tell every drafter that learns from it, also where one of them fails."""
@@ -76,7 +60,6 @@ class Arbiter:
     def finish(self, request_id: str) -> None:
         """Tell every drafter that a request has ended, also where one of them fails."""
         self._joint.finish(request_id)
-        self._rivals.finish(request_id)
         for source in self._sources:
             source.finish(request_id)
 
@@ -89,7 +72,3 @@ class Arbiter:
         """Have every drafter that learns about namespaces publish what it learned."""
         for source in self._sources:
             getattr(source.drafter, "publish", lambda: None)()
-
-
-def _may_join(request: DraftRequest) -> bool:
-    return request.sampling is None or request.sampling.acceptance == "match"

@@ -12,10 +12,9 @@ from ssd.drafting.carried import carry
 from ssd.drafting.grafting import Graft, depth_of, walked
 from ssd.drafting.offers import MAX_OFFERED, Offers
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
-from ssd.drafting.rivals import gain_of
 from ssd.drafting.source import Source
 from ssd.drafting.trials import tried
-from ssd.pricing.gain import price_of
+from ssd.pricing.gain import best_gain, price_of
 from ssd.pricing.rate import StepRate
 
 _PRICE_UNKNOWN: Final = np.array([0.1])
@@ -94,11 +93,11 @@ class Joint:
         self._judge([step for step in steps if step.asked])
         return [self._joined(step) if step.asked else step.own for step in steps]
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> bool:
-        """Tell each source what came of its own; False where the draft is none of these."""
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Tell each source what came of its own; nothing where nothing was proposed."""
         step = self._steps.pop(request_id, None)
         if step is None:
-            return False
+            return
         path = np.arange(num_accepted) if draft.path is None else draft.path[:num_accepted]
         said = draft.token_ids[path].tolist()
         own = len(walked(step.own, said))
@@ -106,7 +105,7 @@ class Joint:
         self._recent[request_id] = _FORGETTING * recent + (1 - _FORGETTING) * min(own, _MOST_RECENT)
         if not step.is_joint or draft is EMPTY_DRAFT:
             self._sources[0].drafter.observe(request_id, draft, num_accepted)
-            return True
+            return
         verified = len(draft.token_ids)
         self._tell(self._sources[0], request_id, step.trunk, step.trunk_nodes, verified, said)
         reached = own
@@ -114,7 +113,6 @@ class Joint:
             asked.source.excess.learn(asked.promised, asked.first, max(0, num_accepted - reached))
             accepted = self._tell(asked.source, request_id, asked.draft, asked.nodes, verified, said)
             reached = max(reached, accepted)
-        return True
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""
@@ -183,9 +181,9 @@ class Joint:
         if not request.tree:  # beside a chain nothing can stand
             for asked in step.asked:
                 asked.nodes = graft.find(asked.draft)
-            gain = gain_of(self._sources[0], request, step.trunk)
+            gain = _gain(step, self._sources[0], step.trunk)
             for asked in apart:
-                if gain_of(asked.source, request, asked.draft) > gain:
+                if _gain(step, asked.source, asked.draft) > gain:
                     step.trunk_nodes, asked.nodes = (
                         [-1] * len(step.trunk_nodes),
                         list(range(len(asked.draft.token_ids))),
@@ -233,6 +231,14 @@ def _promise(draft: Draft) -> tuple[float, float]:
     if draft.parents is None:
         return float(np.cumprod(estimates).sum()), float(estimates[0])
     return float(draft.chances().sum()), float(estimates[draft.parents < 0].max())
+
+
+def _gain(step: _Step, source: Source, draft: Draft) -> float:
+    """Expected accepted tokens less prices; without estimates by the source's recent rate."""
+    if draft.probabilities is None:
+        rate = source.rates.rate(step.request.request_id)
+        draft = replace(draft, probabilities=np.full(len(draft.token_ids), rate))
+    return best_gain(draft.chances(), step.prices)
 
 
 def _add(step: _Step, source: Source, draft: Draft) -> None:

@@ -25,10 +25,6 @@ MIX_2 = 0x94D049BB133111EB
 
 UInt64 = npt.NDArray[np.uint64]
 
-CHOICE, DRAFT, ACCEPT, RECOVER = range(4)
-"""Independent purposes of one sequence's noise: the target's own choices; and where drafts are verified by rejection,
-what the draft model draws, whether a token is accepted, and what replaces a rejected one."""
-
 UInt = Any
 """Numba's uint64, which Python has no type for."""
 
@@ -36,25 +32,15 @@ _TO_UNIT: Final = 2.0**-53
 _BITS: Final = 0xFFFFFFFFFFFFFFFF
 
 
-def request_key(seed: int, choice_index: int, purpose: int = CHOICE) -> int:
+def request_key(seed: int, choice_index: int) -> int:
     """What all keys of one sequence are derived from, see `key_at`: 64 bits. A microsecond."""
-    return _mix_int((_mix_int((seed + GAMMA) & _BITS) ^ (choice_index | purpose << 32)) + GAMMA & _BITS)
+    return _mix_int((_mix_int((seed + GAMMA) & _BITS) ^ choice_index) + GAMMA & _BITS)
 
 
 def _mix_int(z: int) -> int:
     z = (z ^ z >> 30) * MIX_1 & _BITS
     z = (z ^ z >> 27) * MIX_2 & _BITS
     return z ^ z >> 31
-
-
-def uniform_noise(keys: UInt64) -> npt.NDArray[np.float64]:
-    """One number in (0, 1) for each key: float64, the shape of ``keys``."""
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
-        z = keys + np.uint64(GAMMA)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
-    bits = (z ^ (z >> np.uint64(31))) >> np.uint64(11)
-    return (bits.astype(np.float64) + 0.5) * _TO_UNIT
 
 
 @inlined

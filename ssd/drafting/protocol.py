@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ssd.config import DraftAcceptance, SamplingParams
+from ssd.config import SamplingParams
 from ssd.drafting.live_texts import LiveTexts
-from ssd.drafting.noise_keys import CHOICE, UInt64
+from ssd.drafting.noise_keys import UInt64
 from ssd.drafting.offers import Offers
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.retrieval.learned_state import LearnedState
@@ -130,12 +130,8 @@ EMPTY_DRAFT = Draft(np.empty(0, np.int32))
 class SamplingRow:
     """What choosing the tokens of one row uses: a request's sampling, settled once, and the text that it is at.
 
-    ``params`` : what the client asked for. ``noise`` : what its tokens are drawn with; one object for all rows of a
-        request. ``held_back_ids`` : what ``min_tokens`` forbids.
-    ``acceptance`` : how the target verifies drafts that were drawn at random. "match": a drafter should draw as the
-        target does, with this noise. "rejection": it must draw with noise that nothing else uses, say
-        what law it drew from, and choose length and estimates without looking at what it drew, see
-        ``ssd/model/sampling/rejection.py``.
+    ``params`` : what the client asked for. ``noise`` : what its tokens are drawn with, and what a drafter should draw
+        with; one object for all rows of a request. ``held_back_ids`` : what ``min_tokens`` forbids.
     ``context`` : int32[n], prompt and output so far, the first ``prompt_length`` are the prompt. ``draft`` : the tokens
         fed after it. ``grammar`` : at the end of ``context``; None where there is none, and of a tree.
     """
@@ -143,7 +139,6 @@ class SamplingRow:
     params: SamplingParams
     noise: SequenceNoise
     held_back_ids: tuple[int, ...] = ()
-    acceptance: DraftAcceptance = "match"
     context: TokenIds = field(default_factory=lambda: EMPTY_DRAFT.token_ids)
     prompt_length: int = 0
     draft: Draft = field(default_factory=lambda: EMPTY_DRAFT)
@@ -164,9 +159,9 @@ class SamplingRow:
         """Positions whose tokens are to be chosen: one after the context, one after each token of the draft."""
         return 1 + len(self.draft.token_ids)
 
-    def keys(self, purpose: int = CHOICE) -> UInt64:
+    def keys(self) -> UInt64:
         """Of the noise of each token to choose: uint64[width]."""
-        return self.noise.keys(self.context, self.draft.token_ids, self.draft.parents, purpose)
+        return self.noise.keys(self.context, self.draft.token_ids, self.draft.parents)
 
     def at(
         self, context: TokenIds, prompt_length: int, draft: Draft = EMPTY_DRAFT, grammar: GrammarState | None = None
@@ -176,7 +171,6 @@ class SamplingRow:
             params=self.params,
             noise=self.noise,
             held_back_ids=self.held_back_ids,
-            acceptance=self.acceptance,
             context=context,
             prompt_length=prompt_length,
             draft=draft,
@@ -193,7 +187,7 @@ class ScoredPass:
     int32[B], the token before the first one fed, -1 where there is none. ``fed`` : int64[B, T], the context's last
     token and the draft. ``counts`` : int64[B], positions of each row, the rest is padding; 0 of a row that failed.
     ``parents`` : int64[B, T], of each token fed the index of the one it goes on from, -1 of the first; None: chains.
-    ``chosen`` : int64[B, T], the target's token after each; behind a draft that was verified by rejection, any.
+    ``chosen`` : int64[B, T], the target's token after each.
     ``paths`` : of each row int64[n], the indices of those that were right, the first is 0; empty where it failed.
     ``top_ids`` : int32[B, T, SUCCESSORS], the most probable tokens after each, the most probable first, -1 where no
     more are possible. ``top_logits`` : float32, theirs, before any rule of the request and any temperature.

@@ -21,7 +21,7 @@ import numpy as np
 
 from ssd.compiled.addresses import Int64s, TokenIds, address, inlined, kernel, uint64_array
 from ssd.compiled.records import Address, Int64, Record, Records, Uint64, view_of
-from ssd.drafting.noise_keys import CHOICE, GAMMA, UInt, UInt64, key_at, mixed, request_key
+from ssd.drafting.noise_keys import GAMMA, UInt, UInt64, key_at, mixed, request_key
 
 WINDOW: Final = 8
 """Tokens that a coupled key depends on, where nothing else is asked for."""
@@ -124,7 +124,7 @@ def _count(noise_address: int, context: TokenIds) -> None:
 
 
 @kernel
-def _keys(noise_address: int, request: np.uint64, context: TokenIds, tokens: TokenIds, parents: TokenIds) -> UInt64:
+def _keys(noise_address: int, context: TokenIds, tokens: TokenIds, parents: TokenIds) -> UInt64:
     """The key behind the context and behind each token of a draft: uint64[1 + tokens]."""
     noise, num_keys, length = noise_at(noise_address), 1 + len(tokens), len(context)
     window, is_chain = noise.window, len(parents) == 0
@@ -140,7 +140,7 @@ def _keys(noise_address: int, request: np.uint64, context: TokenIds, tokens: Tok
         parent = -1 if node < 0 else (node - 1 if is_chain else int(np.int64(parents[node])))
         depths[key] = 0 if node < 0 else depths[parent + 1] + 1
         if window == 0:
-            keys[key] = key_at(np.uint64(request), length + depths[key])
+            keys[key] = key_at(np.uint64(noise.request), length + depths[key])
             continue
         found = hash_behind(window, context, length, tokens, parents, node)
         times = times_counted(noise, found)
@@ -151,7 +151,7 @@ def _keys(noise_address: int, request: np.uint64, context: TokenIds, tokens: Tok
             above = above - 1 if is_chain else int(np.int64(parents[above]))
             times += hashes[above + 1] == found
         hashes[key] = found
-        keys[key] = key_at(np.uint64(request), coupled_place(found, times))
+        keys[key] = key_at(np.uint64(noise.request), coupled_place(found, times))
     return keys
 
 
@@ -169,7 +169,6 @@ class SequenceNoise:
 
     def __init__(self, seed: int, number: int, window: int = 0, prompt_length: int = 0) -> None:
         """Use `seeded` or `coupled`."""
-        self._seed, self._number = seed, number
         self._memory = Records(NoiseRecord)
         self._record, self.address = self._memory[0], self._memory.address
         self._record.request, self._record.window = request_key(seed, number), window
@@ -232,22 +231,13 @@ class SequenceNoise:
         """Of each token drawn that ``advance`` was told, in order, its key and itself: uint64[n, 2], a view."""
         return self._drawn[: max(0, self._record.counted - self._record.first)]
 
-    def keys(
-        self,
-        context: TokenIds,
-        tokens: TokenIds = _NO_TOKENS,
-        parents: TokenIds | None = None,
-        purpose: int = CHOICE,
-    ) -> UInt64:
+    def keys(self, context: TokenIds, tokens: TokenIds = _NO_TOKENS, parents: TokenIds | None = None) -> UInt64:
         """The keys of the token after ``context``, int32[n], and of those after each of a draft's: uint64[1 + k].
 
         ``tokens``, ``parents`` : int32[k], as in a `Draft`. ``context`` begins with the text of the last ``advance``;
         what goes beyond costs O(tokens beyond * (window + k)). Else O(k * (window + depth of the draft)).
         """
-        request = self._record.request if purpose == CHOICE else request_key(self._seed, self._number, purpose)
-        keys: UInt64 = _keys(
-            self.address, np.uint64(request), context, tokens, _NO_TOKENS if parents is None else parents
-        )
+        keys: UInt64 = _keys(self.address, context, tokens, _NO_TOKENS if parents is None else parents)
         return keys
 
     def _make_slots(self, count: int) -> None:

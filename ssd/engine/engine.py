@@ -29,7 +29,7 @@ from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict, warm_up_verdicts
-from ssd.errors import EngineError, EngineStopped, QueueFull
+from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.draft.load_draft import load_draft_model
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
 from ssd.model.heads.layouts.load_head import load_head
@@ -81,7 +81,6 @@ class Engine:
         self.max_model_len = target.max_length
         self.config = config or EngineConfig()
         draft = draft or DraftConfig()
-        self._draft_acceptance = draft.draft_acceptance
         self._draw_seed = draw_seed or partial(secrets.randbits, 63)
         self._coupling = Coupling(self.config.coupled_streams, self.config.coupled_window, noise_root)
         self._eos_token_ids = tuple(
@@ -126,13 +125,19 @@ class Engine:
     ) -> Engine:
         """Load a Hugging Face model directory or id and everything around it.
 
-        draft_model : a smaller model with the same tokenizer, asked where ``drafter`` promises less than it costs.
-        draft_head : a head trained for this model, see ``docs/heads.md``, likewise asked; both may be given.
+        draft_model : a smaller model with the same tokenizer, asked where what it brings beyond retrieval is worth more
+        than it costs. draft_head : a head trained for this model, see ``docs/heads.md``, likewise asked; both may be
+        given, beside the drafter "ssd" alone.
         adapters : directories or ids of LoRA adapters by their names, which requests may then give.
         hub, draft_hub : where their ids are fetched from. draw_seed, noise_root : as for the engine.
         report : called with what is being done, in words, before each part that may take long.
-        Raises ModelError when a model cannot be loaded, does not fit, or the two do not share a tokenizer.
+        Raises ConfigError for a drafter that judges no offers beside a draft model or head; ModelError when a model
+        cannot be loaded, does not fit, or the two do not share a tokenizer.
         """
+        if drafter != "ssd" and (draft_model is not None or draft_head is not None):
+            raise ConfigError(
+                f'a draft model or head needs the drafter "ssd", which judges its drafts, not {drafter!r}'
+            )
         config, draft = config or EngineConfig(), draft or DraftConfig()
         codec = codec or TextCodec.load(str(model), hub)
         report(f"reading the weights of {model}")
@@ -207,7 +212,6 @@ class Engine:
             max_length=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
             noise=self._coupling.noise_of(request, self._draw_seed()),
-            acceptance=self._draft_acceptance,
             takes_priority=self.config.scheduling_policy == "priority",
         )
         with self._lock:

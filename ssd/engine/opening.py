@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS, DraftAcceptance
+from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
@@ -29,7 +29,6 @@ def open_sequence(
     max_length: int,
     eos_token_ids: tuple[int, ...],
     noise: SequenceNoise,
-    acceptance: DraftAcceptance,
     takes_priority: bool,
 ) -> Sequence:
     """The sequence of a request, before its first step.
@@ -53,7 +52,6 @@ def open_sequence(
         eos_token_ids=eos_token_ids,
         stream=stream,
         noise=noise,
-        acceptance=acceptance,
         grammar=_grammar_of(request, grammars),
         namespace=_namespace_of(request, caches),
     )

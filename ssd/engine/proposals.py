@@ -150,7 +150,7 @@ class Proposals:
                     learned=None if cache is None else cache.learned,
                     limit=sequence.most_drafted(self._limit),
                     prices=prices[share],
-                    tree=may_branch and _takes_trees(sequence),
+                    tree=may_branch and sequence.request.sampling.structured_output is None,
                     prediction=sequence.prediction,
                     sampling=sequence.sampling,
                     slot=sequence.slot,
@@ -174,11 +174,6 @@ class Proposals:
         found = usable(draft, request.limit, vocab_size=self._target.vocab_size, allow_tree=request.tree)
         self._best_effort.num_failures += found is None
         return EMPTY_DRAFT if found is None else found
-
-
-def _takes_trees(sequence: Sequence) -> bool:
-    """Whether the tokens of a sequence can be chosen at every node of a tree."""
-    return sequence.sampling.acceptance == "match" and sequence.request.sampling.structured_output is None
 
 
 def _is_sure(draft: Draft, share: float) -> bool:

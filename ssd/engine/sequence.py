@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.config import DraftAcceptance
 from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
@@ -43,9 +42,7 @@ class Sequence:
     ``tokens[:num_tokens]`` is the context. ``stop_token_ids`` and ``eos_token_ids`` end the output. The slot's KV cache
     holds all of the context but its last token, which the next pass feeds.
     ``slot`` : -1 while it waits. ``turn`` : lower goes first; the scheduler sets it.
-    ``noise`` : what it is sampled with. ``acceptance`` : how drawn drafts are verified; a request that brings a seed, a
-    greedy one and one whose noise is coupled are promised one output and keep to "match". ``grammar`` : at its
-    beginning.
+    ``noise`` : what it is sampled with. ``grammar`` : at its beginning.
     ``namespace`` : what it is drafted for from and teaches; None where it does neither.
     """
 
@@ -57,7 +54,6 @@ class Sequence:
         eos_token_ids: tuple[int, ...],
         stream: TextStream | None,
         noise: SequenceNoise,
-        acceptance: DraftAcceptance = "match",
         grammar: GrammarState | None = None,
         namespace: HeldNamespace | None = None,
     ) -> None:
@@ -80,7 +76,6 @@ class Sequence:
             params=sampling,
             noise=noise,
             held_back_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
-            acceptance="match" if sampling.greedy or sampling.seed is not None or noise.is_coupled else acceptance,
         )
         self.slot = -1
         self.turn = (0, 0)

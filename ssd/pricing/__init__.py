@@ -16,9 +16,9 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
 - ``excess``: the **tokens that asking a source brings** beyond the draft that is there, by what that draft promises.
   The arbiter asks where it exceeds the source's time, turned into tokens by what this request's steps bring of late.
 - ``acceptance_rates``: the **chance of a token before it is drafted**, by drafter and request. Read by the draft model,
-  to decide whether to draft it; and by the arbiter for drafts without estimates and for those that cannot be joined.
-- ``gain``: the **accepted tokens less prices** of a draft or of the promise of one. Of drafts that cannot be joined
-  the arbiter takes the one of most.
+  to decide whether to draft it; and by the arbiter for drafts without estimates.
+- ``gain``: the **accepted tokens less prices** of a draft. Beside a chain nothing can stand: where drafts without
+  estimates are offered too, the arbiter takes the one of most.
 - ``platt_scaling``: the **chance of a token that a draft model drew**, from the model's own probability and what came
   of those before. It is the draft model's estimate.
 - ``calibration``: the **share of promised tokens that came**, by temperature. The engine divides prices by it and

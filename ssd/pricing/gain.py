@@ -13,19 +13,10 @@ def price_of(prices: Floats, i: int) -> float:
     return float(prices[min(i, len(prices) - 1)])
 
 
-def prices_of(prices: Floats, count: int) -> Floats:
-    """Prices of the first ``count`` tokens of a draft, float64[count]."""
-    return prices[np.minimum(np.arange(count), len(prices) - 1)]
-
-
 def best_gain(chances: Floats, prices: Floats) -> float:
     """Expected accepted tokens less prices, of the draft cut where that is greatest; at least 0, of no draft.
 
     ``chances`` : float64[k], that each token and all before it are accepted. ``prices`` : float64[n]. O(k).
     """
-    return max(0.0, float(np.cumsum(chances - prices_of(prices, len(chances))).max(initial=0.0)))
-
-
-def promised_gain(rate: float, prices: Floats, limit: int) -> float:
-    """The same of a chain of ``limit`` tokens not yet drafted, each of which is accepted with chance ``rate``."""
-    return best_gain(rate ** np.arange(1.0, limit + 1), prices)
+    prices = prices[np.minimum(np.arange(len(chances)), len(prices) - 1)]
+    return float(np.cumsum(chances - prices).max(initial=0.0))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.noise_keys import CHOICE, GAMMA, MIX_1, MIX_2
+from ssd.drafting.noise_keys import GAMMA, MIX_1, MIX_2
 
 _BITS = 0xFFFFFFFFFFFFFFFF
 
@@ -19,17 +19,15 @@ def mix(z: int) -> int:
     return z ^ z >> 31
 
 
-def key_of(seed: int, number: int, place: int, purpose: int = CHOICE) -> int:
+def key_of(seed: int, number: int, place: int) -> int:
     """The key of a place of one sequence."""
     of_seed = mix((seed + GAMMA) & _BITS)
-    return mix((mix((of_seed ^ (number | purpose << 32)) + GAMMA & _BITS) ^ place) + GAMMA & _BITS)
+    return mix((mix((of_seed ^ number) + GAMMA & _BITS) ^ place) + GAMMA & _BITS)
 
 
-def position_keys(
-    seed: int, choice_index: int, positions: npt.NDArray[np.int64], purpose: int = CHOICE
-) -> npt.NDArray[np.uint64]:
+def position_keys(seed: int, choice_index: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """The keys of a seed's noise: uint64, the shape of ``positions``."""
-    keys = [key_of(seed, choice_index, position, purpose) for position in positions.ravel().tolist()]
+    keys = [key_of(seed, choice_index, position) for position in positions.ravel().tolist()]
     return np.array(keys, np.uint64).reshape(positions.shape)
 
 

@@ -85,7 +85,6 @@ def test_port_in_use_is_found_before_anything_is_loaded() -> None:
         (("--no-such-flag",), "--no-such-flag"),
         (("--port", "http"), "--port"),
         (("--num-speculative-tokens", "500"), "num_speculative_tokens"),
-        (("--draft-acceptance", "rejection"), "--draft-model"),
         (("--cache-tokens", "0"), "capacity_tokens"),
         (("--host", "no such host"), "--host"),
         (("./no-such-directory",), "no-such-directory"),
@@ -144,8 +143,7 @@ def test_a_start_says_what_it_is(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_drafts_beside_the_cache() -> None:
-    arguments = ("--draft-model", str(MODEL_PATH), "--draft-acceptance", "rejection")
-    with running(*SMALL, *arguments) as (_, port):
+    with running(*SMALL, "--draft-model", str(MODEL_PATH)) as (_, port):
         until_ready(port)
         asked = {"prompt": "import os\n", "max_tokens": 24, "temperature": 0.9, "ignore_eos": True}
         seeded = [post(port, "/v1/completions", {**asked, "seed": 3}).json["choices"][0]["text"] for _ in range(2)]

@@ -40,8 +40,6 @@ class SuffixDrafter:
     `gather.look_up`.
     """
 
-    judges_offers = True
-
     def __init__(
         self,
         *,

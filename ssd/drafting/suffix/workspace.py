@@ -401,12 +401,9 @@ class Workspace:
 
 
 def _noise_of(request: DraftRequest) -> SequenceNoise | None:
-    """What the target draws with after the context, None where that is not known.
-
-    Where drafts are verified by rejection, nothing about them may depend on the noise that draws other tokens.
-    """
+    """What the target draws with after the context, None where that is not known."""
     sampling = request.sampling
-    if sampling is None or sampling.params.greedy or sampling.acceptance != "match":
+    if sampling is None or sampling.params.greedy:
         return None
     noise = sampling.noise
     return noise if not noise.is_coupled or noise.num_counted == len(request.context) else None

@@ -16,7 +16,6 @@ from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.errors import ModelError
 from ssd.model.draft.sampling import draw
 from ssd.model.draft.slots import DraftSlot, DraftSlots
-from ssd.model.sampling.rejection import SampledDraft
 from ssd.model.target import Target
 from ssd.pricing.acceptance_rates import AcceptanceRates
 from ssd.pricing.gain import price_of
@@ -46,11 +45,6 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     own_chances: list[float] = field(default_factory=list)
     estimates: list[float] = field(default_factory=list)
-    laws: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def by_rejection(self) -> bool:
-        return self.sampling.acceptance == "rejection"
 
     @property
     def greedy(self) -> bool:
@@ -66,11 +60,9 @@ class DraftModelDrafter:
     """Drafts with a causal language model that has the target's vocabulary.
 
     It keeps a slot per request, which reads what is new in the context (rows together), and draws token by token by the
-    request's own sampling rules. Where drafts are verified by "match" it draws with the target's noise, so greedy and
-    sampled output is what it is without it. A draft has one token at least; it ends where the chance that the next
-    token is accepted falls below its price. Estimates come from the draft model's probability of each token, corrected
-    by what was accepted. Where drafts are verified by "rejection" they are the request's recent rate of acceptance
-    alone, because they must not depend on what was drawn.
+    request's own sampling rules and with the target's noise. A draft has one token at least; it ends where the chance
+    that the next token is accepted falls below its price. Estimates come from the draft model's probability of each
+    token, corrected by what was accepted.
 
     Owned by one thread. A pass that fails leaves no trace: the slots read their text again.
     """
@@ -128,9 +120,8 @@ class DraftModelDrafter:
         if row is None or draft.source != SOURCE or not len(draft.token_ids):
             return
         self._rates.learn(request_id, len(draft.token_ids), num_accepted)
-        if not row.by_rejection:
-            tested = min(len(draft.token_ids), num_accepted + 1)
-            self._chances_of(row).learn(np.array(row.own_chances[:tested]), np.arange(tested) < num_accepted)
+        tested = min(len(draft.token_ids), num_accepted + 1)
+        self._chances_of(row).learn(np.array(row.own_chances[:tested]), np.arange(tested) < num_accepted)
 
     def finish(self, request_id: str) -> None:
         """Forget a request and free its slot."""
@@ -162,7 +153,7 @@ class DraftModelDrafter:
             self._observe_pass(len(writing), time.perf_counter() - began)
         for row in rows:
             self._last[row.request.request_id] = row
-            drafts[row.index] = _finished(row)
+            drafts[row.index] = Draft(np.array(row.token_ids, np.int32), 0, SOURCE, np.array(row.estimates))
         return drafts
 
     def _row(self, index: int, request: DraftRequest) -> _Row | None:
@@ -184,17 +175,12 @@ class DraftModelDrafter:
     @torch.inference_mode()
     def _draw(self, logits: torch.Tensor, rows: Sequence[_Row]) -> None:
         """Append one token to the draft of each row."""
-        drawn = draw(logits[:, : self._vocab_size], [row.sampling_row() for row in rows])
+        token_ids, chances = draw(logits[:, : self._vocab_size], [row.sampling_row() for row in rows])
         for b, row in enumerate(rows):
-            row.state.text[len(row.request.context) + len(row.token_ids)] = drawn.token_ids[b]
-            row.token_ids.append(int(drawn.token_ids[b]))
-            row.own_chances.append(float(drawn.chances[b]))
-            if row.by_rejection:
-                assert drawn.law is not None
-                row.laws.append(drawn.law[b])
-                row.estimates.append(row.rate)
-            else:
-                row.estimates.append(float(self._chances_of(row).estimate(drawn.chances[b : b + 1])[0]))
+            row.state.text[len(row.request.context) + len(row.token_ids)] = token_ids[b]
+            row.token_ids.append(int(token_ids[b]))
+            row.own_chances.append(float(chances[b]))
+            row.estimates.append(float(self._chances_of(row).estimate(chances[b : b + 1])[0]))
             row.chance *= row.estimates[-1]
 
     def _pays(self, row: _Row) -> bool:
@@ -205,10 +191,3 @@ class DraftModelDrafter:
 
     def _chances_of(self, row: _Row) -> PlattScaling:
         return self._greedy_chances if row.greedy else self._sampled_chances
-
-
-def _finished(row: _Row) -> Draft:
-    token_ids, estimates = np.array(row.token_ids, np.int32), np.array(row.estimates)
-    if row.by_rejection:
-        return SampledDraft(token_ids, 0, SOURCE, estimates, law=torch.stack(row.laws))
-    return Draft(token_ids, 0, SOURCE, estimates)

@@ -65,8 +65,7 @@ class HeadDrafter:
     the chain of what it would choose, with the next candidates as leaves, and the chain ends where the chance that it
     is accepted falls below the price of a token. A parallel head says all its tokens in one pass; a draft is the
     likeliest paths through them. Either is a tree, whether or not the request takes one: what judges it picks.
-    ``Draft.probabilities`` are the head's own. Sampled requests are drafted for with the target's noise; none where
-    drafts are verified by rejection, as choosing among drafts must not depend on that noise.
+    ``Draft.probabilities`` are the head's own. Sampled requests are drafted for with the target's noise.
 
     Owned by one thread. A pass that fails leaves no trace: the head reads the slots again.
     """
@@ -146,10 +145,8 @@ class HeadDrafter:
             self._slots.reread()
 
     def _takes(self, request: DraftRequest) -> bool:
-        sampling = request.sampling
-        is_drawn = sampling is not None and sampling.acceptance == "rejection" and not sampling.params.greedy
         has_room = min(request.limit, self._target.max_length - len(request.context)) >= 1
-        return request.slot is not None and request.slot >= 0 and has_room and len(request.context) > 1 and not is_drawn
+        return request.slot is not None and request.slot >= 0 and has_room and len(request.context) > 1
 
     def _row(self, index: int, request: DraftRequest) -> _Row:
         length, slot = len(request.context), request.slot

@@ -9,7 +9,7 @@ import numpy as np
 from ssd.drafting.protocol import SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.target_tokens import draft_law, is_ruled
+from ssd.model.sampling.target_tokens import is_ruled
 
 
 def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
@@ -41,4 +41,4 @@ def _is_by_temperature(row: SamplingRow) -> bool:
     if not np.float32(params.temperature) > 0:  # greedy, or so near to it that a float32 does not tell
         return False
     is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-    return not (is_cut or is_ruled(row) or draft_law(row) is not None)
+    return not (is_cut or is_ruled(row))

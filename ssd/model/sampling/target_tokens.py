@@ -13,14 +13,12 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import ACCEPT, RECOVER
 from ssd.drafting.protocol import SamplingRow
 from ssd.model.kv.tree import Parents, path_to
 from ssd.model.sampling.device_rules import DeviceRules, rule_out
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE, Noise
 from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
-from ssd.model.sampling.rejection import SampledDraft, rejection_tokens
 from ssd.model.sampling.row_choice import MASS_OF_ONE, masses_of
 from ssd.model.sampling.sampled_tokens import host_tokens, log_min_p
 from ssd.token_rules import BadWords
@@ -33,8 +31,7 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
 
     output : of a pass over [last token, draft ...] of ``rows``, T wide; row b is used at its first ``rows[b].width``
     positions. Its noise is that of `noise_of`, if it has any.
-    Returns int64[B, T]; what lies past a row's positions is meaningless. Where a draft is verified by rejection, the
-    row holds the draft as far as it was accepted and then the token that follows it.
+    Returns int64[B, T]; what lies past a row's positions is meaningless.
     """
     known = [] if output.chosen is None else [b for b, row in enumerate(rows) if _is_known(row, b, output.noise)]
     if output.chosen is not None and len(known) == len(rows):
@@ -48,20 +45,8 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
         chosen[:] = logits.argmax(-1).cpu().numpy()
     if output.chosen is not None and known:
         chosen[known] = output.chosen.cpu().numpy()[known]
-    if not sampled:
-        return chosen
-    by_law = [b for b in sampled if rows[b].width > 1 and draft_law(rows[b]) is not None]
-    by_key = [b for b in sampled if b not in by_law]
-    if by_key:
-        at_row, at_position = _positions(rows, by_key)
-        chosen[at_row, at_position] = _drawn(logits, rows, by_key)
-    if by_law:
-        scores = truncated_scores(logits[_positions(rows, by_law)], _params(rows, by_law))
-        first = 0
-        for b in by_law:
-            token_ids = _by_rejection(scores[first : first + rows[b].width], rows[b])
-            chosen[b, : len(token_ids)] = token_ids
-            first += rows[b].width
+    if sampled:
+        chosen[_positions(rows, sampled)] = _drawn(logits, rows, sampled)
     return chosen
 
 
@@ -82,35 +67,18 @@ def _positions(rows: Sequence[SamplingRow], picks: Sequence[int]) -> tuple[npt.N
     return np.repeat(np.array(picks), counts), np.concatenate([np.arange(count) for count in counts])
 
 
-def _params(rows: Sequence[SamplingRow], picks: Sequence[int]) -> list[SamplingParams]:
-    """Of each position of the rows picked."""
-    return [rows[b].params for b in picks for _ in range(rows[b].width)]
-
-
 def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Sequence[int]) -> npt.NDArray[np.int64]:
     """What the noise of the rows picked chooses at their positions, one after another."""
     keys = np.concatenate([rows[b].keys() for b in picks])
     if logits.device.type == "cpu":
         return host_tokens(logits, picks, [rows[b].width for b in picks], [rows[b].params for b in picks], keys)
-    return argmax_with_noise(truncated_scores(logits[_positions(rows, picks)], _params(rows, picks)), keys)
-
-
-def _by_rejection(scores: torch.Tensor, row: SamplingRow) -> npt.NDArray[np.int64]:
-    """The draft as far as it is accepted, and a token more. scores : [width, V]."""
-    law = draft_law(row)
-    assert law is not None
-    bonus = int(argmax_with_noise(scores[-1:], row.keys()[-1:])[0])
-    return rejection_tokens(scores, row.draft.token_ids, law, row.keys(ACCEPT)[:-1], row.keys(RECOVER)[:-1], bonus)
+    params = [rows[b].params for b in picks for _ in range(rows[b].width)]
+    return argmax_with_noise(truncated_scores(logits[_positions(rows, picks)], params), keys)
 
 
 def is_ruled(row: SamplingRow) -> bool:
     """Whether the row's rules change the logits themselves."""
     return needs_prefix(row.params) or row.grammar is not None
-
-
-def draft_law(row: SamplingRow) -> torch.Tensor | None:
-    """The law of a draft that is to be verified by rejection, see `SampledDraft`; None where tokens are compared."""
-    return row.draft.law if row.acceptance == "rejection" and isinstance(row.draft, SampledDraft) else None
 
 
 def _is_known(row: SamplingRow, b: int, noise: Noise | None) -> bool:
