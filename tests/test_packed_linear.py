@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ssd.model.exact.rows import rounded_rows
 from ssd.model.layers import packed_linear
 from ssd.model.layers.fused_linear import FusedMember
 from ssd.model.layers.packed_linear import (
     PackedLinear,
     pack_linears,
     prepare_linears,
-    rounded_rows,
 )
 from tests.models import tiny_model
 

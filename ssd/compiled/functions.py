@@ -119,21 +119,26 @@ def _quick_gelu(builder: Any, x: Any) -> Any:
 
 
 FUNCTIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu, "sigmoid": _sigmoid, "tanh": _tanh,
-}  # fmt: skip
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+}
 """What layers compute of each number by itself."""
 
 
 @of_kinds(*[types.int64] * 4)
 def apply(builder: Any, kind: int, number: Any, source: Any, target: Any, count: Any) -> None:
-    """``target[i] = function(source[i])``, both of ``kind``, by the function's number: (number, source, target, count)."""
+    """``target[i] = function(source[i])``, both of ``kind``: (number of the function, source, target, count)."""
     after = builder.append_basic_block("applied")
     chosen = builder.switch(number, after)
     for index, of in enumerate(FUNCTIONS.values()):
         block = builder.append_basic_block("function")
         chosen.add_case(ir.Constant(WORD, index), block)
         builder.position_at_end(block)
-        over_numbers(builder, count, [(source, kind)], [(target, kind)], lambda x, of=of: [of(builder, x)])  # type: ignore[misc]
+        over_numbers(builder, count, [(source, kind)], [(target, kind)], lambda x, of=of: [of(builder, x)])
         builder.branch(after)
     builder.position_at_end(after)
 

@@ -1,4 +1,4 @@
-"""What kernels are made of whose results must not depend on what else is computed: vectors of 16 lanes, in LLVM's words.
+"""What kernels are made of whose results must not depend on what else is computed: vectors of 16 lanes, by LLVM.
 
 A loop that a compiler vectorises sends what is left over at its end through other code, which may round otherwise. Here
 every number goes through the same instructions wherever it stands, and products are added by fused multiply-adds in the
@@ -20,8 +20,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES: Final = 16
-KINDS: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""Types of numbers that kernels read and write; they compute in float32."""
+KINDS: Final = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
+"""Types of numbers that kernels read and write, by torch's names; they compute in float32."""
+_BFLOAT16, _FLOAT16 = 1, 2
 ITEMSIZES: Final = (4, 2, 2)
 
 INT, FLOAT, WORD = ir.IntType(32), ir.FloatType(), ir.IntType(64)
@@ -76,9 +77,9 @@ def read(builder: Any, address: Any, kind: int) -> Any:
 
 
 def _widened(builder: Any, found: Any, kind: int) -> Any:
-    if kind == KINDS["bfloat16"]:
+    if kind == _BFLOAT16:
         return builder.bitcast(builder.shl(builder.zext(found, INTS), constant(16, INTS)), VECTOR)
-    return builder.fpext(found, VECTOR) if kind == KINDS["float16"] else found
+    return builder.fpext(found, VECTOR) if kind == _FLOAT16 else found
 
 
 def write(builder: Any, x: Any, address: Any, kind: int) -> None:
@@ -94,9 +95,9 @@ def rounded(builder: Any, x: Any, kind: int) -> Any:
 
 def _narrowed(builder: Any, x: Any, kind: int) -> Any:
     """To the nearest, ties to even; what is no number stays none."""
-    if kind == KINDS["float16"]:
+    if kind == _FLOAT16:
         return builder.fptrunc(x, _FLOAT16S)
-    if kind == KINDS["float32"]:
+    if kind == 0:
         return x
     bits, sixteen = builder.bitcast(x, INTS), constant(16, INTS)
     odd = builder.and_(builder.lshr(bits, sixteen), constant(1, INTS))
@@ -199,7 +200,7 @@ def of_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[..
             def build(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
                 found = []
                 after = builder.append_basic_block("after")
-                blocks = [builder.append_basic_block(name) for name in KINDS]
+                blocks = [builder.append_basic_block("kind") for _ in KINDS]
                 chosen = builder.switch(args[0], blocks[0])
                 for kind, block in enumerate(blocks):
                     chosen.add_case(_number(kind), block)
@@ -234,7 +235,9 @@ def tile(rows: int, vectors: int) -> Any:
     """
 
     @of_kinds(*[types.int64] * 7)
-    def add_product(builder: Any, kind: int, a: Any, a_row: Any, b: Any, b_row: Any, c: Any, c_row: Any, n: Any) -> None:
+    def add_product(
+        builder: Any, kind: int, a: Any, a_row: Any, b: Any, b_row: Any, c: Any, c_row: Any, n: Any
+    ) -> None:
         places = [at(builder, c, (row, c_row), (v, 4 * LANES)) for row in range(rows) for v in range(vectors)]
 
         def body(index: Any, sums: Sequence[Any]) -> Sequence[Any]:

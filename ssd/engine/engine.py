@@ -31,11 +31,11 @@ from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict, warm_up_verdicts
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.draft.load_draft import load_draft_model
+from ssd.model.exact.settle import settle_exactness
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
 from ssd.model.heads.layouts.load_head import load_head
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target
-from ssd.model.exact.settle import settle_exactness
 from ssd.model.loading.take_weights import take_weights
 from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target

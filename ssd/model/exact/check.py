@@ -58,9 +58,7 @@ def _scored(target: Target, slot: int, tokens: npt.NDArray[np.int64]) -> torch.T
     return target.forward([slot], tokens[None], [len(tokens)]).logits[0].clone()
 
 
-def _in_parts(
-    target: Target, slot: int, text: npt.NDArray[np.int64], widths: Sequence[int]
-) -> Iterator[torch.Tensor]:
+def _in_parts(target: Target, slot: int, text: npt.NDArray[np.int64], widths: Sequence[int]) -> Iterator[torch.Tensor]:
     """Logits of all positions, by passes of these widths in turn."""
     place = turn = 0
     while place < len(text):

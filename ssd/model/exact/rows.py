@@ -43,7 +43,7 @@ class RowPlan(NamedTuple):
         if count <= self.most:
             wanted = max(self.least, rounded_rows(count))
             return compute(x) if wanted == count else compute(pad(x, (0, 0, 0, wanted - count)))[:count]
-        return torch.cat([self.product(compute, part) for part in x.split(self.most)])
+        return torch.cat([self.product(compute, part) for part in torch.split(x, self.most)])
 
 
 PLAIN: Final = RowPlan(1, 1 << 30, is_exact=False)

@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 _MOST_COST = 0.05
 _ROUNDS, _WIDTHS = 7, (1, 8)
 
-_found: dict[str, dict[str, object]] = {}
+_found: dict[str, dict[str, Any]] = {}
 """What this process found, by `_key`."""
 
 
@@ -53,8 +54,8 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
         found = _look(target, layers)
         _keep(key, found)
     _found[key] = found
-    plans = {name: RowPlan(*plan) for name, plan in found["plans"].items()}  # type: ignore[attr-defined]
-    differ, compared, cost = str(found["differ"]), int(found["compared"]), float(found["cost"])  # type: ignore[call-overload]
+    plans = {name: RowPlan(*plan) for name, plan in found["plans"].items()}
+    differ, compared, cost = str(found["differ"]), int(found["compared"]), float(found["cost"])
     _use(layers, plans)
     if differ and wanted == "on":
         raise ModelError(
@@ -68,7 +69,7 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
     target.exactness = Exactness(wanted, not differ, differ, compared, cost)
 
 
-def _look(target: Target, layers: list[PackedLinear]) -> dict[str, object]:
+def _look(target: Target, layers: list[PackedLinear]) -> dict[str, Any]:
     plans: dict[str, RowPlan] = {}
     for layer in layers:
         name = _name(layer)
@@ -155,7 +156,7 @@ def _file(key: str) -> Path | None:
     return None if directory is None else directory / f"exact-{key}.json"
 
 
-def _read(key: str) -> dict[str, object] | None:
+def _read(key: str) -> dict[str, Any] | None:
     path = _file(key)
     try:
         found = None if path is None else json.loads(path.read_text())
@@ -164,7 +165,7 @@ def _read(key: str) -> dict[str, object] | None:
     return found if isinstance(found, dict) and found.keys() == {"plans", "differ", "compared", "cost"} else None
 
 
-def _keep(key: str, found: dict[str, object]) -> None:
+def _keep(key: str, found: dict[str, Any]) -> None:
     path = _file(key)
     if path is None:
         return

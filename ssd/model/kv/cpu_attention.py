@@ -8,9 +8,8 @@ written by this pass or by an earlier one. Rows read what they see in place: no 
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ssd.compiled.addresses import float32_array, inlined, int64_array, kernel, require, uint8_array
@@ -55,9 +54,10 @@ def cpu_attention(
     tasks = batch * kv_heads * blocks
     size = query.itemsize
     arguments = (
-        KINDS[str(query.dtype).removeprefix("torch.")],
+        KINDS[str(query.dtype)],
         query.data_ptr(), query.stride(0) * size, query.stride(1) * size, query.stride(2) * size,
-        stored_keys.data_ptr(), stored_keys.stride(0) * size, stored_keys.stride(1) * size, stored_keys.stride(3) * size,
+        stored_keys.data_ptr(), stored_keys.stride(0) * size, stored_keys.stride(1) * size,
+        stored_keys.stride(3) * size,
         stored_values.data_ptr(), stored_values.stride(0) * size, stored_values.stride(1) * size,
         stored_values.stride(2) * size,
         out.data_ptr(), slots.data_ptr(), starts.data_ptr(), positions.data_ptr(),
@@ -71,7 +71,9 @@ def cpu_attention(
 
 
 @kernel
-def _add_product(kind, rows, vectors, a, a_row, b, b_row, c, c_row, n):  # type: ignore[no-untyped-def]
+def _add_product(  # pragma: no cover - compiled
+    kind: int, rows: int, vectors: int, a: int, a_row: int, b: int, b_row: int, c: int, c_row: int, n: int
+) -> None:
     """``c += a @ b``: a float32[rows, n], b [n, 16 * vectors] of a kind, c float32; addresses, bytes between rows."""
     step = 2 if kind else 4
     row = 0
@@ -95,12 +97,14 @@ def _add_product(kind, rows, vectors, a, a_row, b, b_row, c, c_row, n):  # type:
 
 
 @kernel
-def _attend(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    kind, query, query_row, query_head, query_position,
-    keys, key_slot, key_head, key_number, values, value_slot, value_head, value_position,
-    out, slots, starts, positions, sees, sinks,
-    batch, kv_heads, groups, width, dim, value_dim, scale, window, chunk, softcap, first_task, step,
-):  # fmt: skip
+def _attend(  # pragma: no cover - compiled
+    kind: int, query: int, query_row: int, query_head: int, query_position: int,
+    keys: int, key_slot: int, key_head: int, key_number: int,
+    values: int, value_slot: int, value_head: int, value_position: int,
+    out: int, slots: int, starts: int, positions: int, sees: int, sinks: int,
+    batch: int, kv_heads: int, groups: int, width: int, dim: int, value_dim: int,
+    scale: float, window: int, chunk: int, softcap: float, first_task: int, step: int,
+) -> None:  # fmt: skip
     """Every ``step``-th task from ``first_task`` on: some queries of one row and key head.
 
     Query q of a row and key head is position q // groups of the q % groups-th head. Strides are in bytes.
@@ -219,7 +223,7 @@ def _attend(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
 
 
 @inlined
-def _straighten(scores, first, sees, width):  # type: ignore[no-untyped-def]
+def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
     """Bring the scores of the nodes on a query's path together, in the order of their depths, from ``first`` on."""
     seen = uint8_array(sees, width)
     depth = 0

@@ -114,7 +114,8 @@ class SlotKVCache:
         if self.device.type != "cpu":
             return self._allocate(like)
         length = -(-self.max_length // LANES) * LANES
-        length += LANES * (length % 1024 == 0)  # rows a power of two apart would share few places of a processor's cache
+        if length % 1024 == 0:  # lines a power of two apart share few places of a processor's cache
+            length += LANES
         shape = (self.num_slots, like.shape[1], like.shape[3], length)
         return torch.zeros(shape, dtype=like.dtype)[..., : self.max_length].transpose(2, 3)
 

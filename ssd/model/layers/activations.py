@@ -17,7 +17,7 @@ from ssd.compiled.addresses import kernel
 from ssd.compiled.functions import FUNCTIONS, apply
 from ssd.compiled.spread import spread
 from ssd.compiled.vectors import KINDS
-from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, has_hooks, kind_of, parents
+from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, has_hooks, parents
 
 _NAMES: Final = tuple(FUNCTIONS)
 _WORK = 20
@@ -40,7 +40,7 @@ class Activation(nn.Module):
             rows = rows.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         arguments = (
-            self._number, KINDS[kind_of(x)], rows.data_ptr(), rows.stride(0) * x.itemsize, out.data_ptr(), *rows.shape
+            self._number, KINDS[str(x.dtype)], rows.data_ptr(), rows.stride(0) * x.itemsize, out.data_ptr(), *rows.shape
         )  # fmt: skip
         spread(_apply, arguments, tasks=len(rows), work=_WORK * x.numel(), threads=torch.get_num_threads())
         return out
@@ -80,7 +80,9 @@ def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
 
 
 @kernel
-def _apply(number, kind, rows, row_bytes, out, num_rows, size, first, step):  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
+def _apply(  # pragma: no cover - compiled
+    number: int, kind: int, rows: int, row_bytes: int, out: int, num_rows: int, size: int, first: int, step: int
+) -> None:
     """Addresses of ``kind`` [num_rows, size], ``rows`` so many bytes apart, ``out`` contiguous."""
     for row in range(first, num_rows, step):
         apply(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)

@@ -17,7 +17,7 @@ from ssd.compiled.addresses import kernel
 from ssd.compiled.functions import norm, sum_of_squares
 from ssd.compiled.spread import spread
 from ssd.compiled.vectors import KINDS
-from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, has_hooks, kind_of, parents
+from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, has_hooks, parents
 
 _PROBE_SCALES = (1.0, 30.0, 1e-3)
 """Of inputs: with the last one what is added to the mean square shows."""
@@ -34,7 +34,7 @@ class FusedNorm(nn.Module):
         super().__init__()
         self._offset = offset
         self._kept = weight.detach().float() + offset  # where the loop finds it
-        self._kind = KINDS[kind_of(weight)]
+        self._kind = KINDS[str(weight.dtype)]
         self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -111,9 +111,10 @@ def _agree(norm: nn.Module, fused: FusedNorm) -> bool:
 
 
 @kernel
-def _normalise(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    kind, rounds_first, x, weight, out, num_rows, size, eps, first, step
-):
+def _normalise(  # pragma: no cover - compiled
+    kind: int, rounds_first: bool, x: int, weight: int, out: int,
+    num_rows: int, size: int, eps: float, first: int, step: int,
+) -> None:  # fmt: skip
     """Addresses of ``kind`` [num_rows, size], float32[size] and ``kind`` [num_rows, size]."""
     row_bytes = size * (2 if kind else 4)
     for row in range(first, num_rows, step):

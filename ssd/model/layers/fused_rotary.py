@@ -17,7 +17,7 @@ from torch import nn
 from ssd.compiled.addresses import kernel
 from ssd.compiled.functions import turn
 from ssd.compiled.vectors import KINDS
-from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, kind_of
+from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees
 
 Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 MakeRotary = Callable[[Rotary], Rotary]
@@ -116,16 +116,17 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     strides = [each * x.itemsize for each in x.stride()[:3]]
     rows, heads, width, dim = x.shape
     _turn(
-        KINDS[kind_of(x)], x.data_ptr(), *strides, rows, heads, width, dim,
+        KINDS[str(x.dtype)], x.data_ptr(), strides[0], strides[1], strides[2], rows, heads, width, dim,
         cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 
 
 @kernel
-def _turn(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
-    kind, x, row_bytes, head_bytes, position_bytes, num_rows, num_heads, width, dim, cos, sin, out
-):
+def _turn(  # pragma: no cover - compiled
+    kind: int, x: int, row_bytes: int, head_bytes: int, position_bytes: int,
+    num_rows: int, num_heads: int, width: int, dim: int, cos: int, sin: int, out: int,
+) -> None:  # fmt: skip
     """Addresses; all but ``x`` are contiguous."""
     size = dim * (2 if kind else 4)
     for row in range(num_rows):
@@ -133,4 +134,5 @@ def _turn(  # type: ignore[no-untyped-def]  # pragma: no cover - compiled
             for t in range(width):
                 given = x + row * row_bytes + head * head_bytes + t * position_bytes
                 angle = (row * width + t) * size
-                turn(kind, given, cos + angle, sin + angle, out + ((row * num_heads + head) * width + t) * size, dim // 2)
+                found = out + ((row * num_heads + head) * width + t) * size
+                turn(kind, given, cos + angle, sin + angle, found, dim // 2)

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from ssd.model.exact.rows import RowPlan, find_rows
 from ssd.model.layers.activations import Activation
@@ -26,7 +27,7 @@ _plain = nn.functional.linear
 
 def exact_products(model: nn.Module) -> Iterator[Replaced]:
     """Have modules that hold matrices, and are no layers that we know, compute by the functions here."""
-    if getattr(model, "config", None) is not None and hasattr(model, "set_experts_implementation"):
+    if isinstance(model, PreTrainedModel):
         model.set_experts_implementation("eager")  # expert by expert: their rows are planned, those of one call are not
     for module in model.modules():
         if _multiplies(module) or any(_is_collection(child) for child in module.children()):

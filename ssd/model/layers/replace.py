@@ -78,11 +78,6 @@ def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool
     return float((found - wanted).norm()) <= most_error * float(wanted.norm())
 
 
-def kind_of(tensor: torch.Tensor) -> str:
-    """The name of its numbers' type."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether something wants to know of its passes."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
