@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ssd.model.exact.rows import rounded_rows
 from ssd.model.layers import packed_linear
 from ssd.model.layers.fused_linear import FusedMember
 from ssd.model.layers.packed_linear import (
@@ -16,6 +15,7 @@ from ssd.model.layers.packed_linear import (
     pack_linears,
     prepare_linears,
 )
+from ssd.model.layers.row_plan import rounded_rows
 from tests.models import tiny_model
 
 
@@ -85,6 +85,11 @@ def test_preparing_computes_every_kind_of_layer_once_a_size(monkeypatch: pytest.
     model = tiny_model()
     list(pack_linears(model))
     asked: list[tuple[tuple[object, ...], int]] = []
-    monkeypatch.setattr(PackedLinear, "_product", lambda self, x: asked.append((self.kind, x.shape[1])) or x)
+
+    def product(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        asked.append((self.kind, len(x)))
+        return torch.zeros(len(x), self.out_features)
+
+    monkeypatch.setattr(PackedLinear, "_product", product)
     prepare_linears(model)
     assert len(asked) == len(set(asked)) and {size for _, size in asked} == {rounded_rows(n) for n in range(1, 65)}

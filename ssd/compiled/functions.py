@@ -90,7 +90,9 @@ _ERF_BELOW = (
 def _erf(builder: Any, x: Any) -> Any:
     x = _within(builder, x, 4.0)
     square = builder.fmul(x, x)
-    return builder.fdiv(builder.fmul(x, _series(builder, square, _ERF)), _series(builder, square, _ERF_BELOW))
+    near = builder.fdiv(builder.fmul(x, _series(builder, square, _ERF)), _series(builder, square, _ERF_BELOW))
+    is_near = builder.fcmp_unordered("ult", square, constant(16.0))
+    return builder.select(is_near, near, _within(builder, x, 1.0))
 
 
 def _sigmoid(builder: Any, x: Any) -> Any:

@@ -23,8 +23,8 @@ from ssd.compiled.machine_code import machine_code_directory, source_stamp
 from ssd.config import Exact
 from ssd.errors import ModelError, first_line
 from ssd.model.exact.check import different_positions
-from ssd.model.exact.rows import PLAIN, RowPlan, find_rows
 from ssd.model.layers.packed_linear import PackedLinear, packed_linears
+from ssd.model.layers.row_plan import PLAIN, RowPlan, find_rows
 from ssd.model.target import Exactness, Target
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ssd.model.exact.rows import RowPlan, row_counts
 from ssd.model.layers.fused_linear import FusedMember, fuse_linears, is_plain, linear_again
 from ssd.model.layers.packed_embedding import reader_of
 from ssd.model.layers.replace import Replaced, parents
+from ssd.model.layers.row_plan import RowPlan, row_counts
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
