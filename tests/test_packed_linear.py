@@ -56,7 +56,7 @@ def test_layers_with_something_special_stay() -> None:
 
 
 def test_without_the_operators_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "_has_operators", lambda: False)
+    monkeypatch.setattr(packed_linear, "has_operators", lambda: False)
     model = tiny_model()
     assert not list(pack_linears(model))
     assert {type(module) for module in model.modules()} & {nn.Linear, PackedLinear, FusedMember} == {nn.Linear}
@@ -90,6 +90,6 @@ def test_preparing_computes_every_kind_of_layer_once_a_size(monkeypatch: pytest.
         asked.append((self.kind, len(x)))
         return torch.zeros(len(x), self.out_features)
 
-    monkeypatch.setattr(PackedLinear, "_product", product)
+    monkeypatch.setattr(PackedLinear, "product", product)
     prepare_linears(model)
     assert len(asked) == len(set(asked)) and {size for _, size in asked} == {rounded_rows(n) for n in range(1, 65)}

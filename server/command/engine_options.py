@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from server.command.sizes import count, num_bytes
-from ssd.config import MAX_COUPLED_STREAMS, SCHEDULING_POLICIES, EngineConfig
+from ssd.config import EXACT, MAX_COUPLED_STREAMS, SCHEDULING_POLICIES, EngineConfig
 from ssd.errors import ConfigError
 
 
@@ -56,6 +56,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="keep the keys and values of ended requests for those that begin alike (default: on)",
     )  # fmt: skip
     add(
+        "--exact", default=engine.exact, choices=EXACT,
+        help="outputs equal to the bit, whatever is drafted or decoded beside them. auto: where that takes at most 5%% "
+        "more time; on: or the model is not served; off: each pass as fast as it can be (default: %(default)s)",
+    )  # fmt: skip
+    add(
         "--enforce-eager", action="store_true",
         help="record no CUDA graphs: slower steps, less memory (default: graphs where there is a GPU)",
     )  # fmt: skip
@@ -91,6 +96,7 @@ def engine_options_of(found: argparse.Namespace) -> EngineOptions:
             gpu_memory_utilization=found.gpu_memory_utilization,
             scheduling_policy=found.scheduling_policy,
             enable_prefix_caching=found.enable_prefix_caching,
+            exact=found.exact,
             enforce_eager=found.enforce_eager,
             fuse_linears=found.fuse_linears,
             coupled_streams=found.coupled_sampling,

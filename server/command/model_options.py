@@ -67,7 +67,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--dtype", type=lambda name: _DTYPE_NAMES.get(name, name), default="auto", choices=_DTYPES,
-        help="half and float are understood too (default: float32 on a CPU, else the checkpoint's)",
+        help="half and float are understood too (default: the checkpoint's; on a CPU float32 if that is as fast)",
     )  # fmt: skip
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="(default: cuda where there is one)")
     add(

@@ -24,8 +24,11 @@ def add_state(app: FastAPI, service: Service) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        if worker.state is WorkerState.READY:
-            return JSONResponse({"status": "ok"})
+        engine = worker.loaded_engine
+        if worker.state is WorkerState.READY and engine is not None:
+            exactness = engine.target.exactness
+            why = {} if exactness.holds else {"reason": str(exactness)}
+            return JSONResponse({"status": "ok", "exact": exactness.holds, **why})
         headers = {} if worker.state is WorkerState.FAILED else {"retry-after": str(RETRY_AFTER_S)}
         return JSONResponse({"status": worker.state.value}, 503, headers)
 

@@ -347,7 +347,7 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
 
 
 def test_state_endpoints(server: RunningServer) -> None:
-    assert get(server.port, "/health").json == {"status": "ok"}
+    assert get(server.port, "/health").json == {"status": "ok", "exact": True}
     assert get(server.port, "/live").status == 200
     assert get(server.port, "/version").json["version"]
 

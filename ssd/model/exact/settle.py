@@ -74,7 +74,7 @@ def _look(target: Target, layers: list[PackedLinear]) -> dict[str, Any]:
     for layer in layers:
         name = _name(layer)
         if name not in plans:
-            plans[name] = find_rows(layer._product, layer.in_features, layer.out_features, layer.kind[-1])
+            plans[name] = find_rows(layer.product, layer.in_features, layer.out_features, layer.kind[-1])
     _use(layers, plans)
     compared, differ = 0, ""
     inexact = next((name for name, plan in plans.items() if not plan.is_exact), None)

@@ -49,9 +49,10 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., in]. Returns [..., out]."""
         rows = x.reshape(-1, self.in_features)
-        return self.rows.product(self._product, rows).view(*x.shape[:-1], self.out_features)
+        return self.rows.product(self.product, rows).view(*x.shape[:-1], self.out_features)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Of rows [n, in], computed as so many: [n, out]."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")
         return out
 
@@ -89,7 +90,7 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
     Weights are held once: those of a layer go when it is packed, and an embedding that is tied to it reads rows of what
     was packed, see `PackedEmbedding`; where it cannot, both stay. O(weights), and memory for one layer more.
     """
-    if not _has_operators():
+    if not has_operators():
         return
     yield from fuse_linears(model, PackedLinear, _DTYPES)
     tied = _tied(model)
@@ -159,7 +160,8 @@ def prepare_linears(model: nn.Module) -> None:
                 packed(torch.zeros(1, num_rows, size, dtype=dtype))
 
 
-def _has_operators() -> bool:
+def has_operators() -> bool:
+    """Whether this torch has the two operators."""
     names = ("_linear_pointwise", "_reorder_linear_weight")
     return torch.backends.mkldnn.is_available() and all(  # type: ignore[no-untyped-call]
         hasattr(torch.ops.mkldnn, name) for name in names

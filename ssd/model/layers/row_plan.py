@@ -80,7 +80,7 @@ def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype)
     for most in allowed:
         if good.issuperset(count for count in row_counts(most) if count >= _FEW[-1]):
             few = [count for count in _FEW if good.issuperset(range(count, _FEW[-1]))]
-            seconds = {count: _seconds(compute, some[:count]) for count in few}
+            seconds = {count: seconds_of(compute, some[:count]) for count in few}
             best = min(few, key=seconds.__getitem__)
             return RowPlan(best if seconds[best] < _WORTH * seconds[few[0]] else few[0], most)
     return RowPlan(1, allowed[0], is_exact=False)
@@ -92,7 +92,8 @@ def _is_same(compute: Product, some: torch.Tensor, count: int, wanted: torch.Ten
     return torch.equal(compute(some.repeat(again, 1)[:count]), wanted.repeat(again, 1)[:count])
 
 
-def _seconds(compute: Product, x: torch.Tensor) -> float:
+def seconds_of(compute: Product, x: torch.Tensor) -> float:
+    """The least time of some products of ``x``."""
     found = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
