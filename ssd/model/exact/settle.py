@@ -30,7 +30,7 @@ from ssd.model.target import Exactness, Target
 log = logging.getLogger(__name__)
 
 _MOST_COST = 0.05
-_ROUNDS, _WIDTHS = 7, (1, 8)
+_ROUNDS, _TRIES, _WIDTHS = 5, 3, (1, 8)
 
 _found: dict[str, dict[str, Any]] = {}
 """What this process found, by `_key`."""
@@ -90,8 +90,8 @@ def _look(target: Target, layers: list[PackedLinear]) -> dict[str, Any]:
             differ = first_line(failure)
             for slot in range(target.num_slots):
                 target.rollback(slot, 0)
-    is_plain = all(plan.least == 1 for plan in plans.values())
-    cost = 0.0 if differ or is_plain else _cost(target, layers, plans)
+    is_free = all(plan.is_free for plan in plans.values())
+    cost = 0.0 if differ or is_free else min(_cost(target, layers, plans) for _ in range(_TRIES))
     return {"plans": {name: list(plan) for name, plan in plans.items()}, "differ": differ, "compared": compared,
             "cost": cost}  # fmt: skip
 

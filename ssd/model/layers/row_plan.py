@@ -23,6 +23,8 @@ _MOST: Final = (256, 64, 32, 16)
 """Rows of one product, tried in this order; where none will do, four."""
 _MOST_WORK = 1 << 32
 """Numbers of a weight times rows: of a larger weight fewer rows are tried, and computed at once."""
+_LARGE = 1 << 21
+"""Weights of a layer whose products take long enough to be timed."""
 _ROUNDS = 5
 _WORTH = 0.9
 """Of the time that the fewest rows take, what more rows may take: two rows of some layers take less than one."""
@@ -31,11 +33,14 @@ _SOME = 16
 
 
 class RowPlan(NamedTuple):
-    """``least``, ``most`` : rows of one product. ``is_exact`` : whether all these numbers gave the same bits."""
+    """``least``, ``most`` : rows of one product. ``is_exact`` : whether all these numbers gave the same bits.
+    ``is_free`` : one row did, too, so that the plan takes no time.
+    """
 
     least: int = 1
     most: int = _MOST[0]
     is_exact: bool = True
+    is_free: bool = True
 
     def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
         """``compute`` of rows [n, in], in parts of allowed numbers of rows: [n, out]."""
@@ -80,9 +85,12 @@ def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype)
     for most in allowed:
         if good.issuperset(count for count in row_counts(most) if count >= _FEW[-1]):
             few = [count for count in _FEW if good.issuperset(range(count, _FEW[-1]))]
-            seconds = {count: seconds_of(compute, some[:count]) for count in few}
-            best = min(few, key=seconds.__getitem__)
-            return RowPlan(best if seconds[best] < _WORTH * seconds[few[0]] else few[0], most)
+            least = few[0]
+            if size * num_outputs >= _LARGE:
+                seconds = {count: seconds_of(compute, some[:count]) for count in few}
+                best = min(few, key=seconds.__getitem__)
+                least = best if seconds[best] < _WORTH * seconds[least] else least
+            return RowPlan(least, most, is_free=few[0] == 1)
     return RowPlan(1, allowed[0], is_exact=False)
 
 
