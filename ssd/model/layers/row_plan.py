@@ -19,10 +19,10 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 _EXACT_ROWS = 16
 _FEW: Final = (1, 2, 3, 4)
-_MOST: Final = (256, 64, 32, 16)
+_MOST: Final = (512, 256, 64, 32, 16)
 """Rows of one product, tried in this order; where none will do, four."""
-_MOST_WORK = 1 << 32
-"""Numbers of a weight times rows: of a larger weight fewer rows are tried, and computed at once."""
+_MOST_WORK = 1 << 35
+"""Weights of a layer times rows that are tried, and computed at once; but for 64 rows, which any layer's passes have."""
 _LARGE = 1 << 21
 """Weights of a layer whose products take long enough to be timed."""
 _ROUNDS = 5
@@ -76,11 +76,11 @@ def row_counts(most: int) -> list[int]:
 def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
     """The plan of a layer [num_outputs, size]: the most rows that can be, and the least that take the least time.
 
-    O(products of 3,000 rows in all); less for a layer of more than 16 million weights.
+    O(products of 6,000 rows in all), fewer for layers of more than 64 million weights.
     """
     some = torch.randn(_SOME, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     wanted = compute(some)
-    allowed = [most for most in _MOST if most * size * num_outputs <= _MOST_WORK] or [_MOST[-1]]
+    allowed = [most for most in _MOST if most <= 64 or most * size * num_outputs <= _MOST_WORK]
     good = {count for count in row_counts(allowed[0]) if _is_same(compute, some, count, wanted)}
     for most in allowed:
         if good.issuperset(count for count in row_counts(most) if count >= _FEW[-1]):
