@@ -66,7 +66,7 @@ def cpu_attention(
         scale, window or _HUGE, chunk or _HUGE, softcap or 0.0,
     )  # fmt: skip
     work = batch * heads * width * rows.num_keys * (dim + value_dim)
-    spread(_attend, arguments, tasks=tasks, work=work, threads=torch.get_num_threads())
+    spread(_attend, arguments, tasks, work, torch.get_num_threads)
     return out
 
 

@@ -42,7 +42,7 @@ class Activation(nn.Module):
         arguments = (
             self._number, KINDS[str(x.dtype)], rows.data_ptr(), rows.stride(0) * x.itemsize, out.data_ptr(), *rows.shape
         )  # fmt: skip
-        spread(_apply, arguments, tasks=len(rows), work=_WORK * x.numel(), threads=torch.get_num_threads())
+        spread(_apply, arguments, rows.shape[0], _WORK * x.numel(), torch.get_num_threads)
         return out
 
     __call__ = forward  # without torch's search for hooks

@@ -33,7 +33,8 @@ class FusedNorm(nn.Module):
         """``weight`` : [n]. ``offset`` : what the model adds to it before it multiplies."""
         super().__init__()
         self._offset = offset
-        self._kept = weight.detach().float() + offset  # where the loop finds it
+        self._kept = (weight.detach().float() + offset).contiguous()  # where the loop finds it
+        self._address, self._size = self._kept.data_ptr(), len(weight)
         self._kind = KINDS[str(weight.dtype)]
         self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
 
@@ -43,12 +44,11 @@ class FusedNorm(nn.Module):
             return nn.functional.rms_norm(x.float(), self._kept.shape, self._kept, self.eps).to(x.dtype)
         x = x.contiguous()
         out = torch.empty_like(x)
-        size = len(self._kept)
-        rows = x.numel() // size
+        rows = x.numel() // self._size
         arguments = (
-            self._kind, self._offset == 0.0, x.data_ptr(), self._kept.data_ptr(), out.data_ptr(), rows, size, self.eps
+            self._kind, self._offset == 0.0, x.data_ptr(), self._address, out.data_ptr(), rows, self._size, self.eps
         )  # fmt: skip
-        spread(_normalise, arguments, tasks=rows, work=4 * x.numel(), threads=torch.get_num_threads())
+        spread(_normalise, arguments, rows, 4 * x.numel(), torch.get_num_threads)
         return out
 
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop

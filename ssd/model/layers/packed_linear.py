@@ -17,7 +17,7 @@ from torch import nn
 from ssd.model.layers.fused_linear import FusedMember, fuse_linears, is_plain, linear_again
 from ssd.model.layers.packed_embedding import reader_of
 from ssd.model.layers.replace import Replaced, parents
-from ssd.model.layers.row_plan import RowPlan, row_counts
+from ssd.model.layers.row_plan import EXACT_ROWS, RowPlan, row_counts
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -48,11 +48,13 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., in]. Returns [..., out]."""
+        if self.rows.least <= x.numel() // self.in_features <= EXACT_ROWS:
+            return self.product(x)
         rows = x.reshape(-1, self.in_features)
         return self.rows.product(self.product, rows).view(*x.shape[:-1], self.out_features)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Of rows [n, in], computed as so many: [n, out]."""
+        """Of rows [..., in], computed as so many: [..., out]."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")
         return out
 

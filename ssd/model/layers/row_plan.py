@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 Product = Callable[[torch.Tensor], torch.Tensor]
 """Of rows [n, in], n >= 1, a tensor [n, out]."""
 
-_EXACT_ROWS = 16
+EXACT_ROWS: Final = 16
 _FEW: Final = (1, 2, 3, 4)
 _MOST: Final = (512, 256, 64, 32, 16)
 """Rows of one product, tried in this order; where none will do, four."""
 _MOST_WORK = 1 << 35
-"""Weights of a layer times rows that are tried, and computed at once; but for 64 rows, which any layer's passes have."""
+"""Weights of a layer times rows that are tried and then computed at once; 64 are always tried."""
 _LARGE = 1 << 21
 """Weights of a layer whose products take long enough to be timed."""
 _ROUNDS = 5
@@ -61,7 +61,7 @@ def rounded_rows(num_rows: int) -> int:
     oneDNN makes machine code for each number of rows, which takes longer than a pass of a small model, and keeps that
     of the last thousand products. So there are few numbers; the rows added are an eighth at most.
     """
-    if num_rows <= _EXACT_ROWS:
+    if num_rows <= EXACT_ROWS:
         return num_rows
     step = 1 << ((num_rows - 1).bit_length() - 4)
     return -(-num_rows // step) * step
