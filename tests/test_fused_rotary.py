@@ -21,18 +21,19 @@ from tests.models import tiny_model
     width=st.integers(1, 5),
     dim=st.sampled_from([2, 6, 16, 64]),
     is_cut=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 99),
 )
-def test_it_turns_as_the_library_does(
-    batch: int, heads: tuple[int, int], width: int, dim: int, is_cut: bool, seed: int
+def test_it_turns_as_the_library_does_to_the_bit(
+    batch: int, heads: tuple[int, int], width: int, dim: int, is_cut: bool, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
     # As projections leave them: heads behind positions, and a part of a wider tensor.
-    q, k = (torch.randn(batch, width, count, dim + is_cut)[..., :dim].transpose(1, 2) for count in heads)
-    cos, sin = torch.randn(batch, width, dim), torch.randn(batch, width, dim)
+    q, k = (torch.randn(batch, width, count, dim + is_cut).to(dtype)[..., :dim].transpose(1, 2) for count in heads)
+    cos, sin = torch.randn(batch, width, dim).to(dtype), torch.randn(batch, width, dim).to(dtype)
     with torch.inference_mode():
         for found, want in zip(FusedRotary(_never)(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
-            torch.testing.assert_close(found, want)
+            assert torch.equal(found, want)
 
 
 def _never(*_: Any, **__: Any) -> Any:

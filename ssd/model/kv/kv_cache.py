@@ -95,7 +95,9 @@ class SlotKVCache:
     @property
     def bytes_per_token(self) -> int:
         """Bytes one position of one slot takes over all layers written so far."""
-        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in self._tensors())
+        return sum(
+            t.shape[1] * (t.stride(2) if t.stride(3) == 1 else t.shape[3]) * t.element_size() for t in self._tensors()
+        )
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """All that is kept, of each position: [num_slots, ..., max_length, ...]."""
