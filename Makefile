@@ -159,6 +159,7 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/built/build.py $(P
 # comes last and without its dependencies, so that the versions are vLLM's.
 bench-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m benchmarks.vllm $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/vllm.json
+	$(BIN)/python -m benchmarks.vllm.changes --out benchmarks/results/vllm-changes.json
 
 $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.txt $(VLLM_PINS)/constraints.txt
 	@echo "bench-vllm: installing into $(VLLM)"

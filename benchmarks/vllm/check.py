@@ -22,7 +22,7 @@ def check() -> str:
     """The same requests twice; returns what was seen. Raises ValueError where it is not what it should be."""
     codec = TextCodec.load(str(MODEL_PATH))
     prompts = [codec.encode_prompt(text) for text in _TEXTS]
-    engine = Engine(str(MODEL_PATH), "ssd", batch=2, max_model_len=512)
+    engine = Engine(str(MODEL_PATH), "ssd", batch=2, dtype="float32", max_model_len=512)
     steps = []
     for _ in range(2):
         before = engine.drafting.num_row_steps

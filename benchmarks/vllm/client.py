@@ -27,7 +27,14 @@ class VllmEngine:
     """One vLLM engine in a process of its own. ``settings`` : environment variables for it."""
 
     def __init__(
-        self, model: Path, method: str, *, batch: int, max_model_len: int, settings: Mapping[str, str] | None = None
+        self,
+        model: Path,
+        method: str,
+        *,
+        batch: int,
+        max_model_len: int,
+        dtype: str = "float32",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         """Starts the process and waits until the model is loaded, some 15 s. Raises EngineFailed."""
         if not interpreter().exists():
@@ -43,7 +50,7 @@ class VllmEngine:
             stderr=None if os.environ.get("SSD_VLLM_LOG") else subprocess.DEVNULL,
             text=True,
         )
-        self._ask("open", model=str(model), method=method, batch=batch, max_model_len=max_model_len)
+        self._ask("open", model=str(model), method=method, batch=batch, max_model_len=max_model_len, dtype=dtype)
 
     def complete(
         self, prompts: Sequence[Sequence[int]], max_tokens: int

@@ -48,13 +48,13 @@ class Drafting:
 class Engine:
     """One vLLM engine in this process."""
 
-    def __init__(self, model: str, method: str, *, batch: int, max_model_len: int) -> None:
+    def __init__(self, model: str, method: str, *, batch: int, max_model_len: int, dtype: str) -> None:
         os.environ.update(ENVIRONMENT)
         from vllm import LLM
 
         self._llm = LLM(
             model=model,
-            dtype="float32",
+            dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=batch,
             enforce_eager=True,

