@@ -29,7 +29,9 @@ _ROUNDS = 5
 _WORTH = 0.9
 """Of the time that the fewest rows take, what more rows may take: two rows of some layers take less than one."""
 _SOME = 16
-"""Different rows that are tried."""
+"""Different rows that are tried, at least."""
+_NUMBERS = 256
+"""Of results that are compared for each number of rows, at least: two of two may be equal by chance."""
 
 
 class RowPlan(NamedTuple):
@@ -78,8 +80,9 @@ def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype)
 
     O(products of 6,000 rows in all), fewer for layers of more than 64 million weights.
     """
-    some = torch.randn(_SOME, size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    wanted = compute(some)
+    num_rows = -(-_NUMBERS // (num_outputs * _SOME)) * _SOME
+    some = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = torch.cat([compute(part) for part in some.split(_SOME)])
     allowed = [most for most in _MOST if most <= 64 or most * size * num_outputs <= _MOST_WORK]
     good = {count for count in row_counts(allowed[0]) if _is_same(compute, some, count, wanted)}
     for most in allowed:
@@ -95,9 +98,14 @@ def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype)
 
 
 def _is_same(compute: Product, some: torch.Tensor, count: int, wanted: torch.Tensor) -> bool:
-    """Whether ``some`` rows, again and again until they are ``count``, give each time and place what was ``wanted``."""
+    """Whether ``count`` rows, of ``some`` or these again and again, give each time and place what was ``wanted``."""
     again = -(-count // len(some))
-    return torch.equal(compute(some.repeat(again, 1)[:count]), wanted.repeat(again, 1)[:count])
+    rows, results = some.repeat(again, 1), wanted.repeat(again, 1)
+    tried = min(-(-_NUMBERS // wanted.shape[1]), len(rows) - count + 1)
+    return all(
+        torch.equal(compute(rows[first : first + count]), results[first : first + count])
+        for first in range(0, tried, count)
+    )
 
 
 def seconds_of(compute: Product, x: torch.Tensor) -> float:
