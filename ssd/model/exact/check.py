@@ -95,8 +95,9 @@ def _trees(
     while place < len(text):
         part = text[place : place + 9]
         nodes, parents, path = [int(part[0])], [-1], [0]
+        room = target.max_length - place - len(part)
         for token in part[1:]:
-            if random.integers(_TREE_EVERY):
+            if len(nodes) - len(path) < room and random.integers(_TREE_EVERY):
                 nodes.append(int(random.integers(0, target.vocab_size)))
                 parents.append(int(random.integers(0, len(nodes) - 1)))
             parents.append(path[-1])
