@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -22,7 +23,8 @@ from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
-from tests.models import tiny_model
+from tests.models import VOCAB, tiny_model
+from tests.whole_answers import answers_of
 
 TEXTS = ["import os\n", "class Queue:\n    def __init__(self):\n", "def add(a, b):\n    return", "x = [1, 2, 3]\nfor"]
 MAX_TOKENS = 24
@@ -73,7 +75,7 @@ def engine(paths: dict[str, str], codec: TextCodec) -> Iterator[Engine]:
             device="cpu",
             caches=caches,
             codec=codec,
-            config=EngineConfig(max_num_seqs=8, max_model_len=128),
+            config=EngineConfig(max_num_seqs=8, max_model_len=128, exact="on"),
             adapters=paths,
         )
         made.warm_up()
@@ -96,13 +98,8 @@ def requests_of(codec: TextCodec, names: tuple[str | None, ...], prefix: str) ->
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work():
-        for output in engine.step():
-            found[output.request_id] += output.token_ids
-    return found
+    answers = answers_of(engine, requests)
+    return {request.request_id: answer.token_ids for request, answer in zip(requests, answers, strict=True)}
 
 
 def require_same(model: Any, prompt: tuple[int, ...], found: list[int], expected: list[int]) -> int:
@@ -148,6 +145,46 @@ def test_mixed_batches_say_what_peft_says_of_each_adapter_alone(
     assert (
         texts[None] != texts["one"] != texts["two"] != texts[None]
     )  # else the adapters changed nothing, and nothing was tried
+
+
+def test_neighbours_with_other_adapters_change_no_bit_of_an_answer(
+    engine: Engine, codec: TextCodec, paths: dict[str, str]
+) -> None:
+    """Each alone, without drafts and reuse, against all at once; greedy and with a seed."""
+    requests = [
+        replace(request, sampling=replace(request.sampling, temperature=0.7 * (index % 2), seed=index, logprobs=2))
+        for index, request in enumerate(requests_of(codec, (None, *paths), "beside"))
+    ]
+    alone = [
+        answers_of(engine, [replace(each, request_id=f"alone {i}", num_speculative_tokens=0, namespace=None)])[0]
+        for i, each in enumerate(requests)
+    ]
+    for turn in "ab":  # the second time with drafts of what was said
+        named = [replace(request, request_id=f"{turn} {request.request_id}") for request in requests]
+        assert answers_of(engine, named) == alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_with_an_adapter_has_the_same_bits_in_any_pass(dtype: torch.dtype, tmp_path: Path) -> None:
+    for seed, (name, settings) in enumerate(SETTINGS.items()):
+        make_adapter(tiny_model(), tmp_path / name, seed, **settings)
+    model = tiny_model().to(dtype)
+    adapters = load_adapters(model, {name: str(tmp_path / name) for name in SETTINGS})
+    target = open_target(model, num_slots=4, max_length=64, adapters=adapters, exact="on")
+    texts = np.random.default_rng(1).integers(0, VOCAB, (4, 30))
+    names = ["one", "two", None, "one"]
+    target.adapters[:] = names
+    together = target.forward([0, 1, 2, 3], texts, [30] * 4).logits.clone()
+    for slot in range(4):
+        target.rollback(slot, 0)
+    assert not torch.equal(together[0], together[3])
+    for row, name in enumerate(names):
+        target.adapters[0] = name
+        parts = [
+            target.forward([0], texts[row : row + 1, first : first + 5], [5]).logits[0] for first in range(0, 30, 5)
+        ]
+        target.rollback(0, 0)
+        assert torch.equal(torch.cat(parts), together[row])
 
 
 def test_keys_and_values_of_an_adapter_are_not_used_for_another(engine: Engine, codec: TextCodec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +24,16 @@ def different_positions(target: Target) -> Iterator[tuple[str, int, int]]:
     """For each kind of pass: what it is, positions compared, and those of which a logit is other bits.
 
     Texts of random tokens are scored in one pass each; then in passes of several widths, beside each other in rows of
-    different length, behind prefills in parts, and as paths of trees where those are verified. ``target`` must be
-    empty, and is left so. Some 50 passes.
+    different length, behind prefills in parts, and as paths of trees where those are verified; each with an adapter of
+    its own, where there are any. ``target`` must be empty, and is left so. Some 50 passes.
     """
     random = np.random.default_rng(0)
     lengths = [min(length, target.max_length - 1) for length in _LENGTHS[: target.num_slots]]
     texts = [random.integers(0, target.vocab_size, length) for length in lengths]
     slots = list(range(target.num_slots))[-len(texts) :][::-1]
-    expected = [_alone(target, slots[0], text) for text in texts]
+    for slot, adapter in zip(slots, cycle([*sorted(target.adapter_names), None]), strict=False):
+        target.adapters[slot] = adapter
+    expected = [_alone(target, slot, text) for slot, text in zip(slots, texts, strict=True)]
 
     found = torch.cat(list(_in_parts(target, slots[0], texts[0], _WIDTHS)))
     yield _compared("several widths", [(found, expected[0])])
@@ -46,6 +49,8 @@ def different_positions(target: Target) -> Iterator[tuple[str, int, int]]:
         yield _compared(f"behind a prefill by {chunk}", [(after, expected[0][read:])])
     if target.can_verify_trees:
         yield _compared("paths of trees", list(_trees(target, slots[0], texts[0], expected[0], random)))
+    for slot in slots:
+        target.adapters[slot] = None
 
 
 def _alone(target: Target, slot: int, text: npt.NDArray[np.int64]) -> torch.Tensor:

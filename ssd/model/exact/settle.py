@@ -23,6 +23,7 @@ from ssd.compiled.machine_code import machine_code_directory, source_stamp
 from ssd.config import Exact
 from ssd.errors import ModelError, first_line
 from ssd.model.exact.check import different_positions
+from ssd.model.layers.adapted_linear import AdaptedLinear
 from ssd.model.layers.packed_linear import PackedLinear, packed_linears
 from ssd.model.layers.row_plan import PLAIN, RowPlan, find_rows
 from ssd.model.target import Exactness, Target
@@ -90,6 +91,7 @@ def _look(target: Target, layers: list[PackedLinear]) -> dict[str, Any]:
             differ = first_line(failure)
             for slot in range(target.num_slots):
                 target.rollback(slot, 0)
+                target.adapters[slot] = None
     is_free = all(plan.is_free for plan in plans.values())
     cost = 0.0 if differ or is_free else min(_cost(target, layers, plans) for _ in range(_TRIES))
     return {"plans": {name: list(plan) for name, plan in plans.items()}, "differ": differ, "compared": compared,
@@ -134,7 +136,14 @@ def _key(target: Target) -> str:
         "config": model.config.to_dict() if hasattr(model, "config") else {},
         "dtype": str(target.dtype),
         "way": [target.way, target.can_verify_trees, min(target.num_slots, 3), min(target.max_length, 128)],
-        "adapters": sorted(target.adapter_names),
+        "adapters": sorted(
+            {
+                (name, len(addition.down))
+                for layer in model.modules()
+                if isinstance(layer, AdaptedLinear)
+                for name, addition in layer.additions.items()
+            }
+        ),
         "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else platform.processor(),
         "torch": [torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()],
         "machine": [os.environ.get("ONEDNN_MAX_CPU_ISA", ""), _processor()],

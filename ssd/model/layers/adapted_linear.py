@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ssd.model.layers.own_products import exact_linear
+
 
 class Addition(NamedTuple):
     """What an adapter adds to a layer: ``scale * up(down(x))``. ``down`` : [rank, in]; ``up`` : [out, rank]."""
@@ -46,20 +48,20 @@ class AdaptedLinear(nn.Module):
         """``rows`` : of all layers of the model."""
         super().__init__()
         self.base = base
-        self._additions = dict(additions)
+        self.additions = dict(additions)
         self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x : [rows, ..., in]. Returns [rows, ..., out]; raises ValueError for another number of rows."""
         out: torch.Tensor = self.base(x)
         for name, indices in self._rows.groups:
-            addition = self._additions.get(name)
+            addition = self.additions.get(name)
             if addition is None:
                 continue
             if len(x) != self._rows.count:
                 raise ValueError(f"a layer mixes rows: {len(x)} instead of {self._rows.count}")
             part = (x if indices is None else x[indices]).to(addition.down.dtype)
-            more = nn.functional.linear(nn.functional.linear(part, addition.down), addition.up) * addition.scale
+            more = exact_linear(exact_linear(part, addition.down), addition.up) * addition.scale
             if indices is None:
                 out = out + more.to(out.dtype)
             else:

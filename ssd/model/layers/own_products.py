@@ -65,7 +65,7 @@ def _product(kind: str, compute: Callable[[torch.Tensor, torch.Tensor], torch.Te
     """``compute`` of x, [..., in], and a matrix, in numbers of rows that give the same bits; other inputs as ever."""
 
     def planned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if weight.dim() != 2 or x.dim() < 2 or x.dtype not in MOST_ERROR or not x.numel():
+        if weight.dim() != 2 or x.dim() < 2 or x.dtype not in MOST_ERROR or not x.numel() or x.device.type != "cpu":
             return compute(x, weight)
         rows = x.reshape(-1, x.shape[-1])
         num_outputs = weight.numel() // rows.shape[1]
@@ -81,7 +81,8 @@ def _product(kind: str, compute: Callable[[torch.Tensor, torch.Tensor], torch.Te
 _linear, _matmul = _product("linear", _plain), _product("matmul", torch.matmul)
 
 
-def _linear_with_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``nn.functional.linear`` whose rows have, on a CPU, the same bits whatever rows are beside them."""
     found = _linear(x, weight)
     return found if bias is None else found + bias
 
@@ -116,7 +117,7 @@ def _activation(name: str, plain: Callable[..., torch.Tensor]) -> Callable[..., 
 
 
 _FUNCTIONS: Final[dict[Any, Callable[..., Any]]] = {
-    nn.functional.linear: _linear_with_bias,
+    nn.functional.linear: exact_linear,
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
