@@ -11,9 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ssd.bundled import MODEL_PATH
-from ssd.config import DraftConfig, EngineConfig
+from ssd.config import DraftConfig, EngineConfig, SamplingParams
+from ssd.engine import Request
 from ssd.errors import ConfigError
 from ssd.integrations.trl import Rollouts
+from tests.whole_answers import answers_of
 
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'ssd-serving[trl]'")
 pytest.importorskip("datasets", reason="TRL needs datasets")
@@ -86,7 +88,7 @@ def truncated(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def trained(path: Path, draft: DraftConfig, **options: Any) -> Noted:
-    config = EngineConfig(max_num_seqs=2, max_model_len=64)
+    config = EngineConfig(max_num_seqs=2, max_model_len=64, exact="on")
     with Rollouts(config=config, draft=draft, **options) as rollouts:
         noted = Noted(rollouts)
         make_trainer(path, noted).train()
@@ -105,8 +107,7 @@ def test_training_is_the_same_with_drafts_and_without(runs: tuple[Noted, Noted])
     drafted, off = runs
     assert len(drafted.outputs) == 2
     for one, other in zip(drafted.outputs, off.outputs, strict=True):
-        assert one["prompt_ids"] == other["prompt_ids"]
-        assert one["completion_ids"] == other["completion_ids"]
+        assert one == other  # prompts, completions and log-probabilities
     assert drafted.rollouts.totals.tokens == off.rollouts.totals.tokens
     assert drafted.rollouts.totals.row_passes < off.rollouts.totals.row_passes
 
@@ -115,6 +116,34 @@ def test_log_probabilities_are_those_of_the_policy_of_that_step(runs: tuple[Note
     """Which also says that the weights were taken over: the second step's policy is another."""
     assert max(runs[0].errors) < 1e-3
     assert runs[0].rollouts.totals.loading_s > 0
+
+
+def test_scoring_a_sample_gives_the_log_probabilities_it_was_drawn_with_to_the_bit(tmp_path: Path) -> None:
+    """Generated token by token, with drafts and beside others; scored as a prompt, in one pass. Also of new weights."""
+    config = EngineConfig(max_num_seqs=4, max_model_len=64, exact="on")
+    with Rollouts(config=config) as rollouts:
+        trainer = make_trainer(tmp_path, rollouts, temperature=1.0, top_p=1.0)
+        for step in range(2):
+            trainer.state.global_step = step
+            output = rollouts(PROMPTS * GROUP, trainer)
+            engine = rollouts._engine
+            assert engine is not None and engine.target.exactness.holds
+            scored = answers_of(engine, [
+                Request(
+                    request_id=f"scored {step} {index}",
+                    prompt_token_ids=(*prompt, *said),
+                    sampling=SamplingParams(max_tokens=1, prompt_logprobs=0),
+                    namespace=None,
+                )
+                for index, (prompt, said) in enumerate(zip(output["prompt_ids"], output["completion_ids"], strict=True))
+            ])  # fmt: skip
+            for answer, logprobs in zip(scored, output["logprobs"], strict=True):
+                entries = (answer.prompt_logprobs or [])[-len(logprobs) :]
+                assert [entry and entry.logprob for entry in entries] == logprobs
+            with torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    parameter.mul_(1.01)
+        assert rollouts.totals.row_passes < rollouts.totals.tokens
 
 
 def test_samples_of_a_prompt_differ_and_come_again_in_the_next_epoch(tmp_path: Path) -> None:
