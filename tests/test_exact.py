@@ -1,0 +1,140 @@
+"""A position's logits are the same bits in every pass, of every architecture that says so; the others say why not."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssd.errors import ModelError
+from ssd.model.layers.row_plan import find_rows
+from ssd.model.loading.load_target import open_target
+from ssd.model.target import Target, pad_rows
+from tests.architectures import ARCHITECTURES, SLOTS
+from tests.models import VOCAB, tiny_model
+
+# What transformers has to say about tiny settings, and about kernels that are not installed.
+pytestmark = pytest.mark.filterwarnings("default")
+
+NUM_SLOTS, LENGTH, WIDTH = 3, 48, 12
+CHANGES = {"Llama 4 (chunks, temperature)": {"floor_scale": 8192}}
+"""As real ones have it; with a tiny one transformers scales a query twice where a pass is of one position."""
+EXACT = [name for name, each in ARCHITECTURES.items() if each.kind is SLOTS]
+NOT_EXACT = [name for name in ARCHITECTURES if name not in EXACT]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@cache
+def opened(name: str, dtype: torch.dtype) -> tuple[Target, np.ndarray, torch.Tensor]:
+    """A target, texts, and their logits, each text read alone and in one pass."""
+    model = tiny_model(name, **CHANGES.get(name, {})).to(dtype)
+    target = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, max_draft_tokens=WIDTH, exact="on")
+    texts = np.random.default_rng(3).integers(0, VOCAB, (NUM_SLOTS, LENGTH - 1))
+    expected = []
+    for text in texts:
+        expected.append(target.forward([0], text[None], [len(text)]).logits[0].clone())
+        target.rollback(0, 0)
+    return target, texts, torch.stack(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", EXACT)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_any_passes_over_a_text_give_the_same_bits(name: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    """Passes over some slots in any order: prompts in chunks, chains of any width, trees, ends taken back, copies."""
+    target, texts, expected = opened(name, dtype)
+    draw = data.draw
+    owner = draw(st.permutations(range(NUM_SLOTS)))  # of each slot, the text it holds
+    try:
+        for _ in range(draw(st.integers(2, 6))):
+            slots = draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=NUM_SLOTS, unique=True))
+            slots = [slot for slot in slots if target.length(slot) + WIDTH < LENGTH]
+            starts = [target.length(slot) for slot in slots]
+            counts = [draw(st.integers(1, WIDTH)) for _ in slots]
+            parts = [texts[owner[s], at : at + count] for s, at, count in zip(slots, starts, counts, strict=True)]
+            kinds = ["prefill", "chains", "chains", *(["trees"] if target.can_verify_trees else [])]
+            kind = draw(st.sampled_from(kinds))
+            if not slots:
+                continue
+            if kind == "prefill":
+                target.prefill(slots, pad_rows(parts), counts)
+                continue
+            if kind == "chains":
+                found = target.forward(slots, pad_rows(parts), counts).logits
+                paths = [np.arange(count) for count in counts]
+            else:
+                found, paths = read_as_trees(target, slots, parts, draw(st.integers(0, 2**16)))
+            for row, (slot, at, path) in enumerate(zip(slots, starts, paths, strict=True)):
+                assert torch.equal(found[row, path], expected[owner[slot], at : at + len(path)])
+                if draw(st.booleans()):
+                    target.rollback(slot, at + draw(st.integers(1, len(path))))
+    finally:
+        for slot in range(NUM_SLOTS):
+            target.rollback(slot, 0)
+
+
+def read_as_trees(
+    target: Target, slots: list[int], parts: list[np.ndarray], seed: int
+) -> tuple[torch.Tensor, list[np.ndarray]]:
+    """Each text as the path of a tree with other nodes between; the logits of all nodes, and the paths."""
+    random = np.random.default_rng(seed)
+    trees: list[list[int]] = []
+    parents: list[list[int]] = []
+    paths: list[np.ndarray] = []
+    for part in parts:
+        tokens, above, path = [int(part[0])], [-1], [0]
+        for token in part[1:]:
+            while random.integers(3) == 0 and len(tokens) < WIDTH - 2:
+                above.append(int(random.integers(0, len(tokens))))
+                tokens.append(int(random.integers(0, VOCAB)))
+            if len(tokens) > WIDTH:
+                break
+            above.append(path[-1])
+            path.append(len(tokens))
+            tokens.append(int(token))
+        trees.append(tokens)
+        parents.append(above)
+        paths.append(np.array(path))
+    counts = [len(tree) for tree in trees]
+    found = target.forward_trees(
+        slots, pad_rows([np.array(t) for t in trees]), counts, pad_rows([np.array(p) for p in parents])
+    ).logits.clone()
+    target.keep_paths(slots, counts, paths)
+    return found, paths
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_copied_prefix_goes_on_with_the_same_bits(dtype: torch.dtype) -> None:
+    target, texts, expected = opened("Gemma 2 (soft caps)", dtype)
+    target.prefill([1], texts[:1, :20], [20])
+    target.copy_prefix(1, 2, 17)
+    found = target.forward([2], texts[:1, 17:29], [12]).logits[0]
+    assert torch.equal(found, expected[0, 17:29])
+    for slot in (1, 2):
+        target.rollback(slot, 0)
+
+
+def test_a_number_of_rows_whose_results_agree_by_chance_is_found_out() -> None:
+    weight = torch.randn(64, 1, generator=torch.Generator().manual_seed(1))
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        """Of a single row in eight another result, as where few sums round differently in another order."""
+        return x @ weight if len(x) > 1 or x[0, 0] < 1.15 else x @ weight + 1
+
+    assert find_rows(lambda x: compute(x).round(decimals=3), 64, 1, torch.float32).least > 1
+
+
+@pytest.mark.parametrize("name", NOT_EXACT)
+def test_a_model_that_is_not_exact_says_so_by_name_and_opens(name: str) -> None:
+    target = open_target(tiny_model(name), num_slots=NUM_SLOTS, max_length=LENGTH)
+    assert not target.exactness.holds and target.exactness.reason
+    with pytest.raises(ModelError, match=type(target.model).__name__) as refused:
+        open_target(tiny_model(name), num_slots=NUM_SLOTS, max_length=LENGTH, exact="on")
+    assert target.exactness.reason in str(refused.value)
+    off = open_target(tiny_model(name), num_slots=NUM_SLOTS, max_length=LENGTH, exact="off")
+    assert not off.exactness.holds and off.exactness.reason == "switched off"
