@@ -84,7 +84,6 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	$(BIN)/python -m benchmarks.coupled --windows 1 2 4 8 16 32 --requests 30 --out benchmarks/results/coupled-window.json
 	$(BIN)/python -m benchmarks.prefix_reuse --json | tail -n 1 >benchmarks/results/prefix-reuse.json
-	$(BIN)/python -m benchmarks.ties --prompts 32 --json | tail -n 1 >benchmarks/results/ties.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
 		$(BIN)/python -m benchmarks.replay $(TRACES) --tokenizer llama2-32k --drafter ssd --drafter frequency \
 			--drafter prompt-lookup --max-draft 16 --max-output-tokens 120000 --json \

@@ -9,7 +9,7 @@
    that does not pay. Once with a target made slower by layers that add nothing to its residual stream: the same
    function at a known multiple of the cost.
 
-All outputs are compared token by token with plain decoding, with the near-tie rule of ``benchmarks/exactness.py``.
+All outputs are compared token by token with plain decoding.
 Prints tables; the last line of stdout is one JSON object.
 """
 
@@ -28,7 +28,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.environment import head
-from benchmarks.exactness import TIE_MARGIN, score_margin
+from benchmarks.exactness import differs, first_difference
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
@@ -105,9 +105,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{row['cache']:.0f}, cache and model {row['arbiter']:.0f}; {row['model_share']:.0%} of drafted tokens "
                 "are the model's"
             )
-    compared, ties = bench.num_compared + slower.num_compared, bench.num_ties + slower.num_ties
-    say(f"\n{compared} tokens compared with plain decoding, {ties} near-ties")
-    result["exactness"] = {"tokens": compared, "near_ties": ties}
+    compared = bench.num_compared + slower.num_compared
+    say(f"\n{compared} tokens compared with plain decoding, no difference")
+    result["exactness"] = {"tokens": compared}
     print(json.dumps(result))
 
 
@@ -156,7 +156,7 @@ class Bench:
     def __init__(
         self, target: Target, codec: TextCodec, prompts: Sequence[Sequence[int]], args: argparse.Namespace
     ) -> None:
-        self.num_compared = self.num_ties = 0
+        self.num_compared = 0
         self._target, self._codec, self._prompts, self._args = target, codec, prompts, args
         self._plain = {temperature: self._run(None, temperature, 0)[0] for temperature in TEMPERATURES}
 
@@ -241,15 +241,10 @@ class Bench:
         """Raise SystemExit where an output is not that of plain decoding."""
         for index, output in outputs.items():
             expected = self._plain[temperature][index]
-            pairs = enumerate(zip(output, expected, strict=False))
-            agreed = next((t for t, (found, wanted) in pairs if found != wanted), min(len(output), len(expected)))
-            self.num_compared += agreed
-            if len(output) != len(expected) or agreed < len(expected):
-                context = [*self._prompts[index], *expected[:agreed]]
-                margin = score_margin(self._target, context, self._sampling(index, temperature))
-                if margin >= TIE_MARGIN:
-                    raise SystemExit(f"prompt {index} differs at token {agreed}, margin {margin:.2g}")
-                self.num_ties += 1
+            self.num_compared += len(expected)
+            params = self._sampling(index, temperature)
+            if differs(self._target, self._prompts[index], params, output, expected):
+                raise SystemExit(f"prompt {index} differs at token {first_difference(output, expected)}")
 
 
 if __name__ == "__main__":

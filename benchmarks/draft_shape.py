@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from benchmarks.environment import head, model_facts, model_name
-from benchmarks.exactness import TIE_MARGIN, score_margin
+from benchmarks.exactness import differs
 from benchmarks.growth import complete
 from benchmarks.workloads import MIXED, NO_REPEATS, Mix, checksum, stream
 from ssd.bundled import MODEL_PATH
@@ -67,7 +67,7 @@ def compare_shapes(model: PreTrainedModel, codec: TextCodec, mix: Mix, args: arg
         for index in range(len(prompts))
     ]
     tokens_per_s: dict[str, list[float]] = {shape: [] for shape in SHAPES}
-    num_tokens = num_ties = num_mismatches = 0
+    num_tokens = num_mismatches = 0
     with ExitStack() as stack:
         engines = {shape: _engine(model, codec, shape, stack, args) for shape in SHAPES}
         for number, first in enumerate(range(0, len(prompts), args.window)):
@@ -78,12 +78,7 @@ def compare_shapes(model: PreTrainedModel, codec: TextCodec, mix: Mix, args: arg
                 tokens_per_s[shape].append(sum(map(len, outputs[shape])) / seconds)
             num_tokens += sum(map(len, outputs["chain"]))
             for index, one, other in zip(span, outputs["chain"], outputs["tree"], strict=True):
-                if one == other:
-                    continue
-                at = next((t for t, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-                context = [*prompts[index], *one[:at]]
-                tie = at is not None and score_margin(engines["chain"].target, context, params[index]) < TIE_MARGIN
-                num_ties, num_mismatches = num_ties + tie, num_mismatches + (not tie)
+                num_mismatches += differs(engines["chain"].target, prompts[index], params[index], other, one)
         ratios = [tree / chain for tree, chain in zip(tokens_per_s["tree"], tokens_per_s["chain"], strict=True)]
         found: dict[str, Any] = {}
         for shape, engine in engines.items():
@@ -103,7 +98,6 @@ def compare_shapes(model: PreTrainedModel, codec: TextCodec, mix: Mix, args: arg
         "stream": mix.name,
         "checksum": checksum(requests),
         "output_tokens": num_tokens,
-        "ties": num_ties,
         "mismatches": num_mismatches,
         **found,
         "tree_by_chain": round(median(ratios), 3),

@@ -1,8 +1,8 @@
-"""Is the output unchanged? Compare engines token by token with plain decoding, with a rule for near-ties.
+"""Is the output unchanged? Compare engines with plain decoding: tokens and log-probabilities, by ``==``.
 
-Two passes over the same tokens may round differently, so where two tokens score almost the same the runs may part.
-A first difference counts as a tie only when the plain run's two best scores, noise included, differ by less than
-``TIE_MARGIN``; the comparison then goes on from the reference's token. Anything else is a mismatch.
+Near-ties are let pass in one place, `is_near_tie`, and only where the arithmetic is not ours or not exact: against
+``generate`` of transformers, and with targets whose `Exactness` does not hold. There two passes over the same tokens
+round differently, and where the two best scores, noise included, are within ``TIE_MARGIN`` another token may be chosen.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, Request
 from ssd.engine.coupling import secret_of
+from ssd.model.sampling.logprobs import TokenLogprobs
 from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
 from ssd.model.target import Target
@@ -27,6 +29,8 @@ from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet
 
 TIE_MARGIN = 1e-4
+_NUM_TOP = 2
+"""Of the most probable tokens whose log-probabilities are compared."""
 
 _COUPLED = EngineConfig(coupled_streams=1, coupled_window=2)
 """Requests without a seed share one stream; the window is short, so that what a key depends on comes again."""
@@ -79,6 +83,13 @@ class OracleDrafter(RandomDrafter):
         return drafts
 
 
+class Said(NamedTuple):
+    """One output; ``logprobs`` are None where none were asked for."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One way to run the engine."""
@@ -118,7 +129,10 @@ class Report:
     """Outcome of a comparison."""
 
     num_tokens: int = 0
+    num_logprobs: int = 0
+    """Of these tokens, those whose log-probabilities were compared too."""
     num_ties: int = 0
+    """Near-ties, each of which ended the comparison of its output."""
     mismatches: list[str] = field(default_factory=list)
     acceptance: dict[str, float] = field(default_factory=dict)
     """Mean acceptance length by setting."""
@@ -129,7 +143,11 @@ class Report:
         return not self.mismatches and self.num_ties <= -(-self.num_tokens // 10_000)
 
     def __str__(self) -> str:
-        return f"{self.num_tokens} tokens compared, {self.num_ties} near-ties, {len(self.mismatches)} mismatches"
+        ties = f", {self.num_ties} near-ties" if self.num_ties else ""
+        return (
+            f"{self.num_tokens} tokens compared, {self.num_logprobs} with log-probabilities{ties}, "
+            f"{len(self.mismatches)} mismatches"
+        )
 
 
 def run(
@@ -141,11 +159,11 @@ def run(
     eos_token_ids: Iterable[int],
     answers: Mapping[tuple[int, ...], Sequence[int]] | None = None,
     makers: Makers | None = None,
-) -> tuple[list[list[int]], float]:
+) -> tuple[list[Said], float]:
     """Outputs of a fresh engine over ``target``, ``batch_size`` requests at a time, and the mean acceptance length.
 
-    ``setting`` None is the engine without speculation, one request at a time. What is sampled without a seed is
-    coupled, with a secret that is always the same.
+    ``setting`` None is the engine without speculation, one request at a time, all of which ask for log-probabilities;
+    else every second one does. What is sampled without a seed is coupled, with a secret that is always the same.
     """
     batch_size = setting.batch_size if setting else 1
     draft = DraftConfig(num_speculative_tokens=setting.num_speculative_tokens if setting else 0)
@@ -170,18 +188,21 @@ def run(
             eos_token_ids=eos_token_ids,
             noise_root=lambda: _ROOT,
         )
-        outputs: list[list[int]] = [[] for _ in prompts]
+        asked = [setting is None or index % 2 == 0 for index in range(len(prompts))]
+        outputs = [Said([], [] if asks else None) for asks in asked]
         pending = list(range(len(prompts)))[::-1]
         in_flight = 0
         while pending or in_flight:
             while pending and in_flight < batch_size:
                 index = pending.pop()
-                engine.submit(
-                    Request(request_id=str(index), prompt_token_ids=tuple(prompts[index]), sampling=sampling[index])
-                )
+                params = replace(sampling[index], logprobs=_NUM_TOP) if asked[index] else sampling[index]
+                engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompts[index]), sampling=params))
                 in_flight += 1
             for output in engine.step():
-                outputs[int(output.request_id)].extend(output.token_ids)
+                said = outputs[int(output.request_id)]
+                said.token_ids.extend(output.token_ids)
+                if said.logprobs is not None:
+                    said.logprobs.extend(output.logprobs or ())
                 in_flight -= output.finish_reason is not None
         return outputs, engine.metrics.mean_acceptance_length
 
@@ -190,76 +211,64 @@ def compare(
     target: Target,
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
-    expected: Sequence[Sequence[int]],
+    expected: Sequence[Said],
     setting: Setting,
     *,
     eos_token_ids: Iterable[int],
     report: Report,
     makers: Makers | None = None,
 ) -> None:
-    """Run ``setting`` and add to ``report`` how its outputs differ from ``expected``."""
-    answers = {tuple(p): list(e) for p, e in zip(prompts, expected, strict=True)}
-    todo = list(range(len(prompts)))
-    # After a tie the rest is compared from the reference's token: the prompt grows by what is settled.
-    settled = [0] * len(prompts)
-    while todo:
-        starts = [[*prompts[i], *expected[i][: settled[i]]] for i in todo]
-        known = {tuple(start): answers[tuple(prompts[i])][settled[i] :] for i, start in zip(todo, starts, strict=True)}
-        left = [replace(sampling[i], max_tokens=(sampling[i].max_tokens or 0) - settled[i]) for i in todo]
-        outputs, acceptance = run(
-            target, starts, left, setting, eos_token_ids=eos_token_ids, answers=known, makers=makers
-        )
-        report.acceptance.setdefault(str(setting), acceptance)
-        again = []
-        for i, output in zip(todo, outputs, strict=True):
-            rest = list(expected[i][settled[i] :])
-            agreed = next((t for t, (a, b) in enumerate(zip(output, rest, strict=False)) if a != b), None)
-            if agreed is None and len(output) == len(rest):
-                report.num_tokens += len(rest)
-                continue
-            agreed = min(len(output), len(rest)) if agreed is None else agreed
-            context = [*prompts[i], *expected[i][: settled[i] + agreed]]
-            margin = score_margin(target, context, sampling[i])
-            report.num_tokens += agreed + 1
-            if margin < TIE_MARGIN and agreed < len(rest):
+    """Run ``setting`` and add to ``report`` how its outputs differ from ``expected``.
+
+    ``expected`` : of `run`, tokens and log-probabilities; or of `reference_greedy`, tokens up to the first near-tie, as
+    with targets that are not exact.
+    """
+    answers = {tuple(p): e.token_ids for p, e in zip(prompts, expected, strict=True)}
+    outputs, acceptance = run(
+        target, prompts, sampling, setting, eos_token_ids=eos_token_ids, answers=answers, makers=makers
+    )
+    report.acceptance.setdefault(str(setting), acceptance)
+    for index, (found, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        is_exact = target.exactness.holds and wanted.logprobs is not None
+        ours, theirs = ((each if is_exact else None) for each in (found.logprobs, wanted.logprobs))
+        place = first_difference(found.token_ids, wanted.token_ids)
+        report.num_tokens += len(wanted.token_ids) if place is None else place + 1
+        report.num_logprobs += len(ours or ())
+        if place is None and ours is not None and ours != theirs:
+            pair = next((pair for pair in zip(ours, theirs or (), strict=False) if pair[0] != pair[1]), None)
+            report.mismatches.append(f"{setting}: prompt {index}, log-probabilities {pair}")
+        elif place is not None:
+            if not is_exact and is_near_tie(target, prompts[index], sampling[index], found.token_ids, wanted.token_ids):
                 report.num_ties += 1
-                settled[i] += agreed + 1
-                if settled[i] < len(expected[i]):
-                    again.append(i)
             else:
-                report.mismatches.append(f"{setting}: prompt {i}, token {settled[i] + agreed}, margin {margin:.2g}")
-        todo = again
+                report.mismatches.append(f"{setting}: prompt {index}, token {place}")
+
+
+def first_difference(got: Sequence[int], want: Sequence[int]) -> int | None:
+    """Where two outputs part, the end of the shorter included; None where they are equal."""
+    if list(got) == list(want):
+        return None
+    return next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
+
+
+def differs(
+    target: Target,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    got: Sequence[int],
+    want: Sequence[int],
+    noise: SequenceNoise | None = None,
+) -> bool:
+    """Whether an output is not what plain decoding said: at all; of a target that is not exact, but for a near-tie.
+
+    ``noise`` : as for `is_near_tie`.
+    """
+    if list(got) == list(want):
+        return False
+    return target.exactness.holds or not is_near_tie(target, prompt, params, got, want, noise)
 
 
 @torch.inference_mode()
-def score_margin(
-    target: Target,
-    context: Sequence[int],
-    params: SamplingParams,
-    noise: SequenceNoise | None = None,
-) -> float:
-    """How far the best score after ``context`` leads the second, noise included, in a plain pass.
-
-    ``noise`` : what it was sampled with; None for that of its seed, or of `run` where it has none.
-    """
-    target.rollback(0, 0)
-    logits = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1:].float()
-    target.rollback(0, 0)
-    scores = logits.double()
-    if not params.greedy:
-        keys = (noise or _noise_of(params)).keys(np.array(context, np.int32))
-        drawn = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
-        scores = truncated_scores(logits, [params]).double() + drawn
-    best = torch.topk(scores[0], 2).values
-    return float(best[0] - best[1])
-
-
-def _noise_of(params: SamplingParams) -> SequenceNoise:
-    if params.seed is not None:
-        return SequenceNoise.seeded(params.seed)
-    return SequenceNoise.coupled(secret_of(_ROOT, "default"), 0, _COUPLED.coupled_window)
-
-
 def is_near_tie(
     target: Target,
     prompt: Sequence[int],
@@ -270,15 +279,33 @@ def is_near_tie(
 ) -> bool:
     """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near.
 
-    ``noise`` : as for `score_margin`.
+    ``noise`` : what it was sampled with; None for that of its seed, or of `run` where it has none.
     """
-    place = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-    return place is not None and score_margin(target, [*prompt, *want[:place]], params, noise=noise) < TIE_MARGIN
+    place = first_difference(got, want)
+    if place is None or place >= min(len(got), len(want)):
+        return False
+    context = [*prompt, *want[:place]]
+    target.rollback(0, 0)
+    logits = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1:].float()
+    target.rollback(0, 0)
+    scores = logits.double()
+    if not params.greedy:
+        keys = (noise or _noise_of(params)).keys(np.array(context, np.int32))
+        drawn = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
+        scores = truncated_scores(logits, [params]).double() + drawn
+    best = torch.topk(scores[0], 2).values
+    return float(best[0] - best[1]) < TIE_MARGIN
+
+
+def _noise_of(params: SamplingParams) -> SequenceNoise:
+    if params.seed is not None:
+        return SequenceNoise.seeded(params.seed)
+    return SequenceNoise.coupled(secret_of(_ROOT, "default"), 0, _COUPLED.coupled_window)
 
 
 def reference_greedy(
     target: Target, prompts: Sequence[Sequence[int]], max_tokens: int, eos_token_ids: Iterable[int]
-) -> list[list[int]]:
+) -> list[Said]:
     """Plain ``model.generate`` of transformers, greedy, one prompt at a time, on the model's own attention."""
     model = target.model
     ours = model.config._attn_implementation
@@ -300,6 +327,6 @@ def reference_greedy(
             top_p=None,
             top_k=None,
         )
-        outputs.append(out[0, len(prompt) :].tolist())
+        outputs.append(Said(out[0, len(prompt) :].tolist()))
     model.set_attn_implementation(ours)
     return outputs

@@ -9,7 +9,7 @@ Two kinds of traffic, sampled at temperature 1 with a seed of its own for every 
 
 A pair is the same requests with speculation and without, in turn, the order changing from pair to pair. Ratios are
 tokens/s on over off, and time to the first token on over off; medians over pairs with a bootstrap interval of 95 %.
-Outputs of both must be equal token by token, near-ties aside. Prints a table; the last line of stdout is one JSON
+Outputs of both must be equal token by token. Prints a table; the last line of stdout is one JSON
 object.
 """
 
@@ -29,7 +29,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.environment import head, model_facts, model_name
-from benchmarks.exactness import is_near_tie
+from benchmarks.exactness import differs
 from benchmarks.models import add_model
 from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
@@ -55,7 +55,7 @@ class Half:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where an output differs by more than a near-tie."""
+    """Command line; returns the exit status: 1 where an output differs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add_model(parser)
@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = load_model(args.model, dtype=args.dtype, device=args.device)
     codec = TextCodec.load(str(args.model))
     print(f"{'traffic':>12} {'batch':>6} {'tokens/s':>9} {'95 %':>15} {'first token':>12} {'95 %':>15} {'drafted':>8}")
-    rows, num_ties, num_mismatches = [], 0, 0
+    rows, num_mismatches = [], 0
     for batch in args.batch:
         for row in compare(model, codec, batch, args.pairs, args.max_tokens):
-            num_ties, num_mismatches = num_ties + row["near_ties"], num_mismatches + row["mismatches"]
+            num_mismatches += row["mismatches"]
             rows.append(row)
             print(
                 f"{row['traffic']:>12} {batch:>6} "
@@ -88,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         **head("overhead"),
         **model_facts(model_name(args.model), model),
         "parameters": parameters,
-        "near_ties": num_ties,
         "mismatches": num_mismatches,
         "rows": rows,
     }
@@ -108,10 +107,9 @@ def compare(
     *,
     most_id: int | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row of the result for each kind of traffic; how many outputs differ by a near-tie and by more is in it.
+    """A row of the result for each kind of traffic; how many outputs differ is in it.
 
-    Where near ties are common, in types shorter than float32, none is told from the rest. most_id : prompts are ids
-    modulo this, for a model of another vocabulary.
+    most_id : prompts are ids modulo this, for a model of another vocabulary.
     """
     # Keys and values kept from the other answers would be the one side's alone.
     draft, config = DraftConfig(), EngineConfig(max_num_seqs=batch, enable_prefix_caching=False)
@@ -145,9 +143,9 @@ def _row(
     num_pairs: int,
     max_tokens: int,
 ) -> dict[str, Any]:
-    batch, is_exact = on.target.num_slots, on.target.dtype == torch.float32
+    batch = on.target.num_slots
     tokens, firsts = [], []
-    num_ties = num_mismatches = 0
+    num_mismatches = 0
     for pair in range(num_pairs + 1):
         prompts = [texts[(pair * batch + row) % len(texts)] for row in range(batch)]
         with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
@@ -161,10 +159,7 @@ def _row(
             on.caches = None
         ours, theirs = halves[id(on)], halves[id(off)]
         for row, (prompt, got, want) in enumerate(zip(prompts, ours.outputs, theirs.outputs, strict=True)):
-            if got != want:
-                sampling = _sampling(max_tokens, pair * batch + row)
-                is_tie = is_exact and is_near_tie(off.target, prompt, sampling, got, want)
-                num_ties, num_mismatches = num_ties + is_tie, num_mismatches + (not is_tie)
+            num_mismatches += differs(off.target, prompt, _sampling(max_tokens, pair * batch + row), got, want)
         if pair:  # the first one warms up
             num_tokens = [sum(map(len, half.outputs)) for half in (ours, theirs)]
             tokens.append((num_tokens[0] / ours.seconds) / (num_tokens[1] / theirs.seconds))
@@ -179,7 +174,6 @@ def _row(
         "first_token_ratio_95": bootstrap(firsts),
         "drafted_per_step": round(on.metrics.num_draft_tokens / max(1, on.metrics.num_verify_steps), 3),
         "accepted_per_step": round(on.metrics.num_accepted_tokens / max(1, on.metrics.num_verify_steps), 3),
-        "near_ties": num_ties,
         "mismatches": num_mismatches,
     }
 

@@ -9,9 +9,7 @@ Three kinds of traffic over pieces of the Python standard library, greedy and wi
 3. unrelated prompts: nothing is shared, so that reuse can only cost.
 
 Both engines get the same requests in turn, in every round first the one, then the other. The outputs of both are
-compared token by token; the first difference counts as a tie where the two best scores differ by less than
-``TIE_MARGIN`` (`benchmarks/exactness.py`), else the run fails. Prints a table; the last line of stdout is one JSON
-object.
+compared token by token; the run fails where they differ. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,11 +23,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.environment import head, model_facts, model_name
-from benchmarks.exactness import TIE_MARGIN, score_margin
+from benchmarks.exactness import differs, first_difference
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
@@ -70,7 +69,6 @@ def main() -> None:
     model = load_model(args.model, dtype="float32", device=args.device)
     targets = [open_target(model, num_slots=args.slots, max_length=MAX_LENGTH) for _ in range(2)]
     results: dict[str, Any] = {}
-    num_ties = 0
     for name, traffic in (("conversations", conversations), ("choices", choices), ("unrelated", unrelated)):
         found: dict[bool, list[Result]] = {True: [], False: []}
         for number in range(args.rounds):
@@ -78,7 +76,7 @@ def main() -> None:
             for reuse, target in zip((True, False), targets, strict=True):
                 result, outputs[reuse] = run(target, traffic(codec, number), reuse=reuse)
                 found[reuse].append(result)
-            num_ties += compare(targets[1], outputs[True], outputs[False])
+            compare(targets[1], outputs[True], outputs[False])
         results[name] = {("on" if reuse else "off"): summary(found[reuse]) for reuse in found}
         results[name]["speedup"] = round(results[name]["off"]["seconds"] / results[name]["on"]["seconds"], 3)
         if not args.json:
@@ -99,7 +97,7 @@ def main() -> None:
         "choices": CHOICES,
     }
     facts = {**head("prefix_reuse"), **model_facts(model_name(args.model), model)}
-    print(json.dumps({**facts, "parameters": parameters, "ties": num_ties, "results": results}))
+    print(json.dumps({**facts, "parameters": parameters, "results": results}))
 
 
 def pieces(codec: TextCodec, seed: int) -> Iterator[tuple[int, ...]]:
@@ -179,25 +177,16 @@ def run(target: Target, traffic: Traffic, *, reuse: bool) -> tuple[Result, dict[
     return Result(seconds, num_prompt_tokens, num_prompt_tokens - num_cached), outputs
 
 
-def compare(target: Target, found: dict[Asked, list[int]], expected: dict[Asked, list[int]]) -> int:
-    """How many outputs differ after a tie; SystemExit where one differs elsewhere.
+def compare(target: Target, found: dict[Asked, list[int]], expected: dict[Asked, list[int]]) -> None:
+    """SystemExit where an output differs.
 
-    A conversation that went on otherwise after a tie has no counterpart and is not compared further.
+    A conversation that went on otherwise, with a model that is not exact, has no counterpart and is not compared.
     """
-    num_ties = 0
-    for asked, wanted in expected.items():
-        tokens = found.get(asked)
-        if tokens is None or tokens == wanted:
-            continue
-        agreed = next(t for t, (one, other) in enumerate(zip(tokens, wanted, strict=True)) if one != other)
-        prompt, sampling, choice = asked
-        if choice:
-            raise SystemExit(f"choice {choice} differs at token {agreed}")
-        margin = score_margin(target, [*prompt, *wanted[:agreed]], sampling)
-        if margin >= TIE_MARGIN:
-            raise SystemExit(f"an output differs at token {agreed}, margin {margin:.2g}")
-        num_ties += 1
-    return num_ties
+    for (prompt, sampling, choice), wanted in expected.items():
+        tokens = found.get((prompt, sampling, choice), wanted)
+        noise = None if sampling.seed is None else SequenceNoise.seeded(sampling.seed, choice)
+        if differs(target, prompt, sampling, tokens, wanted, noise):
+            raise SystemExit(f"an output differs at token {first_difference(tokens, wanted)}")
 
 
 def summary(results: list[Result]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ssd.model.heads.eagle3 import Eagle3Head
 from ssd.model.heads.head import FINAL, Head, ParallelHead, RecurrentHead
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.tap import Tapped
+from ssd.model.loading.load_target import open_target
 from ssd.model.ways.slot_target import SlotTarget
 from tests.models import tiny_model
 
@@ -84,10 +85,12 @@ def random_eagle3(
 def tapped_target(
     model: PreTrainedModel, head: Head, *, num_slots: int = 4, max_length: int = 96, max_width: int = 8
 ) -> SlotTarget:
-    """A target that keeps what ``head`` reads."""
-    target = SlotTarget(model, num_slots, max_length, max_width)
-    target.can_verify_trees = True
-    target.keep_features(tapped_by(head, target.device, target.dtype))
+    """A target that is exact, and keeps what ``head`` reads."""
+    target = open_target(
+        model, num_slots=num_slots, max_length=max_length, max_draft_tokens=max_width - 1,
+        tapped=tapped_by(head, model.device, model.dtype), exact="on",
+    )  # fmt: skip
+    assert isinstance(target, SlotTarget) and target.can_verify_trees
     return target
 
 

@@ -31,6 +31,7 @@ from tests.reference.noise import coupled_key
 from tests.reference.target import exact_law, penalised
 from tests.statistics import assert_follows
 from tests.trees import BranchingDrafter
+from tests.whole_answers import answers_of
 
 ROOT = b"of all"
 LIMIT = 6
@@ -40,7 +41,7 @@ Text = tuple[int, ...]
 
 @cache
 def target_of(slots: int = 4, length: int = 128) -> Target:
-    return open_target(tiny_model(), num_slots=slots, max_length=length, max_draft_tokens=LIMIT)
+    return open_target(tiny_model(), num_slots=slots, max_length=length, max_draft_tokens=LIMIT, exact="on")
 
 
 def make_engine(
@@ -79,14 +80,9 @@ def ask(name: str, prompt: Sequence[int], stream: int | None = 0, **sampling: An
 
 def said(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     """The output of each request, all asked at once."""
-    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id] += output.token_ids
+    found = answers_of(engine, requests)
     assert engine.metrics.drafter_failures == 0
-    return list(outputs.values())
+    return [answer.token_ids for answer in found]
 
 
 def prompt_of(seed: int, length: int) -> Text:
@@ -212,15 +208,15 @@ class Repeating:
 def test_loops_are_counted_alike_with_and_without_drafts(allowed: Text, window: int, shape: DraftShape) -> None:
     """One context comes more than a hundred times, and two tokens in any order; prompts of one token, too."""
     requests = [
-        ask(str(stream), prompt, stream, max_tokens=118, allowed_token_ids=allowed)
+        ask(str(stream), prompt, stream, max_tokens=118, allowed_token_ids=allowed, logprobs=0)
         for stream, prompt in enumerate([(7,), (8,), (7,) * 9])
     ]
-    plain = said(make_engine(window=window), requests)
+    plain = answers_of(make_engine(window=window), requests)
     engine = make_engine(Repeating(), window=window, shape=shape)
-    assert said(engine, requests) == plain
+    assert answers_of(engine, requests) == plain
     assert engine.metrics.num_accepted_tokens > 30
     if len(allowed) == 2:
-        assert all(20 < output.count(7) < 98 for output in plain)  # no loop that noise used twice would make
+        assert all(20 < answer.token_ids.count(7) < 98 for answer in plain)  # no loop that noise used twice would make
 
 
 # -- what clients see beside tokens ------------------------------------------------------------------------------------
@@ -230,7 +226,7 @@ def test_text_stops_and_logprobs_are_the_same_with_and_without_drafts() -> None:
     """Real weights and text: stop strings end where they ended, and every log-probability is of its own token."""
     codec = TextCodec.load(str(MODEL_PATH))
     model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    target = open_target(model, num_slots=2, max_length=96, max_draft_tokens=LIMIT)
+    target = open_target(model, num_slots=2, max_length=96, max_draft_tokens=LIMIT, exact="on")
     prompt = tuple(codec.encode_prompt("import os\n\n\nclass Path:\n    def join(self, other):\n"))
     more: list[dict[str, Any]] = [
         {"stop": ("def", "\n\n"), "logprobs": 2},
@@ -241,37 +237,13 @@ def test_text_stops_and_logprobs_are_the_same_with_and_without_drafts() -> None:
         ask(str(number), prompt[number:], number, max_tokens=40, temperature=0.8, **each)
         for number, each in enumerate(more)
     ]
-    plain = seen(make_engine(target=target, codec=codec), requests)
-    answers = {request.prompt_token_ids: tokens for request, (tokens, *_) in zip(requests, plain, strict=True)}
+    plain = [answers_of(make_engine(target=target, codec=codec), [request])[0] for request in requests]
+    answers = {request.prompt_token_ids: answer.token_ids for request, answer in zip(requests, plain, strict=True)}
     for drafter in (OracleDrafter(answers, codec.vocab_size), make_drafter("ssd", DraftConfig())):
         with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches:
             engine = make_engine(drafter, target=target, caches=caches, codec=codec)
-            for (*found, found_chances), (*expected, chances) in zip(seen(engine, requests), plain, strict=True):
-                assert found == expected
-                np.testing.assert_allclose(found_chances, chances, atol=1e-3)
-    assert [reason is not None for *_, reason, _, _ in plain] == [True, True, False]
-
-
-def seen(engine: Engine, requests: Sequence[Request]) -> list[tuple[Any, ...]]:
-    """All that clients see of their answers, asked one after the other: the last are log-probabilities."""
-    answers = []
-    for request in requests:
-        engine.submit(request)
-        outputs = []
-        while engine.has_work():
-            outputs += engine.step()
-        entries = [*(outputs[0].prompt_logprobs or ()), *(each for output in outputs for each in output.logprobs or ())]
-        answers.append(
-            (
-                [token for output in outputs for token in output.token_ids],
-                "".join(output.text for output in outputs),
-                outputs[-1].finish_reason,
-                outputs[-1].stop_reason,
-                [entry and entry.token_id for entry in entries],
-                [entry.logprob for entry in entries if entry],
-            )
-        )
-    return answers
+            assert answers_of(engine, requests) == plain
+    assert [answer.stop_reason is not None for answer in plain] == [True, True, False]
 
 
 # -- the law, with speculation on --------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from tests.models import VOCAB, tiny_model
 from tests.reference import law as slow
 from tests.sampling_rows import make_row
 from tests.statistics import assert_follows
+from tests.whole_answers import Answer, answers_of
 
 SLOTS = 8
 MAX_TOKENS = 16
@@ -50,7 +51,7 @@ def codec() -> TextCodec:
 
 @cache
 def target() -> Target:
-    return open_target(bundled(), num_slots=SLOTS, max_length=160)
+    return open_target(bundled(), num_slots=SLOTS, max_length=160, exact="on")
 
 
 def bundled() -> PreTrainedModel:
@@ -157,16 +158,16 @@ def test_a_draft_model_changes_no_token(kind: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("name", ["itself", "noisy", "joint"])
 def test_every_seed_keeps_its_tokens(name: str) -> None:
-    """Without the rule for near-ties: seeds that requests bring, and those that are drawn for them in their order."""
+    """Seeds that requests bring, and those that are drawn for them in their order."""
     asked = prompts(8) * 4
     sampling = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=(0.4, 0.8, 1.0, 1.4)[index // 8], seed=index if odd else None)
         for index, odd in zip(range(len(asked)), cycle((False, True)), strict=False)
     ]
-    plain = tokens_of(make_engine(None), asked, sampling)
+    plain = answers(make_engine(None), asked, sampling)
     engine = make_engine(MAKERS[name]())
-    assert tokens_of(engine, asked, sampling) == plain
-    assert len({tuple(tokens) for tokens in plain.values()}) > len(asked) // 2
+    assert answers(engine, asked, sampling) == plain
+    assert len({tuple(answer.token_ids) for answer in plain}) > len(asked) // 2
     assert engine.metrics.by_source["model"].num_accepted_tokens > 0
 
 
@@ -181,15 +182,15 @@ PENALISED = [
 def test_penalties_bias_and_stops_apply_to_drafts_as_to_the_target() -> None:
     asked = [prompt for prompt in prompts(3) for _ in PENALISED]
     sampling = PENALISED * 3
-    plain = tokens_of(make_engine(None), asked, sampling)
+    plain = answers(make_engine(None), asked, sampling)
     engine = make_engine(uncut("noisy"))
-    assert tokens_of(engine, asked, sampling) == plain
+    assert answers(engine, asked, sampling) == plain
     assert engine.metrics.by_source["model"].num_accepted_tokens > 0
 
 
 def test_the_model_itself_drafts_the_penalised_tokens() -> None:
     engine = make_engine(uncut("itself"))
-    tokens_of(engine, prompts(4), PENALISED)
+    answers(engine, prompts(4), PENALISED)
     counts = engine.metrics.by_source["model"]
     assert counts.num_accepted_tokens >= 0.9 * counts.num_draft_tokens > 0
 
@@ -207,16 +208,12 @@ def make_engine(drafter: Drafter | None) -> Engine:
     )
 
 
-def tokens_of(
-    engine: Engine, asked: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
-) -> dict[str, list[int]]:
-    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(asked))}
-    for index, (prompt, params) in enumerate(zip(asked, sampling, strict=True)):
-        engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=params))
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id].extend(output.token_ids)
-    return outputs
+def answers(engine: Engine, asked: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Answer]:
+    pairs = enumerate(zip(asked, sampling, strict=True))
+    return answers_of(engine, [
+        Request(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=replace(params, logprobs=1))
+        for index, (prompt, params) in pairs
+    ])  # fmt: skip
 
 
 # -- the law of the output -----------------------------------------------------------------------------------------
@@ -262,9 +259,8 @@ def test_the_engine_puts_out_the_targets_law(params: SamplingParams) -> None:
         draft=DraftConfig(num_speculative_tokens=3),
         draw_seed=lambda: next(numbers),
     )
-    outputs = tokens_of(engine, [TINY_PROMPT] * 1000, [params] * 1000)
-    outputs |= {f"{name}'": tokens for name, tokens in tokens_of(engine, [TINY_PROMPT] * 1000, [params] * 1000).items()}
-    assert_follows(Counter(map(tuple, outputs.values())), slow.plain_law(law_after, 3))
+    found = [answer for _ in range(2) for answer in answers(engine, [TINY_PROMPT] * 1000, [params] * 1000)]
+    assert_follows(Counter(tuple(answer.token_ids) for answer in found), slow.plain_law(law_after, 3))
     counts = engine.metrics.by_source["model"]
     assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
 
@@ -386,7 +382,7 @@ def test_a_failing_draft_model_is_a_counter_and_changes_nothing(beside: bool) ->
         drafter = Arbiter([SuffixDrafter(), drafter])
     engine = make_engine(drafter)
     asked, sampling = prompts(4), PENALISED
-    assert tokens_of(engine, asked, sampling) == tokens_of(make_engine(None), asked, sampling)
+    assert answers(engine, asked, sampling) == answers(make_engine(None), asked, sampling)
     assert engine.metrics.drafter_failures > 0
     assert "model" not in engine.metrics.by_source and bool(engine.metrics.by_source) == beside
 
@@ -415,7 +411,7 @@ def test_estimates_come_to_say_what_is_accepted(temperature: float) -> None:
     """Their sum over the tested tokens nears the number accepted."""
     drafter = uncut("noisy")
     params = [SamplingParams(max_tokens=32, temperature=temperature, seed=seed) for seed in range(16)]
-    tokens_of(make_engine(drafter), prompts(16), params)
+    answers(make_engine(drafter), prompts(16), params)
     assert drafter.accepted > 50
     assert drafter.promised == pytest.approx(drafter.accepted, rel=0.25)
 
@@ -443,7 +439,7 @@ def test_an_engine_with_a_draft_model_from_files(tmp_path: object) -> None:
         draft_model=MODEL_PATH,
     )
     engine.warm_up()
-    assert tokens_of(engine, prompts(4), PENALISED) == tokens_of(make_engine(None), prompts(4), PENALISED)
+    assert answers(engine, prompts(4), PENALISED) == answers(make_engine(None), prompts(4), PENALISED)
 
 
 def test_a_drafter_that_judges_no_drafts_has_none_beside_it() -> None:

@@ -26,6 +26,7 @@ from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
 from tests.tokenizers_for_tests import byte_level_tokenizer, real_tokenizers, sentencepiece_like_tokenizer
+from tests.whole_answers import Answer, whole
 
 CODEC = TextCodec.load(str(MODEL_PATH))
 EOS = CODEC.eos_token_ids[0]
@@ -229,12 +230,13 @@ def test_a_refusal_of_a_grammar_is_one_short_line() -> None:
 @pytest.fixture(scope="module")
 def target() -> Any:
     model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    return open_target(model, num_slots=2, max_length=192, max_draft_tokens=8)
+    return open_target(model, num_slots=2, max_length=192, max_draft_tokens=8, exact="on")
 
 
 def output_of(
     target: Any, drafter: Drafter, prompt: Sequence[int], sampling: SamplingParams, k: int
-) -> tuple[Any, ...]:
+) -> tuple[Answer, int]:
+    """The answer, and how many passes it took."""
     engine = Engine(
         target,
         drafter=drafter,
@@ -245,15 +247,10 @@ def output_of(
     )
     for name, params in (("a", sampling), ("free", replace(sampling, structured_output=None, max_tokens=9))):
         engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=params))
-    text, reason, steps = "", None, 0
-    token_ids: list[int] = []
+    outputs = []
     while engine.has_work():
-        for output in engine.step():
-            if output.request_id == "a":
-                token_ids += output.token_ids
-                text += output.text
-                reason, steps = output.finish_reason, output.stats.num_verify_steps
-    return token_ids, text, reason, steps
+        outputs += [output for output in engine.step() if output.request_id == "a"]
+    return whole(outputs), outputs[-1].stats.num_verify_steps
 
 
 @pytest.mark.parametrize("kind", sorted(OUTPUTS))
@@ -263,19 +260,19 @@ def test_structured_output_fits_and_speculation_changes_no_token(target: Any, ki
     for seed in (0, 1, 2, None):  # without one: coupled
         prompt = CODEC.encode_prompt(f"def f{seed}(a):\n    return")
         sampling = SamplingParams(
-            max_tokens=60, temperature=temperature, seed=seed, structured_output=OUTPUTS[kind], logprobs=0
+            max_tokens=60, temperature=temperature, seed=seed, structured_output=OUTPUTS[kind], logprobs=2
         )
-        plain, text, reason, steps = output_of(target, make_drafter("none", DraftConfig()), prompt, sampling, 0)
-        assert (plain[-1] == EOS) == (reason is FinishReason.STOP)
-        if reason is FinishReason.STOP:
-            assert fits(kind, text), text
-        known = {tuple(prompt): [*plain, EOS, 5]}
+        plain, steps = output_of(target, make_drafter("none", DraftConfig()), prompt, sampling, 0)
+        assert (plain.token_ids[-1] == EOS) == (plain.finish_reason is FinishReason.STOP)
+        if plain.finish_reason is FinishReason.STOP:
+            assert fits(kind, plain.text), plain.text
+        known = {tuple(prompt): [*plain.token_ids, EOS, 5]}
         drafters = [OracleDrafter(known, CODEC.vocab_size), RandomDrafter(CODEC.vocab_size)]
         for drafter in (*drafters, make_drafter("ssd", DraftConfig())):
-            found = output_of(target, drafter, prompt, sampling, 8)
-            assert found[:3] == (plain, text, reason)
-            if drafter is drafters[0] and len(plain) > 2:
-                assert found[3] < steps
+            found, fewer = output_of(target, drafter, prompt, sampling, 8)
+            assert found == plain
+            if drafter is drafters[0] and len(plain.token_ids) > 2:
+                assert fewer < steps
 
 
 @pytest.mark.parametrize("k", [0, 6])
@@ -298,10 +295,10 @@ def test_a_finished_grammar_only_ends_even_if_the_end_is_ignored(target: Any) ->
         max_tokens=8, temperature=0.0, ignore_eos=True, structured_output=StructuredOutput("choice", '["yes"]')
     )
     prompt = CODEC.encode_prompt("x = ")
-    plain = output_of(target, make_drafter("none", DraftConfig()), prompt, sampling, 0)
-    assert plain[1] == "yes" and plain[0][-1] == EOS and len(plain[0]) == 8
-    known = {tuple(prompt): plain[0]}
-    assert output_of(target, OracleDrafter(known, CODEC.vocab_size), prompt, sampling, 8)[:3] == plain[:3]
+    plain, _ = output_of(target, make_drafter("none", DraftConfig()), prompt, sampling, 0)
+    assert plain.text == "yes" and plain.token_ids[-1] == EOS and len(plain.token_ids) == 8
+    known = {tuple(prompt): plain.token_ids}
+    assert output_of(target, OracleDrafter(known, CODEC.vocab_size), prompt, sampling, 8)[0] == plain
 
 
 def test_weaker_rules_give_way_to_the_grammar(target: Any) -> None:
@@ -311,8 +308,8 @@ def test_weaker_rules_give_way_to_the_grammar(target: Any) -> None:
         max_tokens=8, temperature=0.0, min_tokens=8, allowed_token_ids=(7,), bad_words=(tuple(yes),),
         structured_output=StructuredOutput("choice", '["yes"]'),
     )  # fmt: skip
-    text, reason = output_of(target, make_drafter("none", DraftConfig()), CODEC.encode_prompt("x"), sampling, 0)[1:3]
-    assert (text, reason) == ("yes", FinishReason.STOP)
+    found, _ = output_of(target, make_drafter("none", DraftConfig()), CODEC.encode_prompt("x"), sampling, 0)
+    assert (found.text, found.finish_reason) == ("yes", FinishReason.STOP)
 
 
 def test_a_grammar_as_deep_as_it_is_long_ends_no_process() -> None:

@@ -90,7 +90,8 @@ HEADS: dict[str, Callable[[Path], Published]] = {
 def open_with(head: Published) -> tuple[Target, HeadDrafter]:
     model = tiny_model(head.architecture)
     loaded = load_head(head.directory, model)
-    target = open_target(model, num_slots=4, max_length=64, tapped=tapped_by(loaded, model.device, model.dtype))
+    tapped = tapped_by(loaded, model.device, model.dtype)
+    target = open_target(model, num_slots=4, max_length=64, tapped=tapped, exact="on")
     return target, HeadDrafter(loaded, target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,10 +22,12 @@ from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
 from tests.reference import scheduling as slow
 from tests.reference.noise import coupled_key
+from tests.whole_answers import Answer, answers_of, whole
 
 PLAIN_MODEL = tiny_model()  # never driven by an engine
 EOS = 2
 MAX_LENGTH = 96
+NOT_EXACT = {"stablelm", "mamba"}
 ROOT, STREAMS, WINDOW = b"of all", 2, 2
 
 
@@ -38,7 +41,13 @@ def make_engine(architecture: str = "llama", *, slots: int = 3, random_drafts: b
     """An engine that takes priorities."""
     draft = DraftConfig(num_speculative_tokens=4)
     return Engine(
-        open_target(model_of(architecture), num_slots=slots, max_length=MAX_LENGTH, max_draft_tokens=4),
+        open_target(
+            model_of(architecture),
+            num_slots=slots,
+            max_length=MAX_LENGTH,
+            max_draft_tokens=4,
+            exact="auto" if architecture in NOT_EXACT else "on",
+        ),
         drafter=RandomDrafter(VOCAB) if random_drafts else make_drafter("ssd", draft),
         config=EngineConfig(
             max_num_seqs=slots,
@@ -59,11 +68,11 @@ def text(seed: int, length: int) -> tuple[int, ...]:
 
 
 def greedy(max_tokens: int = 8) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=1)
 
 
 def drawn(seed: int | None, max_tokens: int = 8) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=1.0, top_p=0.95, seed=seed, ignore_eos=True)
+    return SamplingParams(max_tokens=max_tokens, temperature=1.0, top_p=0.95, seed=seed, ignore_eos=True, logprobs=1)
 
 
 def request(name: str, prompt: Sequence[int], sampling: SamplingParams | None = None, **fields: object) -> Request:
@@ -258,7 +267,8 @@ def test_other_architectures_reuse_too(architecture: str) -> None:
         turn = [*system, *text(2, 9), *tokens_of(found["a"]), *text(4, 3)]
         engine.submit(request("c", turn, drawn(1)))
         found |= finish_all(engine)
-        outputs.append({name: tokens_of(found[name]) for name in "abc"})
+        is_exact = architecture not in NOT_EXACT
+        outputs.append({name: whole(found[name]) if is_exact else tokens_of(found[name]) for name in "abc"})
         assert (found["c"][-1].stats.num_cached_tokens > 40) == reuse
     assert outputs[0] == outputs[1]
 
@@ -267,6 +277,16 @@ def test_a_recurrent_model_reuses_nothing() -> None:
     engine = make_engine("mamba", slots=2)
     first, second = (answer(engine, request(name, text(1, 30))) for name in "ab")
     assert first == second and second[1] == 0
+
+
+@cache
+def plain_engine() -> Engine:
+    return make_engine(slots=1, reuse=False)
+
+
+def alone(asked: Request) -> Answer:
+    """By an engine that does nothing else, drafts nothing and keeps nothing."""
+    return answers_of(plain_engine(), [replace(asked, num_speculative_tokens=0)])[0]
 
 
 Asked = tuple[int, int, int, int, str, int]
@@ -292,7 +312,8 @@ Asked = tuple[int, int, int, int, str, int]
 def test_output_is_that_of_plain_decoding_one_at_a_time(asked: list[Asked], slots: int, chunk: int) -> None:
     """Requests whose prompts begin alike, some cancelled, some preempted, greedy and drawn, in few slots.
 
-    Those that are coupled say what secret, stream and their own text say, whatever was said before and beside them.
+    Tokens and log-probabilities. Those that are coupled say what secret, stream and their own text say, whatever was
+    said before and beside them.
     """
     engine = make_engine(slots=slots, chunk=chunk)
     requests = {}
@@ -322,9 +343,12 @@ def test_output_is_that_of_plain_decoding_one_at_a_time(asked: list[Asked], slot
         step(number)
         number += 1
     for name, mine in outputs.items():
-        whole = expected(requests[name])
-        assert tokens_of(mine) == whole[: len(tokens_of(mine))]
-        if mine[-1].finish_reason is not FinishReason.CANCELLED:
-            assert tokens_of(mine) == whole
+        found, plain = whole(mine), alone(requests[name])
+        assert plain.token_ids == expected(requests[name])
+        if found.finish_reason is FinishReason.CANCELLED:
+            count = len(found.token_ids)
+            assert (found.token_ids, found.logprobs or []) == (plain.token_ids[:count], (plain.logprobs or [])[:count])
+        else:
+            assert found == plain
     assert len(outputs) == len(asked)
     assert engine.metrics.integrity_violations == 0

@@ -25,6 +25,7 @@ from ssd.model.loading.weights import weight_bytes
 from ssd.model.target import Target
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets
+from tests.whole_answers import Answer, answers_of
 
 Weights = dict[str, torch.Tensor]
 
@@ -57,20 +58,17 @@ def engine_of(model: PreTrainedModel | Target) -> Engine:
     return Engine(target, drafter=RandomDrafter(VOCAB), config=EngineConfig(max_num_seqs=2), draft=draft)
 
 
-def said(engine: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
-    """What it answers, greedy and with a seed."""
-    found: dict[str, list[int]] = {}
-    for temperature in (0.0, 0.9):
-        for index, prompt in enumerate(prompts):
-            name = f"{temperature}-{index}"
-            sampling = SamplingParams(max_tokens=8, temperature=temperature, seed=index, ignore_eos=True)
-            engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling))
-            found[name] = []
-    while engine.has_work():
-        for output in engine.step():
-            assert output.error is None
-            found[output.request_id] += output.token_ids
-    return list(found.values())
+def said(engine: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[Answer]:
+    """What it answers, greedy and with a seed, log-probabilities included."""
+    return answers_of(engine, [
+        Request(
+            request_id=f"{temperature}-{index}",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=8, temperature=temperature, seed=index, ignore_eos=True, logprobs=1),
+        )
+        for temperature in (0.0, 0.9)
+        for index, prompt in enumerate(prompts)
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "changes"), ARCHITECTURES, ids=lambda value: str(value))

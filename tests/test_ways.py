@@ -161,7 +161,7 @@ def test_a_long_text_in_the_batch_does_not_turn_the_short_ones() -> None:
 def test_held_longrope_is_what_generate_says_of_the_held_model() -> None:
     target = open_target(long_rope_model(), num_slots=2, max_length=100)
     prompt = np.random.default_rng(1).integers(3, VOCAB, 28).tolist()
-    assert greedy(target, prompt, 12) == reference_greedy(target, [prompt], 12, [])[0]
+    assert greedy(target, prompt, 12) == reference_greedy(target, [prompt], 12, [])[0].token_ids
 
 
 def greedy(target: Target, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -7,9 +7,9 @@ Three engines answer the same questions one after the other: without speculation
 and a seed for every request as before. Nothing twice: prompts that are all new, on empty caches. Asked again: every
 prompt was answered once of every stream, then comes again with a stream that is drawn. Near-variants: the same prompts
 with a word or a number changed or a sentence added. Growth: the mixed stream of ``benchmarks.growth``, its first and
-its last fifth. Every timed output is compared with speculation off of the same noise, with the near-tie rule of
-``benchmarks/exactness.py``. Ratios are of tokens/s within a group of requests, prompts included: medians over groups,
-with the least and the most; beside them ratios by CPU time, which other programs on the machine change less.
+its last fifth. Every timed output is compared with speculation off of the same noise. Ratios
+are of tokens/s within a group of requests, prompts included: medians over groups, with the least and the most; beside
+them ratios by CPU time, which other programs on the machine change less.
 
 With ``--windows`` it asks instead how many tokens the noise should depend on: prompts and their near-variants are
 answered with each window, and the answers compared with each other; pairs whose noise is their own are window 0.
@@ -38,7 +38,7 @@ _PAIR_STREAMS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where an output differs by more than a near-tie."""
+    """Command line; returns the exit status: 1 where an output differs."""
     args = _parse(argv)
     parameters = {
         name: value for name, value in vars(args).items() if name not in ("model", "quick", "out", "json", "windows")
@@ -58,12 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         **model_facts(model_name(args.model), opened.model),
         "parameters": parameters,
         "compared_tokens": comparison.num_tokens,
-        "ties": comparison.num_ties,
         "mismatches": comparison.num_mismatches,
         **found,
     }
-    print(f"\n{comparison.num_tokens} tokens compared, {comparison.num_ties} near-ties, "
-          f"{comparison.num_mismatches} mismatches")  # fmt: skip
+    print(f"\n{comparison.num_tokens} tokens compared, {comparison.num_mismatches} mismatches")
     line = json.dumps(result)
     if args.out is not None:
         args.out.write_text(line + "\n")
@@ -118,7 +116,6 @@ def _windows(opened: Opened, args: argparse.Namespace) -> tuple[dict[str, Any], 
             cells = " ".join(f"{found[name][0]:>9.3f} ± {found[name][1]:<6.3f}" for name in MEASURES)
             print(f"{temperature:>4} {window or 'none':>6} {cells} {found['tokens_per_pass']:>14.3f}", flush=True)
         comparison.num_tokens += contenders.comparison.num_tokens
-        comparison.num_ties += contenders.comparison.num_ties
         comparison.num_mismatches += contenders.comparison.num_mismatches
     return {"windows": args.windows, "pairs": len(pairs.prompts), "rows": rows}, comparison
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from benchmarks.exactness import is_near_tie
+from benchmarks.exactness import differs
 from benchmarks.sources.rounds import Tally, complete
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
@@ -56,7 +56,6 @@ class Comparison:
     """How outputs compare with speculation off."""
 
     num_tokens: int = 0
-    num_ties: int = 0
     num_mismatches: int = 0
 
 
@@ -155,16 +154,12 @@ class Contenders:
     def compare(
         self, question: Question, sampling: Sampling, got: list[int], want: list[int], *, is_coupled: bool = True
     ) -> None:
-        """Count whether an output is what speculation off says, or parts from it where two tokens score the same."""
+        """Count whether an output is what speculation off says, or not."""
         self.comparison.num_tokens += len(got)
-        if got == want:
-            return
         request = self._request(question, sampling, is_coupled=is_coupled)
         noise = self._coupling.noise_of(request, 0)
         target = self._engines[OFF].target
-        is_tie = is_near_tie(target, question.prompt, request.sampling, got, want, noise)
-        self.comparison.num_ties += is_tie
-        self.comparison.num_mismatches += not is_tie
+        self.comparison.num_mismatches += differs(target, question.prompt, request.sampling, got, want, noise)
 
     def _request(self, question: Question, sampling: Sampling, *, is_coupled: bool) -> Request:
         self._num_asked += 1

@@ -69,7 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "predicted_tokens_per_step": round(predicted["tokens_per_step"], 4),
             "cost": predicted["cost"],
             "error": round(predicted["speedup"] / measured - 1.0, 4),
-            "ties": sum(one.num_ties for one in rounds),
             "mismatches": sum(one.num_mismatches for one in rounds),
         }
         result["workloads"].append(found)

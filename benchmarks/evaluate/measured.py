@@ -10,7 +10,7 @@ from statistics import median
 
 from transformers import PreTrainedModel
 
-from benchmarks.exactness import is_near_tie
+from benchmarks.exactness import differs
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine, Request
@@ -49,7 +49,6 @@ class Round:
     speedup: float
     whole: float
     tokens_per_step: float
-    num_ties: int
     num_mismatches: int
 
 
@@ -72,15 +71,12 @@ def run_round(model: PreTrainedModel, codec: TextCodec, prompts: Sequence[list[i
         prompt_s = sum(max(0.0, steps[0] - plain_s) for steps in off.seconds)
         on_s, off_s = (sum(map(sum, timed.seconds)) for timed in (on, off))
         pairs = zip(prompts, on.outputs, off.outputs, strict=True)
-        differing = [(prompt, got, want) for prompt, got, want in pairs if got != want]
-        num_ties = sum(is_near_tie(off.engine.target, prompt, params, got, want) for prompt, got, want in differing)
         return Round(
             off.outputs,
             (off_s - prompt_s) / (on_s - prompt_s),
             off_s / on_s,
             sum(map(len, on.outputs)) / on.engine.metrics.num_verify_steps,
-            num_ties,
-            len(differing) - num_ties,
+            sum(differs(off.engine.target, prompt, params, got, want) for prompt, got, want in pairs),
         )
 
 

@@ -3,8 +3,8 @@
 ``python -m benchmarks.faults [--rounds N] [--seed S] [--only NAME ...] [--combinations N] [--soak SECONDS]``
 
 Each round starts a real server (bundled model, float32) with a durable cache, and clients that ask for completions and
-streams, leave some of them early and verify every answer against one computed before without speculation: greedy, near-
-ties excepted (``benchmarks/exactness.py``), and sampled with a seed. Meanwhile faults are injected: processes are
+streams, leave some of them early and verify every answer against one computed before without speculation: greedy
+and sampled with a seed. Meanwhile faults are injected: processes are
 killed and stopped, disks are full or refuse writes, files are changed under the server, Redis fails or holds what
 others wrote, requests want too much; then one to three of them at random. Beside their questions the clients send
 *notes*, texts with a number. Afterwards every note that was on disk before a fault, or was acknowledged before an

@@ -22,7 +22,7 @@ _NOTE_TOKENS = 4
 class Load:
     """Clients of one server: completions, streams, streams that are left early, and notes.
 
-    ``counts`` : "right", "tie", "changed", "cancelled", "noted"; "failed" where the server ought to have answered, and
+    ``counts`` : "right", "changed", "cancelled", "noted"; "failed" where the server ought to have answered, and
     "interrupted" where it was being killed.
     """
 
@@ -132,7 +132,7 @@ class Load:
                 finish_reason = choice["finish_reason"] or finish_reason
                 num_events += 1
                 if num_events == leave_after:
-                    return "cancelled" if question.text.startswith(text) or question.ties else "changed"
+                    return "cancelled" if question.text.startswith(text) else "changed"
         raise http.client.HTTPException("the stream ended before its end mark")
 
     def _judge(self, question: Question, text: str, finish_reason: str) -> str:

@@ -16,7 +16,7 @@ from benchmarks.faults.scene import Scene, SkippedError
 from benchmarks.faults.table import Fault
 from ssd.text.codec import TextCodec
 
-OUTCOMES = ("right", "tie", "cancelled", "noted", "refused", "interrupted")
+OUTCOMES = ("right", "cancelled", "noted", "refused", "interrupted")
 PROBLEMS = ("failed", "changed", "died", "lost", "twice", "elsewhere", "deaf")
 """A request failed; an answer changed; the server ended by itself; a promised note is gone, is there twice, or lies in
 another namespace; sharing did not come back."""

@@ -32,7 +32,7 @@ _CACHE_TOKENS = 1 << 20
 _DISK_BYTES = 32 << 20
 _SERVER = (
     *("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "256"),
-    *("--num-speculative-tokens", "16"),
+    *("--num-speculative-tokens", "16", "--exact", "on"),
 )
 
 

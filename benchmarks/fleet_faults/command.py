@@ -83,7 +83,7 @@ def _facts(row: Row) -> dict[str, Any]:
     return {**facts, "sharing_back_s": sharing_s, "memory_mib": round(row.memory_mib), "seconds": round(row.seconds, 1)}
 
 
-_SHOWN = ("right", "tie", "noted", "interrupted", *PROBLEMS)
+_SHOWN = ("right", "noted", "interrupted", *PROBLEMS)
 _HEADS = " ".join([f"{'faults':<52}", *(f"{name:>11}" for name in _SHOWN), "  sharing   memory"])
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from benchmarks.fleet_faults.fleet import Fleet
 from benchmarks.fleet_faults.table import Fault
 
-OUTCOMES: Final = ("right", "tie", "cancelled", "noted", "interrupted")
+OUTCOMES: Final = ("right", "cancelled", "noted", "interrupted")
 PROBLEMS: Final = ("failed", "changed", "died", "lost", "twice", "elsewhere", "deaf")
 """A request failed; an answer changed; a server ended by itself; a promised note is gone from its server, is twice in
 one, or lies in another tenant's cache; a text did not reach all servers in time after the fault."""

@@ -36,7 +36,7 @@ def check(directory: Path) -> str:
     target = open_target(model, num_slots=1, max_length=256)
     prompts = [codec.encode_prompt(text) for text, _ in KNOWN_ENDS]
     said = reference_greedy(target, prompts, _MAX_TOKENS, codec.eos_token_ids)
-    for (text, end), tokens in zip(KNOWN_ENDS, said, strict=True):
+    for (text, end), (tokens, _) in zip(KNOWN_ENDS, said, strict=True):
         if end not in codec.decode(tokens)[: 2 * len(end) + 8]:
             raise ValueError(f"{text!r} goes on with {codec.decode(tokens)!r}, not with {end!r}; make it anew")
     report = Report()
@@ -44,7 +44,9 @@ def check(directory: Path) -> str:
     compare(target, prompts, greedy, said, Setting("ssd", 16, 1), eos_token_ids=codec.eos_token_ids, report=report)
     if report.mismatches:
         raise ValueError(f"our engine says other tokens than transformers: {'; '.join(report.mismatches)}")
-    return f"{KNOWN_ENDS[0][0]!r} goes on with {codec.decode(said[0])!r}; {report}, engine against transformers"
+    return (
+        f"{KNOWN_ENDS[0][0]!r} goes on with {codec.decode(said[0].token_ids)!r}; {report}, engine against transformers"
+    )
 
 
 def main() -> int:

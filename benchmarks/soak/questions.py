@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.exactness import TIE_MARGIN, score_margin
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig, SamplingParams, StructuredOutput
-from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, Request
 from ssd.text.codec import TextCodec
 
@@ -57,7 +55,7 @@ class Reference:
             device="cpu",
             dtype="float32",
             codec=self._codec,
-            config=EngineConfig(max_num_seqs=8, max_model_len=512, enable_prefix_caching=False),
+            config=EngineConfig(max_num_seqs=8, max_model_len=512, enable_prefix_caching=False, exact="on"),
             draft=DraftConfig(num_speculative_tokens=0),
         )
 
@@ -65,16 +63,6 @@ class Reference:
         """``number`` questions, of each kind as many."""
         kinds = self._kinds(max_tokens)
         return [self._question(*next(kinds)) for _ in range(number)]
-
-    def is_tie(self, question: Question, index: int, token_ids: Sequence[int]) -> bool:
-        """Whether an answer parts from the right one where the two best tokens score almost the same."""
-        want = question.answers[index].token_ids
-        at = next((i for i, (a, b) in enumerate(zip(token_ids, want, strict=False)) if a != b), None)
-        if at is None or question.sampling.structured_output is not None:
-            return False
-        context = [*question.prompt, *want[:at]]
-        noise = SequenceNoise.seeded(question.sampling.seed or 0, index)
-        return score_margin(self._engine.target, context, question.sampling, noise=noise) < TIE_MARGIN
 
     def close(self) -> None:
         """End the engine."""

@@ -5,7 +5,7 @@
 Text that never repeats: pieces of the standard library, no prompt twice, and caches that are empty when a round begins.
 Speculation off, every source alone (what the index and the request's own text hold, the target's own candidates, a
 draft head, a draft model) and all together answer the same requests in turn, greedy and sampled; a seed for every
-request. Every output is compared with speculation off, with the near-tie rule of ``benchmarks/exactness.py``. Ratios
+request. Every output is compared with speculation off. Ratios
 are of tokens/s within a round, prompts included; medians over rounds, with the least and the most. Beside them ratios
 by CPU time, which other programs on the machine change less. Prints tables; the last line of stdout is one JSON object.
 """
@@ -33,7 +33,7 @@ _COLUMNS = ("source", "tokens a pass", "over off", "by CPU time", "tokens/s", "d
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where an output differs by more than a near-tie."""
+    """Command line; returns the exit status: 1 where an output differs."""
     args = _parse(argv)
     codec = TextCodec.load(str(args.model))
     stream = made_stream(NO_REPEATS, codec, args.requests, args.seed, args.prompt_tokens)
@@ -96,7 +96,6 @@ def _summary(sampling: str, outcome: Outcome) -> dict[str, Any]:
     return {
         "sampling": sampling,
         "compared_tokens": outcome.num_tokens,
-        "ties": outcome.num_ties,
         "mismatches": outcome.num_mismatches,
         "rows": outcome.rows(),
         "all_over_best": outcome.all_over_best(),
@@ -104,7 +103,7 @@ def _summary(sampling: str, outcome: Outcome) -> dict[str, Any]:
 
 
 def _print(run: dict[str, Any]) -> None:
-    print(f"\n{run['sampling']}: {run['compared_tokens']} tokens compared, {run['ties']} near-ties, "
+    print(f"\n{run['sampling']}: {run['compared_tokens']} tokens compared, "
           f"{run['mismatches']} mismatches; medians (least ... most) over rounds")  # fmt: skip
     print(" ".join(f"{title:>22}" for title in _COLUMNS))
     for row in run["rows"]:

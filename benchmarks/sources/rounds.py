@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.exactness import is_near_tie
+from benchmarks.exactness import differs
 from benchmarks.sources.contenders import ALL, OFF
 from ssd.config import CacheConfig, SamplingParams
 from ssd.engine import Engine, Request
@@ -50,7 +50,6 @@ class Outcome:
 
     rounds: list[dict[str, Tally]] = field(default_factory=list)
     num_tokens: int = 0
-    num_ties: int = 0
     num_mismatches: int = 0
 
     def ratios(self, name: str, other: str) -> list[float]:
@@ -144,13 +143,9 @@ def compare(
 ) -> None:
     """Count how outputs differ from those of ``off``."""
     for name, got in said.items():
-        if name == OFF:
-            continue
-        outcome.num_tokens += len(got)
-        if got != said[OFF]:
-            is_tie = is_near_tie(off.target, prompt, params, got, said[OFF])
-            outcome.num_ties += is_tie
-            outcome.num_mismatches += not is_tie
+        if name != OFF:
+            outcome.num_tokens += len(got)
+            outcome.num_mismatches += differs(off.target, prompt, params, got, said[OFF])
 
 
 def spread(values: Sequence[float], digits: int) -> list[float]:

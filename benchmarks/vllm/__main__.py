@@ -18,7 +18,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.environment import describe, head
-from benchmarks.exactness import TIE_MARGIN, score_margin
+from benchmarks.exactness import is_near_tie
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.vllm.engines import METHODS
 from benchmarks.vllm.handover import Handover, hand_over
@@ -149,15 +149,9 @@ def compare(target: Target, prompts: Sequence[list[int]], results: dict[str, Out
     for measured, outputs in results.values():
         for prompt, got, want in zip(prompts, outputs, plain, strict=True):
             if got != want:
-                tie = is_tie(target, prompt, got, want)
+                tie = is_near_tie(target, prompt, SamplingParams(temperature=0.0), got, want)
                 measured.num_ties += tie
                 measured.num_mismatches += not tie
-
-
-def is_tie(target: Target, prompt: list[int], got: list[int], want: list[int]) -> bool:
-    """Whether the first difference is where the two best scores are almost equal."""
-    at = next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)
-    return at is not None and score_margin(target, [*prompt, *want[:at]], SamplingParams(temperature=0.0)) < TIE_MARGIN
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
