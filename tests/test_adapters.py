@@ -172,14 +172,14 @@ def test_a_row_with_an_adapter_has_the_same_bits_in_any_pass(dtype: torch.dtype,
     adapters = load_adapters(model, {name: str(tmp_path / name) for name in SETTINGS})
     target = open_target(model, num_slots=4, max_length=64, adapters=adapters, exact="on")
     texts = np.random.default_rng(1).integers(0, VOCAB, (4, 30))
-    names = ["one", "two", None, "one"]
+    names: list[str | None] = ["one", "two", None, "one"]
     target.adapters[:] = names
     together = target.forward([0, 1, 2, 3], texts, [30] * 4).logits.clone()
     for slot in range(4):
         target.rollback(slot, 0)
     assert not torch.equal(together[0], together[3])
-    for row, name in enumerate(names):
-        target.adapters[0] = name
+    for row, adapter in enumerate(names):
+        target.adapters[0] = adapter
         parts = [
             target.forward([0], texts[row : row + 1, first : first + 5], [5]).logits[0] for first in range(0, 30, 5)
         ]

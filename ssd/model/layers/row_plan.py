@@ -82,7 +82,7 @@ def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype)
     """
     num_rows = -(-_NUMBERS // (num_outputs * _SOME)) * _SOME
     some = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    wanted = torch.cat([compute(part) for part in some.split(_SOME)])
+    wanted = torch.cat([compute(part) for part in torch.split(some, _SOME)])
     allowed = [most for most in _MOST if most <= 64 or most * size * num_outputs <= _MOST_WORK]
     good = {count for count in row_counts(allowed[0]) if _is_same(compute, some, count, wanted)}
     for most in allowed:
