@@ -75,6 +75,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.replay.measure_cost --json
 	$(BIN)/python -m benchmarks.decode --json --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.layers | tail -n 1 >benchmarks/results/layers.json
+	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
 	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.host --out benchmarks/results/host.json
 	$(BIN)/python -m benchmarks.mixed --out benchmarks/results/mixed.json

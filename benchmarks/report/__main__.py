@@ -21,6 +21,7 @@ from benchmarks.report.constants import constants_section
 from benchmarks.report.coupled import coupled_section, window_section
 from benchmarks.report.engine import engine_section, start_section, vllm_section
 from benchmarks.report.evaluate import evaluate_section
+from benchmarks.report.exact import changes_section, exact_section
 from benchmarks.report.faults import faults_section, fleet_section
 from benchmarks.report.fleet import latency_section, limits_section, shares_section
 from benchmarks.report.gains import gains_section
@@ -42,7 +43,7 @@ from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, GPU, HEADS, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, EXACT, GPU, HEADS, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
     f"docs/{name}.md"
     for name in (
         "api",
@@ -50,6 +51,7 @@ API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, GPU, HEADS, JOINING, ROLLOUTS, SCALI
         "clients",
         "coupled-sampling",
         "engines",
+        "exact",
         "gpu",
         "head-training",
         "joining",
@@ -79,6 +81,7 @@ def pages() -> dict[str, str]:
             CLIENTS,
             COUPLED,
             ENGINES,
+            EXACT,
             GPU,
             HEADS,
             JOINING,
@@ -100,6 +103,10 @@ def pages() -> dict[str, str]:
         put("README.md", "gains", gains_section(growth, coupled, overhead, vllm, curve, others))
     if (decode := _result("decode")) is not None:
         put(BENCHMARKS, "engine", engine_section(decode, overhead))
+    if exact := _results("exact", "exact-gemma"):
+        put(EXACT, "exact", exact_section(exact))
+    if (changed := _result("vllm-changes")) is not None:
+        put(EXACT, "vllm-changes", changes_section(changed))
     if (profile := _result("profile")) is not None:
         put(BENCHMARKS, "profile", profile_section(profile))
     if checked := read_results(RESULTS):
