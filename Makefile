@@ -194,6 +194,8 @@ real-model: $(REAL_MODEL)/.checked
 
 # The figures of docs/ that were measured on it: 55 minutes on two idle cores.
 bench-real: $(READY) real-model
+	$(BIN)/python -m benchmarks.exact $(REAL_MODEL) --prompts 4 --max-tokens 32 --rounds 7 \
+		--out benchmarks/results/exact-gemma.json
 	$(BIN)/python -m benchmarks.sources --model $(REAL_MODEL) --requests 12 --out benchmarks/results/sources-gemma.json
 	$(BIN)/python -m benchmarks.coupled --model $(REAL_MODEL) --requests 4 --growth-requests 15 --max-tokens 32 \
 		--group 2 --out benchmarks/results/coupled-gemma.json

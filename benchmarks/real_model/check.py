@@ -33,7 +33,7 @@ def check(directory: Path) -> str:
     """What was seen. Raises ValueError where it is not what it should be, and what loading a model raises."""
     codec = TextCodec.load(str(directory))
     model = load_model(directory, dtype="float32", device="cpu")
-    target = open_target(model, num_slots=1, max_length=256)
+    target = open_target(model, num_slots=3, max_length=256, exact="on")
     prompts = [codec.encode_prompt(text) for text, _ in KNOWN_ENDS]
     said = reference_greedy(target, prompts, _MAX_TOKENS, codec.eos_token_ids)
     for (text, end), (tokens, _) in zip(KNOWN_ENDS, said, strict=True):
