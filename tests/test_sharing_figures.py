@@ -35,7 +35,7 @@ def test_what_is_sent_and_received_is_weighed_by_namespace(redis_server: RedisSe
         with closing(connect(redis_server.url)) as client:
             client.xadd(KEY, {FIELD: entry(9, sequence_id=b"z" * 16)})
         eventually(lambda: [9] in two.stored())
-        assert sum(two.log.stats().delays.counts) >= 1
+        eventually(lambda: sum(two.log.stats().delays.counts) >= 1)
         assert two.log.stats().delays.total < 10 * sum(two.log.stats().delays.counts)
         assert received["default"].lag_seconds == 0
 
@@ -49,7 +49,7 @@ def test_lag_grows_while_the_server_is_away_and_is_gone_afterwards(redis_server:
         eventually(lambda: one.log.stats().is_connected and lag() == 0)
         redis_server.kill()
         eventually(lambda: lag() > 0.3)
-        assert one.log.stats().refusals["connection"] > 0
+        eventually(lambda: one.log.stats().refusals["connection"] > 0)
         redis_server.start()
         eventually(lambda: lag() == 0)
 
