@@ -131,10 +131,11 @@ def test_a_number_of_rows_whose_results_agree_by_chance_is_found_out() -> None:
 
 @pytest.mark.parametrize("name", NOT_EXACT)
 def test_a_model_that_is_not_exact_says_so_by_name_and_opens(name: str) -> None:
-    target = open_target(tiny_model(name), num_slots=NUM_SLOTS, max_length=LENGTH)
+    model = tiny_model(name)
+    target = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH)
     assert not target.exactness.holds and target.exactness.reason
     with pytest.raises(ModelError, match=type(target.model).__name__) as refused:
-        open_target(tiny_model(name), num_slots=NUM_SLOTS, max_length=LENGTH, exact="on")
+        open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, exact="on")
     assert target.exactness.reason in str(refused.value)
-    off = open_target(tiny_model(name), num_slots=NUM_SLOTS, max_length=LENGTH, exact="off")
+    off = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, exact="off")
     assert not off.exactness.holds and off.exactness.reason == "switched off"

@@ -71,6 +71,10 @@ def said(engine: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[Answer]
     ])  # fmt: skip
 
 
+def tokens_of(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
 @pytest.mark.parametrize(("name", "changes"), ARCHITECTURES, ids=lambda value: str(value))
 def test_after_new_weights_an_engine_says_what_one_opened_with_them_says(name: str, changes: dict[str, Any]) -> None:
     engine = engine_of(tiny_model(name, **changes))
@@ -119,13 +123,13 @@ def test_keys_and_values_of_the_old_weights_are_not_reused() -> None:
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_passes_of_fixed_shape_compute_with_the_new_weights(recorder: str) -> None:
     plain, static = (engine_of(target) for target in pair_of_targets(moved("Llama", 0), recorder))
-    first = said(static)
-    assert first == said(plain)
+    first = tokens_of(said(static))  # recorded passes may round otherwise
+    assert first == tokens_of(said(plain))
     weights = moved("Llama", 1).state_dict()
     static.load_weights(weights)
-    again = said(static)
+    again = tokens_of(said(static))
     plain.load_weights(weights)  # the two targets have one model; each has keys and values of its own
-    assert first != again == said(plain) == said(engine_of(moved("Llama", 1)))
+    assert first != again == tokens_of(said(plain)) == tokens_of(said(engine_of(moved("Llama", 1))))
 
 
 def test_layers_computed_as_one_product_of_torch_take_new_weights_too() -> None:

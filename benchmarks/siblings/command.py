@@ -8,8 +8,8 @@ drafts without and with what the other samples have said so far answer the same 
 and a round begins with empty caches. Drafted tokens cost what was measured, which on a CPU is much where many samples
 run; beside that, for the tokens a pass, both draft at a low price, as where a GPU has room to spare. Noise is that of a
 seed and the sample's number; or coupled, with a stream for each sample, or one for all of them, which then say the
-same. It is the same for all contenders, so every output is compared with speculation off, with the near-tie rule of
-``benchmarks/exactness.py``. Ratios are of tokens/s within a round,
+same. It is the same for all contenders, so every output is compared with speculation off.
+Ratios are of tokens/s within a round,
 prompts included; medians over rounds, with the least and the most, and beside them by CPU time. Prints tables; the last
 line of stdout is one JSON object.
 """

@@ -6,6 +6,7 @@ ones: products of numbers of rows that give the same bits (`RowPlan`), and activ
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
@@ -50,9 +51,22 @@ def _is_collection(module: nn.Module) -> bool:
     return _multiplies(module) and any(each is not None and each.dim() == 3 for each in module._parameters.values())
 
 
+class _Thread(threading.local):
+    is_inside = False
+
+
+_this = _Thread()
+
+
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with _Exact():
+    if _this.is_inside:  # a router among its experts: what is exact twice over would be tried on what is exact already
         return type(module).forward(module, *args, **kwargs)
+    _this.is_inside = True
+    try:
+        with _Exact():
+            return type(module).forward(module, *args, **kwargs)
+    finally:
+        _this.is_inside = False
 
 
 class _Exact(TorchFunctionMode):
