@@ -117,10 +117,8 @@ def attend(
     (num_heads, kv_heads, dim), batch = case.heads, len(case.lengths)
     # Two dozen positions more than the longest row needs, and a slot that no row has.
     cache = SlotKVCache(batch + 1, max(case.lengths) + case.width + 24, device)
-    cache._layers[0] = (
-        numbers(batch + 1, kv_heads, cache.max_length, dim),
-        numbers(batch + 1, kv_heads, cache.max_length, dim),
-    )
+    keys, values = (numbers(batch + 1, kv_heads, cache.max_length, dim) for _ in range(2))
+    cache._layers[0] = cache._allocate_keys(keys).copy_(keys), cache._allocate_values(values).copy_(values)
     slots = list(range(batch + 1))[::-1][:batch]
     cache.lengths[slots] = case.lengths
     tree = TreeShape.build(_branching(batch, case.width)) if case.is_tree else None

@@ -24,6 +24,7 @@ from server.tenants.registry import Tenants
 from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull
+from ssd.model.target import Exactness
 from tests.waiting import PATIENCE_S, START_S, wait_until
 
 
@@ -54,7 +55,7 @@ class FailingEngine:
     def __init__(self, *, step_s: float = 0.0, max_waiting: int = 100, fail_at_step: int | None = None) -> None:
         self.codec = CharCodec()
         self.max_model_len = 512
-        self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=4)
+        self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=4, exactness=Exactness())
         self.config = EngineConfig()
         self.metrics = EngineMetrics()
         self.caches = None
