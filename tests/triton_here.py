@@ -8,10 +8,15 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+
+from ssd.model.kv.attention import KERNELS
+from ssd.model.kv.kv_cache import SlotKVCache
 
 HAS_GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="triton is not installed; it comes with CUDA builds of torch")
@@ -36,3 +41,13 @@ def _interprets_loops() -> bool:
 runs_loops = pytest.mark.skipif(
     not HAS_GPU and not _interprets_loops(), reason="this triton interprets no loops with a numpy as new as this"
 )
+
+
+@contextmanager
+def caches_as_on_a_device() -> Iterator[None]:
+    """Keys laid out, and torch attending, as on a GPU: a CPU has a layout and a kernel of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlotKVCache, "_allocate_keys", SlotKVCache._allocate)
+        patch.setattr(SlotKVCache, "_allocate_values", SlotKVCache._allocate)
+        patch.delitem(KERNELS, "cpu", raising=False)
+        yield

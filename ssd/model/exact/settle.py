@@ -1,8 +1,9 @@
 """Whether this model, on this machine, says the same bits of a position in every pass; and making it so.
 
-Linear layers get the numbers of rows that keep the bits, found with their own weights (`find_rows`); the rest of a
-model's layers keeps them by how it computes. Then the whole model is asked (`different_positions`). What was found is
-kept beside the machine code of kernels, for the next process with the same model, machine, types and threads.
+On a CPU linear layers get the numbers of rows that keep the bits, found with their own weights (`find_rows`); the rest
+of a model's layers keeps them by how it computes. On CUDA libraries' products and attention give way to `OwnKernels`
+where they do not keep them. Then the whole model is asked (`different_positions`). What was found is kept beside the
+machine code of kernels, for the next process with the same model, machine, types and threads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,11 +28,16 @@ from ssd.model.layers.adapted_linear import AdaptedLinear
 from ssd.model.layers.packed_linear import PackedLinear, packed_linears
 from ssd.model.layers.row_plan import PLAIN, RowPlan, find_rows
 from ssd.model.target import Exactness, Target
+from ssd.model.ways.slot_target import SlotTarget
+
+if TYPE_CHECKING:
+    from ssd.model.exact.own_kernels import OwnKernels
 
 log = logging.getLogger(__name__)
 
 _MOST_COST = 0.05
 _ROUNDS, _TRIES, _WIDTHS = 5, 3, (1, 8)
+_KEPT = {"plans", "kernels", "differ", "compared", "cost"}
 
 _found: dict[str, dict[str, Any]] = {}
 """What this process found, by `_key`."""
@@ -41,23 +47,30 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
     """Plan ``target``'s products, see that its passes agree to the bit, and note what holds in ``target.exactness``.
 
     For the number of threads that the calling thread's passes have. wanted : "auto" has it where it costs at most 5 %
-    of a decode pass; "on" whatever it costs; "off" takes the products that are fastest alone. ``target`` must be empty,
-    and is left so. Raises ModelError where it is "on" and cannot be. At most a second for a small model.
+    of a decode pass, and trees where it drafts them; "on" whatever it costs; "off" takes the products that are fastest
+    alone. ``target`` must be empty, and is left so. Raises ModelError where it is "on" and cannot be. At most a second
+    for a small model.
     """
-    layers = packed_linears(target.model)
+    layers, kernels = packed_linears(target.model), _own_kernels(target)
+    _use(layers, {})
+    if kernels is not None:
+        kernels.use(False)
     if wanted == "off":
-        _use(layers, {})
         target.exactness = Exactness(wanted, False, "switched off")
         return
     key = _key(target)
     found = _found.get(key) or _read(key)
     if found is None:
-        found = _look(target, layers)
+        found = _look(target, layers, kernels)
         _keep(key, found)
     _found[key] = found
     plans = {name: RowPlan(*plan) for name, plan in found["plans"].items()}
     differ, compared, cost = str(found["differ"]), int(found["compared"]), float(found["cost"])
     _use(layers, plans)
+    if kernels is not None:
+        if found["kernels"] and not differ and wanted == "auto" and target.can_verify_trees:
+            differ = "it would take trees of drafts from it; --exact on has it with chains"
+        kernels.use(found["kernels"] and not differ)
     if differ and wanted == "on":
         raise ModelError(
             f"--exact on: {type(target.model).__name__}, driven {target.way}, is not exact to the bit here: {differ}. "
@@ -67,35 +80,60 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
         differ = f"it would take {cost:.0%} more time; --exact on has it"
     if differ:
         _use(layers, {})
+        if kernels is not None:
+            kernels.use(False)
     target.exactness = Exactness(wanted, not differ, differ, compared, cost)
 
 
-def _look(target: Target, layers: list[PackedLinear]) -> dict[str, Any]:
+def _own_kernels(target: Target) -> OwnKernels | None:
+    """Those for a target on CUDA, the same each time; None where there is no Triton."""
+    if target.device.type != "cuda" or not isinstance(target, SlotTarget):
+        return None
+    if target.own_kernels is None:
+        try:
+            from ssd.model.exact.own_kernels import OwnKernels
+        except ImportError:  # it comes with CUDA builds of torch
+            return None
+        target.own_kernels = OwnKernels(target)
+    return target.own_kernels
+
+
+def _look(target: Target, layers: list[PackedLinear], kernels: OwnKernels | None) -> dict[str, Any]:
     plans: dict[str, RowPlan] = {}
     for layer in layers:
         name = _name(layer)
         if name not in plans:
             plans[name] = find_rows(layer.product, layer.in_features, layer.out_features, layer.kind[-1])
     _use(layers, plans)
-    compared, differ = 0, ""
     inexact = next((name for name, plan in plans.items() if not plan.is_exact), None)
-    if inexact is not None:
-        differ = f"no numbers of rows of a linear layer ({inexact}) agree"
-    else:
-        try:
-            for what, count, different in different_positions(target):
-                compared += count
-                if different and not differ:
-                    differ = f"{different} of {count} positions differ ({what})"
-        except Exception as failure:  # a model that does not play along: the promise does not hold, the service goes on
-            differ = first_line(failure)
-            for slot in range(target.num_slots):
-                target.rollback(slot, 0)
-                target.adapters[slot] = None
-    is_free = all(plan.is_free for plan in plans.values())
-    cost = 0.0 if differ or is_free else min(_cost(target, layers, plans) for _ in range(_TRIES))
-    return {"plans": {name: list(plan) for name, plan in plans.items()}, "differ": differ, "compared": compared,
-            "cost": cost}  # fmt: skip
+    compared, differ = (0, f"no numbers of rows of a linear layer ({inexact}) agree") if inexact else _asked(target)
+    cost, takes_kernels = 0.0, kernels is not None and bool(differ)
+    if kernels is not None and takes_kernels:
+        before = _least(target)
+        kernels.use(True)
+        compared, differ = _asked(target)
+        if not differ:
+            cost = _share(_least(target), before)
+    elif not differ and not all(plan.is_free for plan in plans.values()):
+        cost = min(_cost(target, layers, plans) for _ in range(_TRIES))
+    return {"plans": {name: list(plan) for name, plan in plans.items()}, "kernels": takes_kernels, "differ": differ,
+            "compared": compared, "cost": cost}  # fmt: skip
+
+
+def _asked(target: Target) -> tuple[int, str]:
+    """Positions compared, and how some differ."""
+    compared, differ = 0, ""
+    try:
+        for what, count, different in different_positions(target):
+            compared += count
+            if different and not differ:
+                differ = f"{different} of {count} positions differ ({what})"
+    except Exception as failure:  # a model that does not play along: the promise does not hold, the service goes on
+        differ = first_line(failure)
+        for slot in range(target.num_slots):
+            target.rollback(slot, 0)
+            target.adapters[slot] = None
+    return compared, differ
 
 
 def _use(layers: list[PackedLinear], plans: dict[str, RowPlan]) -> None:
@@ -109,20 +147,27 @@ def _name(layer: PackedLinear) -> str:
 
 
 def _cost(target: Target, layers: list[PackedLinear], plans: dict[str, RowPlan]) -> float:
-    """What the plans add to passes over 1 and 8 positions of a row, as a share: least times, by turns."""
-    least: dict[tuple[int, bool], float] = {}
-    for _ in range(_ROUNDS):
-        for width in _WIDTHS:
-            for planned in (False, True):
-                _use(layers, plans if planned else {})
-                seconds = _seconds(target, width)
-                least[width, planned] = min(seconds, least.get((width, planned), seconds))
-    return float(np.mean([least[width, True] / least[width, False] for width in _WIDTHS])) - 1.0
+    """What the plans add to a pass, by turns."""
+    least: dict[bool, dict[int, float]] = {}
+    for planned in (False, True) * _ROUNDS:
+        _use(layers, plans if planned else {})
+        found = _least(target, rounds=1)
+        least[planned] = {width: min(found[width], least.get(planned, found)[width]) for width in _WIDTHS}
+    return _share(least[True], least[False])
+
+
+def _share(seconds: dict[int, float], before: dict[int, float]) -> float:
+    return float(np.mean([seconds[width] / before[width] for width in _WIDTHS])) - 1.0
+
+
+def _least(target: Target, rounds: int = _ROUNDS) -> dict[int, float]:
+    """Seconds of passes over 1 and 8 positions of a row, the least."""
+    return {width: min(_seconds(target, width) for _ in range(rounds)) for width in _WIDTHS}
 
 
 def _seconds(target: Target, width: int) -> float:
     began = time.perf_counter()
-    target.forward([0], np.ones((1, width), np.int64), [width])
+    float(target.forward([0], np.ones((1, width), np.int64), [width]).logits[0, 0, 0])  # a device is waited for
     took = time.perf_counter() - began
     target.rollback(0, 0)
     return took
@@ -171,7 +216,7 @@ def _read(key: str) -> dict[str, Any] | None:
         found = None if path is None else json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.keys() == {"plans", "differ", "compared", "cost"} else None
+    return found if isinstance(found, dict) and found.keys() == _KEPT else None
 
 
 def _keep(key: str, found: dict[str, Any]) -> None:

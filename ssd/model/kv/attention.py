@@ -52,7 +52,7 @@ def slot_attention(
     if needs_temperature(module):
         query = query * temperature_ratio(module, slot_rows.positions).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    kernel = slot_rows.kernel or KERNELS.get(query.device.type)
+    kernel = slot_rows.kv_cache.kernel or slot_rows.kernel or KERNELS.get(query.device.type)
     if kernel is not None:
         stored = slot_rows.kv_cache.store(layer, slot_rows, key, value)
         rules: dict[str, Any] = {"window": sliding_window, "chunk": chunk, "softcap": softcap, "sinks": s_aux}

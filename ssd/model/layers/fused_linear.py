@@ -45,14 +45,15 @@ MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
 
 class PlainProduct:
-    """torch's own."""
+    """torch's own, or what ``compute`` is set to."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight, self._bias = weight, bias
+        self.compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor] = nn.functional.linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x : [..., in]. Returns [..., out]."""
-        return nn.functional.linear(x, self._weight, self._bias)
+        return self.compute(x, self._weight, self._bias)
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias as they came."""

@@ -26,7 +26,7 @@ MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 class Replaced(NamedTuple):
     """Where in a model a layer, or what it computes, was replaced. ``again`` makes the one that was there."""
 
-    parent: nn.Module
+    parent: Any
     name: str
     again: Callable[[], Any]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.steps.static_steps import StaticSteps
 from ssd.model.target import Target, TokenMatrix
 
+if TYPE_CHECKING:
+    from ssd.model.exact.own_kernels import OwnKernels
+
 
 class SlotTarget(Target):
     """Models that hand our attention function its arguments: one batched pass over the slot KV cache."""
@@ -35,6 +38,9 @@ class SlotTarget(Target):
         self.kv_cache = SlotKVCache(num_slots, max_length + max_width, self.device)
         self.steps: StaticSteps | None = None
         """Where passes that score tokens are repeated rather than launched anew."""
+        self.renew_steps: Callable[[], None] = lambda: None
+        """To be called after what the model computes with has changed."""
+        self.own_kernels: OwnKernels | None = None
         self._adapted: Rows | None = None
         self._tap: tuple[Tap, Tapped] | None = None
 
