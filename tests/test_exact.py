@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ NOT_EXACT = [name for name in ARCHITECTURES if name not in EXACT]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@cache
+@lru_cache(1)
 def opened(name: str, dtype: torch.dtype) -> tuple[Target, np.ndarray, torch.Tensor]:
     """A target, texts, and their logits, each text read alone and in one pass."""
     model = tiny_model(name, **CHANGES.get(name, {})).to(dtype)

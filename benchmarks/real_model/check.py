@@ -3,7 +3,7 @@
 ``make real-model`` ends with it. Sentences whose end everybody knows must end so, greedily: weights or a tokenizer that
 were read wrongly do not know it. Transformers' own ``generate`` and our engine, with speculation, must say the same
 tokens; a first difference is let pass only where the two best scores are within the near-tie margin of
-``benchmarks/exactness.py``.
+``benchmarks/exactness.py``. With speculation and without it, and in passes of any shape, bits must be equal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.exactness import Report, Setting, compare, reference_greedy
+from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from benchmarks.models import default_directory
 from ssd.config import SamplingParams
 from ssd.errors import SSDError
@@ -44,8 +44,15 @@ def check(directory: Path) -> str:
     compare(target, prompts, greedy, said, Setting("ssd", 16, 1), eos_token_ids=codec.eos_token_ids, report=report)
     if report.mismatches:
         raise ValueError(f"our engine says other tokens than transformers: {'; '.join(report.mismatches)}")
+    ours, _ = run(target, prompts, greedy, None, eos_token_ids=codec.eos_token_ids)
+    bits = Report()
+    for setting in (Setting("ssd", 16, 3), Setting("oracle", 8, 1), Setting("random", 8, 3)):
+        compare(target, prompts, greedy, ours, setting, eos_token_ids=codec.eos_token_ids, report=bits)
+    if bits.mismatches:
+        raise ValueError(f"speculation changes tokens or log-probabilities: {'; '.join(bits.mismatches)}")
     return (
-        f"{KNOWN_ENDS[0][0]!r} goes on with {codec.decode(said[0].token_ids)!r}; {report}, engine against transformers"
+        f"{KNOWN_ENDS[0][0]!r} goes on with {codec.decode(said[0].token_ids)!r}; {report}, engine against transformers; "
+        f"{bits}, speculation on against off; {target.exactness}"
     )
 
 

@@ -55,6 +55,7 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
     _use(layers, {})
     if kernels is not None:
         kernels.use(False)
+    has_trees = target.can_verify_trees
     if wanted == "off":
         target.exactness = Exactness(wanted, False, "switched off")
         return
@@ -68,7 +69,7 @@ def settle_exactness(target: Target, wanted: Exact) -> None:
     differ, compared, cost = str(found["differ"]), int(found["compared"]), float(found["cost"])
     _use(layers, plans)
     if kernels is not None:
-        if found["kernels"] and not differ and wanted == "auto" and target.can_verify_trees:
+        if found["kernels"] and not differ and wanted == "auto" and has_trees:
             differ = "it would take trees of drafts from it; --exact on has it with chains"
         kernels.use(found["kernels"] and not differ)
     if differ and wanted == "on":
