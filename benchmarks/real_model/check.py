@@ -51,8 +51,8 @@ def check(directory: Path) -> str:
     if bits.mismatches:
         raise ValueError(f"speculation changes tokens or log-probabilities: {'; '.join(bits.mismatches)}")
     return (
-        f"{KNOWN_ENDS[0][0]!r} goes on with {codec.decode(said[0].token_ids)!r}; {report}, engine against transformers; "
-        f"{bits}, speculation on against off; {target.exactness}"
+        f"{KNOWN_ENDS[0][0]!r} goes on with {codec.decode(said[0].token_ids)!r}; {report}, engine against "
+        f"transformers; {bits}, speculation on against off; {target.exactness}"
     )
 
 
