@@ -129,6 +129,17 @@ def test_a_number_of_rows_whose_results_agree_by_chance_is_found_out() -> None:
     assert find_rows(lambda x: compute(x).round(decimals=3), 64, 1, torch.float32).least > 1
 
 
+def test_rows_that_differ_in_few_numbers_once_they_are_rounded_are_found() -> None:
+    weight = torch.randn(2048, 640, generator=torch.Generator().manual_seed(0)).double()
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        """Of a single row one bit more, before rounding."""
+        sums = (x.double() @ weight).float()
+        return (torch.nextafter(sums, sums + 1) if len(x) == 1 else sums).bfloat16()
+
+    assert find_rows(compute, 2048, 640, torch.bfloat16).least == 2
+
+
 @pytest.mark.parametrize("name", NOT_EXACT)
 def test_a_model_that_is_not_exact_says_so_by_name_and_opens(name: str) -> None:
     model = tiny_model(name)

@@ -31,7 +31,10 @@ _WORTH = 0.9
 _SOME = 16
 """Different rows that are tried, at least."""
 _NUMBERS = 256
-"""Of results that are compared for each number of rows, at least: two of two may be equal by chance."""
+_ROUNDED_NUMBERS = 1 << 16
+"""Results that are compared for each number of rows, at least: two of two may be equal by chance. Sums in another order
+differ in every other float32, and in one of some thousands once they are rounded to a shorter type.
+"""
 
 
 class RowPlan(NamedTuple):
@@ -80,11 +83,12 @@ def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype)
 
     O(products of 6,000 rows in all), fewer for layers of more than 64 million weights.
     """
-    num_rows = -(-_NUMBERS // (num_outputs * _SOME)) * _SOME
+    numbers = _NUMBERS if dtype == torch.float32 else _ROUNDED_NUMBERS
+    num_rows = -(-numbers // (num_outputs * _SOME)) * _SOME
     some = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     wanted = torch.cat([compute(part) for part in torch.split(some, _SOME)])
     allowed = [most for most in _MOST if most <= 64 or most * size * num_outputs <= _MOST_WORK]
-    good = {count for count in row_counts(allowed[0]) if _is_same(compute, some, count, wanted)}
+    good = {count for count in row_counts(allowed[0]) if _is_same(compute, some, count, wanted, numbers)}
     for most in allowed:
         if good.issuperset(count for count in row_counts(most) if count >= _FEW[-1]):
             few = [count for count in _FEW if good.issuperset(range(count, _FEW[-1]))]
@@ -97,11 +101,11 @@ def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype)
     return RowPlan(1, allowed[0], is_exact=False)
 
 
-def _is_same(compute: Product, some: torch.Tensor, count: int, wanted: torch.Tensor) -> bool:
+def _is_same(compute: Product, some: torch.Tensor, count: int, wanted: torch.Tensor, numbers: int) -> bool:
     """Whether ``count`` rows, of ``some`` or these again and again, give each time and place what was ``wanted``."""
     again = -(-count // len(some))
     rows, results = some.repeat(again, 1), wanted.repeat(again, 1)
-    tried = min(-(-_NUMBERS // wanted.shape[1]), len(rows) - count + 1)
+    tried = min(-(-numbers // wanted.shape[1]), len(rows) - count + 1)
     return all(
         torch.equal(compute(rows[first : first + count]), results[first : first + count])
         for first in range(0, tried, count)
