@@ -27,11 +27,10 @@ from transformers import PreTrainedModel
 from benchmarks.environment import head, model_facts, model_name
 from ssd.bundled import MODEL_PATH
 from ssd.model.layers.fused_linear import FusedMember
-from ssd.model.layers.fused_norm import FusedNorm, fuse_norms
-from ssd.model.layers.fused_rotary import fuse_rotary
 from ssd.model.layers.packed_linear import pack_linears, prepare_linears
 from ssd.model.layers.probe_logits import plain_logits
 from ssd.model.layers.replace import replace_layers
+from ssd.model.layers.vector_layers import FusedNorm, fuse_norms, fuse_rotary
 from ssd.model.loading.load_target import load_model
 
 POSITIONS = (1, 2, 4, 8, 16, 32, 64, 256)

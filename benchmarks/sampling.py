@@ -25,8 +25,7 @@ import torch
 
 from benchmarks.environment import head
 from ssd.config import SamplingParams
-from ssd.model.sampling.noisy_argmax import device_argmax
-from ssd.model.sampling.sampled_tokens import host_tokens
+from ssd.model.sampling.sampler import device_argmax, host_tokens
 from ssd.model.sampling.target_tokens import truncated_scores
 
 VOCABULARIES = (2048, 32_768, 131_072, 262_144)

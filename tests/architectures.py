@@ -14,9 +14,8 @@ from transformers import CONFIG_MAPPING
 from ssd.model.layers.tap import FINAL
 from ssd.model.target import Target
 from ssd.model.ways.recurrent_target import RecurrentTarget, ReplayTarget
-from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.row_target import RowTarget, WholeTarget
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.whole_target import WholeTarget
 
 COMMON: dict[str, Any] = {
     "vocab_size": 300,

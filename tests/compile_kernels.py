@@ -20,12 +20,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
-from ssd.model.layers.triton_gate import _BLOCK as GATE_BLOCK
-from ssd.model.layers.triton_gate import _gate
+from ssd.model.layers.triton_layers import _BLOCK as GATE_BLOCK
+from ssd.model.layers.triton_layers import _BLOCK_HEADS, _gate, _normalise, _turn_both
 from ssd.model.layers.triton_linear import BLOCK_ROWS, NUM_WARPS, _product, blocks_of
 from ssd.model.layers.triton_linear import NUM_STAGES as LINEAR_STAGES
-from ssd.model.layers.triton_norm import _normalise
-from ssd.model.layers.triton_rotary import _BLOCK_HEADS, _turn_both
 from ssd.model.sampling.triton_sampling import _BLOCK, _MOST_SPLITS, _choose_split, _sample_split
 
 CAPABILITIES = (80, 90)

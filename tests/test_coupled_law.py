@@ -20,8 +20,8 @@ from ssd.config import SamplingParams
 from ssd.drafting.protocol import SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.coupling import secret_of
-from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.sampler import argmax_with_noise
 from ssd.model.sampling.target_tokens import target_tokens
 from tests.models import tiny_model
 from tests.reference import law as slow

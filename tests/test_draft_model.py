@@ -26,8 +26,7 @@ from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.errors import ConfigError, ModelError
-from ssd.model.draft.load_draft import load_draft_model
-from ssd.model.draft.model import DraftModelDrafter
+from ssd.model.draft.model import DraftModelDrafter, load_draft_model
 from ssd.model.draft.slots import READ_WIDTH
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling.pass_output import PassOutput

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ssd.model.layers.fused_norm import FusedNorm, fuse_norms
+from ssd.model.layers.vector_layers import FusedNorm, fuse_norms
 
 
 @given(

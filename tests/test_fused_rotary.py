@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ssd.model.layers.fused_rotary import FusedRotary, fuse_rotary
+from ssd.model.layers.vector_layers import FusedRotary, fuse_rotary
 from tests.models import tiny_model
 
 

@@ -22,7 +22,7 @@ from ssd.engine.sequence import Taken
 from ssd.errors import EngineBroken
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling import target_tokens as choosing
-from ssd.model.sampling.sampled_tokens import host_tokens
+from ssd.model.sampling.sampler import host_tokens
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.suffix_cache import SuffixCache

@@ -12,11 +12,10 @@ from torch import nn
 
 from ssd.bundled import MODEL_PATH
 from ssd.model.layers.fused_linear import FusedMember
-from ssd.model.layers.fused_norm import FusedNorm, fuse_norms
-from ssd.model.layers.fused_rotary import FusedRotary, fuse_rotary
 from ssd.model.layers.packed_linear import PackedLinear, pack_linears
 from ssd.model.layers.probe_logits import plain_logits
 from ssd.model.layers.replace import replace_layers
+from ssd.model.layers.vector_layers import FusedNorm, FusedRotary, fuse_norms, fuse_rotary
 from ssd.model.loading.load_target import load_model, open_target
 from tests.models import tiny_model
 
@@ -91,7 +90,7 @@ def test_a_wrong_kernel_is_found_out(
         setattr(parent, name, again())
     wrong = (lambda self, x: x.new_ones(*x.shape[:-1], self.out_features)) if kind is PackedLinear else _shifted
     monkeypatch.setattr(kind, "__call__", wrong)
-    monkeypatch.setattr("ssd.model.layers.fused_norm._agree", lambda *_: True)
+    monkeypatch.setattr("ssd.model.layers.vector_layers._agree", lambda *_: True)
     with caplog.at_level(logging.WARNING):
         assert not replace(model, expected)
     assert kinds(model) & {PackedLinear, FusedMember, FusedNorm, FusedRotary} == set()

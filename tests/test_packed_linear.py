@@ -14,8 +14,8 @@ from ssd.model.layers.packed_linear import (
     PackedLinear,
     pack_linears,
     prepare_linears,
+    rounded_rows,
 )
-from ssd.model.layers.row_plan import rounded_rows
 from tests.models import tiny_model
 
 

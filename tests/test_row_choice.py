@@ -15,7 +15,7 @@ from ssd.config import SamplingParams
 from ssd.drafting.noise_keys import UInt64
 from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.row_choice import MASS_OF_ONE, masses_of
-from ssd.model.sampling.sampled_tokens import host_tokens, log_min_p
+from ssd.model.sampling.sampler import host_tokens, log_min_p
 from ssd.model.sampling.target_tokens import truncated_scores
 from tests.reference import sampling as slow
 

@@ -20,8 +20,7 @@ from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.steps.buffers import StepShape, powers_of_two
 from ssd.model.steps.graphs import CudaGraphs, Recorder, Step, eagerly
-from ssd.model.steps.static_moves import StaticMoves
-from ssd.model.steps.static_steps import StaticSteps
+from ssd.model.steps.static_steps import StaticMoves, StaticSteps
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import Candidate, attach_first, attach_steps, make_steps, steps_error
 from tests.architectures import ARCHITECTURES, SLOTS

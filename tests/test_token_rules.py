@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.model.sampling.device_rules import DeviceRules
+from ssd.model.sampling.row_choice import DeviceRules
 from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_scores
 from ssd.token_rules import BadWords, TokenRules
 from tests.reference.sampling import bad_word_ends

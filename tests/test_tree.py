@@ -16,9 +16,9 @@ from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.verification import accepted_path
+from ssd.model.ways.probes import verifies_trees
 from ssd.model.ways.row_target import RowTarget
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.tree_probe import verifies_trees
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.models import VOCAB, tiny_model
 from tests.reference import target as slow_target

@@ -18,14 +18,18 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from tests.triton_here import DEVICE, HAS_GPU
 
 # isort: split
-from ssd.model.layers.device_layers import device_layers
 from ssd.model.layers.fused_linear import fuse_linears
 from ssd.model.layers.probe_logits import plain_logits
 from ssd.model.layers.replace import Replaced, replace_layers
-from ssd.model.layers.triton_gate import fuse_gates_by_triton, silu_times
-from ssd.model.layers.triton_norm import TritonNorm, fuse_norms_by_triton
-from ssd.model.layers.triton_rotary import TritonRotary
+from ssd.model.layers.triton_layers import (
+    TritonNorm,
+    TritonRotary,
+    fuse_gates_by_triton,
+    fuse_norms_by_triton,
+    silu_times,
+)
 from ssd.model.loading.take_weights import take_weights
+from ssd.model.ways.find_way import device_layers
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ssd.compiled.functions import FUNCTIONS
-from ssd.model.layers.activations import Activation, fuse_activations
-from ssd.model.layers.fused_norm import FusedNorm
+from ssd.model.layers.vector_layers import Activation, FusedNorm, fuse_activations
 
 EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,

@@ -19,9 +19,8 @@ from ssd.model.loading.weights import check_weights_fit
 from ssd.model.target import Target
 from ssd.model.ways.find_way import find_way
 from ssd.model.ways.recurrent_target import ReplayTarget
-from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.row_target import RowTarget, WholeTarget
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.whole_target import WholeTarget
 from tests.models import VOCAB, tiny_model
 
 # What transformers has to say about tiny settings, and about kernels that are not installed.

@@ -30,7 +30,7 @@ from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence, Taken
 from ssd.engine.verify import Pass, Verdict, warm_up_verdicts
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
-from ssd.model.draft.load_draft import load_draft_model
+from ssd.model.draft.model import load_draft_model
 from ssd.model.exact.settle import settle_exactness
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
 from ssd.model.heads.layouts.load_head import load_head

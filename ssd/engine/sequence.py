@@ -14,8 +14,8 @@ from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import RequestError
-from ssd.model.sampling.logprobs import TokenLogprobs, token_logprobs
 from ssd.model.sampling.target_tokens import drawn_scores
+from ssd.model.sampling.top_tokens import TokenLogprobs, token_logprobs
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.grammar import GrammarState
 from ssd.text.stream import TextStream

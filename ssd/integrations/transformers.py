@@ -33,7 +33,7 @@ from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, TokenIds
 from ssd.drafting.sequence_noise import WINDOW, SequenceNoise
 from ssd.errors import RequestError
-from ssd.model.sampling.noisy_argmax import argmax_with_noise
+from ssd.model.sampling.sampler import argmax_with_noise
 from ssd.pricing.price_list import PriceList
 from ssd.retrieval.cache import SuffixCache
 

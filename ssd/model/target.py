@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.config import Exact
-from ssd.model.kv.features import FeatureStore
+from ssd.model.kv.kv_cache import FeatureStore
 from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.pass_output import PassOutput

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
@@ -14,14 +16,18 @@ from ssd.drafting.offers import MODEL
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.errors import ModelError
-from ssd.model.draft.sampling import draw
-from ssd.model.draft.slots import DraftSlot, DraftSlots
+from ssd.model.draft.slots import READ_WIDTH, DraftSlot, DraftSlots
+from ssd.model.loading.load_target import load_model, model_limit, open_target
+from ssd.model.sampling.sampler import argmax_with_noise
+from ssd.model.sampling.target_tokens import truncated_scores, with_prefix_rules
 from ssd.model.target import Target
 from ssd.pricing.acceptance_rates import AcceptanceRates
 from ssd.pricing.gain import price_of
 from ssd.pricing.pass_costs import OUTLIER
 from ssd.pricing.platt_scaling import PlattScaling
 from ssd.pricing.price_list import PriceList
+from ssd.text.codec import TextCodec
+from ssd.text.hub import HubOptions
 
 SOURCE = "model"
 """``Draft.source`` of what a draft model proposes."""
@@ -191,3 +197,67 @@ class DraftModelDrafter:
 
     def _chances_of(self, row: _Row) -> PlattScaling:
         return self._greedy_chances if row.greedy else self._sampled_chances
+
+
+def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """One token for each row, chosen by the target's own rules, and the draft model's probability of each: [B].
+
+    logits : [B, V], the draft model's; V may be smaller than the target's vocabulary. rows : without a draft; the
+    context is what comes before the token to draw.
+
+    Sampled rows draw with the very noise the target uses at this position, so that a draft model with the target's law
+    draws the target's token, and one with a similar law mostly does (the Gumbel coupling: Maddison et al. 2014).
+    """
+    scores = with_prefix_rules(logits[:, None], rows)[:, 0].float()
+    token_ids = scores.argmax(-1)
+    sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
+    if sampled:
+        scores = scores.clone()
+        scores[sampled] = truncated_scores(scores[sampled], [rows[b].params for b in sampled])
+        keys = np.concatenate([rows[b].keys() for b in sampled])
+        token_ids[sampled] = torch.from_numpy(argmax_with_noise(scores[sampled], keys)).to(token_ids.device)
+    chances = (scores.gather(-1, token_ids[:, None])[:, 0] - scores.logsumexp(-1)).double().exp()
+    return token_ids.cpu().numpy(), chances.cpu().numpy()
+
+
+def load_draft_model(
+    name_or_path: str | Path,
+    target: Target,
+    codec: TextCodec,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    hub: HubOptions | None = None,
+    enforce_eager: bool = False,
+    fuse_linears: bool = False,
+) -> DraftModelDrafter:
+    """A drafter around a Hugging Face causal language model that shares the target's tokenizer.
+
+    codec : the target's. hub : where an id is fetched from. The others are as for the target. Contexts longer than the
+    draft model takes get no drafts. Raises ModelError when it cannot be loaded, has another tokenizer or does not fit.
+    """
+    own = TextCodec.load(str(name_or_path), hub)
+    if own.fingerprint != codec.fingerprint:
+        raise ModelError(
+            f"draft model {str(name_or_path)!r} has another tokenizer than the target: {own.vocab_size} tokens "
+            f"(fingerprint {own.fingerprint}), expected {codec.vocab_size} ({codec.fingerprint}). Choose a draft model "
+            "of the target's family, or leave the draft model out"
+        )
+    model = load_model(name_or_path, dtype=dtype, device=device, hub=hub)
+    vocab_size: int = model.config.get_text_config().vocab_size
+    if vocab_size < codec.vocab_size:
+        raise ModelError(
+            f"draft model {str(name_or_path)!r} scores {vocab_size} tokens, but its tokenizer has {codec.vocab_size}: "
+            "its files do not belong together. Download it again"
+        )
+    limit = model_limit(model)
+    draft_target = open_target(
+        model,
+        num_slots=target.num_slots,
+        max_length=target.max_length if limit is None else min(limit, target.max_length),
+        max_draft_tokens=READ_WIDTH - 1,
+        enforce_eager=enforce_eager,
+        fuse_linears=fuse_linears,
+        exact="off",  # a draft may be any
+    )
+    return DraftModelDrafter(draft_target, vocab_size=target.vocab_size)

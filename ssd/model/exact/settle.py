@@ -25,8 +25,7 @@ from ssd.config import Exact
 from ssd.errors import ModelError, first_line
 from ssd.model.exact.check import different_positions
 from ssd.model.layers.adapted_linear import AdaptedLinear
-from ssd.model.layers.packed_linear import PackedLinear, packed_linears
-from ssd.model.layers.row_plan import PLAIN, RowPlan, find_rows
+from ssd.model.layers.packed_linear import PLAIN, PackedLinear, RowPlan, find_rows, packed_linears
 from ssd.model.target import Exactness, Target
 from ssd.model.ways.slot_target import SlotTarget
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from ssd.errors import first_line
 from ssd.model.heads.head import Head
 from ssd.model.heads.probe import say
-from ssd.model.layers.cpu_layers import CPU_LAYERS
 from ssd.model.layers.replace import agrees
+from ssd.model.ways.find_way import CPU_LAYERS
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ssd.model.layers.activations import Activation
+from ssd.model.layers.packed_linear import RowPlan, find_rows
 from ssd.model.layers.replace import MOST_ERROR, Replaced, has_hooks
-from ssd.model.layers.row_plan import RowPlan, find_rows
+from ssd.model.layers.vector_layers import Activation
 
 _plans: dict[tuple[str, int, int, torch.dtype, int], RowPlan] = {}
 """By the kind of product, its sizes and type, and the threads that compute it."""

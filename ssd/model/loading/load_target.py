@@ -16,18 +16,17 @@ from ssd.errors import ModelError, first_line
 from ssd.model.exact.settle import settle_exactness
 from ssd.model.layers.tap import Tapped, require_tap
 from ssd.model.loading.adapters import Adapters
-from ssd.model.loading.completeness import no_load_report, require_complete
 from ssd.model.loading.kv_budget import fit_slots, usable_bytes
 from ssd.model.loading.number_type import faster_type
 from ssd.model.loading.rope import settle_rope
 from ssd.model.loading.threads import one_thread_if_small
-from ssd.model.loading.weights import ADVICE, check_weights_fit, weight_bytes
+from ssd.model.loading.weights import ADVICE, check_weights_fit, no_load_report, require_complete, weight_bytes
 from ssd.model.target import Target
 from ssd.model.ways.find_way import find_way, row_bytes_per_token
+from ssd.model.ways.probes import verifies_trees
 from ssd.model.ways.row_target import RowTarget
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import attach_steps
-from ssd.model.ways.tree_probe import verifies_trees
 from ssd.text.hub import HubOptions
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.model.layers.fused_linear import is_plain
-from ssd.model.layers.packed_linear import PackedLinear, has_operators
-from ssd.model.layers.row_plan import find_rows, seconds_of
+from ssd.model.layers.packed_linear import PackedLinear, find_rows, has_operators, seconds_of
 
 log = logging.getLogger(__name__)
 

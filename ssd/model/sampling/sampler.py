@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from ssd.config import SamplingParams
+from ssd.drafting.noise_keys import UInt64
 from ssd.errors import first_line
-from ssd.model.sampling.noise import noisy_scores
+from ssd.model.sampling.noise import LOWEST_TEMPERATURE, gumbel_noise, noisy_scores
+from ssd.model.sampling.row_choice import choose_rows
 
 log = logging.getLogger(__name__)
 
@@ -68,3 +73,57 @@ def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor,
     is_right = best - found <= _MOST_ERROR * (1 + best.abs())
     if not bool(is_right.all()):
         raise ValueError(f"{int((~is_right).sum())} of {len(tokens)} tokens are not those of logits and noise")
+
+
+_AS_IT_IS = [SamplingParams()]
+
+
+def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int64]:
+    """The token of each row with the largest score after Gumbel noise: a sample of softmax(scores).
+
+    scores : float32[N, V], -inf where a token is ruled out; at least one is finite in each row.
+    keys : uint64[N]. Returns int64[N]; the first of equals.
+    """
+    if scores.device.type != "cpu":
+        on_device = torch.from_numpy(keys.view(np.int64)).to(scores.device)
+        best: npt.NDArray[np.int64] = device_argmax(scores, on_device, sampler_of(scores.device)).cpu().numpy()
+        return best
+    scores = scores.contiguous()[None]
+    return host_tokens(scores, [0], [scores.shape[1]], _AS_IT_IS, np.ascontiguousarray(keys))
+
+
+def device_argmax(scores: torch.Tensor, keys: torch.Tensor, sampler: Sampler | None) -> torch.Tensor:
+    """As `argmax_with_noise`, by ``sampler`` or else by torch's operations: int64[N]. keys : int64[N], their bits."""
+    if sampler is None:
+        return (scores.double() + gumbel_noise(keys, scores.shape[-1])).argmax(-1)
+    return sampler(scores, keys, torch.ones(len(scores), device=scores.device))
+
+
+_ALL_TOKENS = float(1 << 62)
+_LOWEST = float(np.float32(LOWEST_TEMPERATURE))
+
+
+def host_tokens(
+    logits: torch.Tensor, rows: Sequence[int], counts: Sequence[int], params: Sequence[SamplingParams], keys: UInt64
+) -> npt.NDArray[np.int64]:
+    """The argmax of `truncated_scores` and the noise of each key, of equals the first: int64[sum(counts)].
+
+    logits : [B, T, V], any float type, on a CPU. Of row ``rows[r]`` the first ``counts[r]`` positions, under
+    ``params[r]`` (temperature > 0). keys : uint64[sum(counts)]. O(V) for a position as a rule.
+    """
+    if logits.dtype != torch.float32 or not logits.is_contiguous():
+        logits = logits[list(rows), : max(counts)].float()
+        rows = range(len(rows))
+    return choose_rows(
+        logits.numpy(),
+        np.array(rows, np.int64),
+        np.array(counts, np.int64),
+        np.array([max(p.temperature, _LOWEST) for p in params], np.float32),
+        np.array([(p.top_k if p.top_k > 0 else _ALL_TOKENS, p.top_p, log_min_p(p)) for p in params]),
+        keys,
+    )
+
+
+def log_min_p(params: SamplingParams) -> float:
+    """How far below the highest a score may be; -inf where there is no such bound."""
+    return math.log(params.min_p) if params.min_p > 0.0 else -math.inf

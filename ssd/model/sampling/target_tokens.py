@@ -15,12 +15,10 @@ import torch
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import SamplingRow
 from ssd.model.kv.tree import Parents, path_to
-from ssd.model.sampling.device_rules import DeviceRules, rule_out
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE, Noise
-from ssd.model.sampling.noisy_argmax import argmax_with_noise
 from ssd.model.sampling.pass_output import PassOutput
-from ssd.model.sampling.row_choice import MASS_OF_ONE, masses_of
-from ssd.model.sampling.sampled_tokens import host_tokens, log_min_p
+from ssd.model.sampling.row_choice import MASS_OF_ONE, DeviceRules, masses_of, rule_out
+from ssd.model.sampling.sampler import argmax_with_noise, host_tokens, log_min_p
 from ssd.token_rules import BadWords
 
 _FIRST_LOOK = 256

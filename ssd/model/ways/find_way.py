@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,16 +14,16 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ssd.errors import first_line
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.layers.cpu_layers import CPU_LAYERS
-from ssd.model.layers.device_layers import device_layers
 from ssd.model.layers.fused_linear import fuse_linears
+from ssd.model.layers.own_products import exact_products
+from ssd.model.layers.packed_linear import pack_linears
 from ssd.model.layers.probe_logits import PROBE_LENGTH, plain_logits
-from ssd.model.layers.replace import Replace, replace_layers
-from ssd.model.ways.logits_probe import PROBE_SLOTS, PROBE_WIDTH, check_windows, declared_layers, relative_error
+from ssd.model.layers.replace import MOST_ERROR, Replace, replace_layers
+from ssd.model.layers.vector_layers import fuse_activations, fuse_norms, fuse_rotary
+from ssd.model.ways.probes import PROBE_SLOTS, PROBE_WIDTH, check_windows, declared_layers, relative_error
 from ssd.model.ways.recurrent_target import RecurrentTarget, ReplayTarget
-from ssd.model.ways.row_target import RowTarget
+from ssd.model.ways.row_target import RowTarget, WholeTarget
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.model.ways.whole_target import WholeTarget
 
 log = logging.getLogger(__name__)
 
@@ -123,3 +124,23 @@ def _error(kind: type[RowTarget], model: PreTrainedModel, expected: list[torch.T
         return float("inf")
     log.debug("%s on %s: relative error %.2g", kind.__name__, type(model).__name__, error)
     return error
+
+
+CPU_LAYERS: Final[tuple[Replace, ...]] = (pack_linears, fuse_norms, fuse_rotary, fuse_activations, exact_products)
+
+
+def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[Replace, ...]:
+    """Layers of one launch each, in place of those that model libraries write as many; none where triton is missing.
+
+    dtype : of the model's numbers.
+    """
+    try:
+        from ssd.model.layers.triton_layers import TritonRotary, fuse_gates_by_triton, fuse_norms_by_triton
+    except ImportError:  # it comes with CUDA builds of torch
+        return ()
+    if dtype not in MOST_ERROR:
+        return ()
+    turn: Replace = partial(
+        fuse_rotary, make=TritonRotary, dtype=dtype, device=device, most_error=min(MOST_ERROR[dtype], 1e-3)
+    )
+    return fuse_norms_by_triton, turn, fuse_gates_by_triton

@@ -1,0 +1,247 @@
+"""``silu(gate) * up`` of a gated feed-forward layer on a device in one launch: a Triton kernel.
+
+Import this module only where triton is installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, has_hooks
+from ssd.model.layers.vector_layers import Rotary, fuse_norms, weight_and_eps
+
+_BLOCK = 1024
+
+
+def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Both [..., n], parts of wider tensors or not. Returns that shape; the first factor is rounded to their type."""
+    gate_rows, up_rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    rows, size = gate_rows.shape
+    with torch.cuda.device_of(gate):  # type: ignore[no-untyped-call]
+        _gate[(rows, triton.cdiv(size, _BLOCK))](
+            gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0), size, BLOCK=_BLOCK
+        )
+    return out
+
+
+def fuse_gates_by_triton(model: nn.Module) -> Iterator[Replaced]:
+    """Have layers compute so that are ``down_proj(silu(gate_proj(x)) * up_proj(x))``; what was replaced, as it goes."""
+    for module in model.modules():
+        if _is_gated(module):
+            module.forward = MethodType(_forward, module)
+            yield Replaced(module, "forward", lambda module=module: MethodType(type(module).forward, module))  # type: ignore[misc]
+
+
+def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    down: torch.Tensor = module.down_proj(silu_times(module.gate_proj(x), module.up_proj(x)))
+    return down
+
+
+@torch.inference_mode()
+def _is_gated(module: nn.Module) -> bool:
+    """Whether the layer is one by its looks, and computes the same on a few numbers."""
+    weight = getattr(getattr(module, "gate_proj", None), "weight", None)
+    if (
+        not isinstance(weight, torch.Tensor)
+        or weight.dim() != 2
+        or weight.dtype not in MOST_ERROR
+        or not all(callable(getattr(module, name, None)) for name in ("up_proj", "down_proj", "act_fn"))
+        or "forward" in vars(module)
+        or has_hooks(module)
+        or len(inspect.signature(module.forward).parameters) != 1
+    ):
+        return False
+    x = torch.randn(1, 3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    try:
+        return agrees(_forward(module, x), module(x), MOST_ERROR[weight.dtype])
+    except Exception:  # it reads its layers in another way
+        return False
+
+
+@triton.jit
+def _gate(gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of one row: out is contiguous, [rows, size]. Grid (rows, blocks)."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(gate + row * gate_row + at, mask=at < size, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_row + at, mask=at < size, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    opened = (given / (1.0 + tl.exp(-given))).to(kind).to(tl.float32)
+    tl.store(out + row * size + at, (opened * factor).to(kind), mask=at < size)
+
+
+_PROBE_SCALES = (1.0, 30.0, 1e-3)
+"""Of inputs: with the last one what is added to the mean square shows."""
+
+
+class TritonNorm(nn.Module):
+    """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis (Zhang and Sennrich 2019, section 3).
+
+    Computed in float32, in and out in the type of the numbers.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, *, offset: float, rounds_first: bool) -> None:
+        """``weight`` : [n]. ``offset`` : what the model adds to it. ``rounds_first`` : x is rounded before the product
+        with the weight, too.
+        """
+        super().__init__()
+        self.weight, self.eps = weight, eps
+        self._offset, self._rounds_first, self._block = offset, rounds_first, triton.next_power_of_2(len(weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x : [..., n]. Returns the same shape, contiguous."""
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            _normalise[(len(rows),)](
+                rows, self.weight, out, rows.stride(0), x.shape[-1], self.eps, self._offset,
+                ROUNDS_FIRST=self._rounds_first, BLOCK=self._block, num_warps=min(8, max(1, self._block // 512)),
+            )  # fmt: skip
+        return out
+
+    __call__ = forward  # without torch's search for hooks
+
+
+def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
+    """Put `TritonNorm` in the place of layers that compute the same on a few numbers; what was replaced, as it goes."""
+    return fuse_norms(model, _fused)
+
+
+@torch.inference_mode()
+def _fused(norm: nn.Module) -> TritonNorm | None:
+    """The one that comes nearest to ``norm``, if that is such a layer. They differ in when libraries round."""
+    found = weight_and_eps(norm)
+    if found is None or found[0].dtype not in MOST_ERROR:
+        return None
+    weight, eps = found
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        (scale * torch.randn(1, 3, len(weight), generator=generator)).to(weight.device, weight.dtype)
+        for scale in _PROBE_SCALES
+    ]
+    expected = [norm(x) for x in given]
+    best: TritonNorm | None = None
+    least = MOST_ERROR[weight.dtype]
+    for offset in (0.0, 1.0):
+        for rounds_first in (True, False):
+            fused = TritonNorm(weight, eps, offset=offset, rounds_first=rounds_first)
+            pairs = [(fused(x), want) for x, want in zip(given, expected, strict=True)]
+            if all(found.dtype == want.dtype and agrees(found, want, least) for found, want in pairs):
+                best = fused
+                least = max(float((found - want).float().norm() / want.float().norm()) for found, want in pairs)
+    return best
+
+
+@triton.jit
+def _normalise(  # type: ignore[no-untyped-def]
+    x, weight, out, row_stride, size, eps, offset, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of x, [rows, size], to one of out, which is contiguous. Grid (rows,)."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    given = tl.load(x + row * row_stride + at, mask=at < size, other=0.0).to(tl.float32)
+    weights = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32) + offset
+    kind = out.dtype.element_ty
+    found = given * tl.rsqrt(tl.sum(given * given, 0) / size + eps)
+    if ROUNDS_FIRST:
+        found = found.to(kind).to(tl.float32)
+    tl.store(out + row * size + at, (found * weights).to(kind), mask=at < size)
+
+
+_BLOCK_HEADS = 8
+
+
+class TritonRotary:
+    """Turns each pair of numbers ``dim / 2`` apart by its angle (Su et al. 2021, section 3.4.2).
+
+    Rounded where the library rounds: both products, and their sum.
+    """
+
+    def __init__(self, plain: Rotary) -> None:
+        """``plain`` : the library's function, for whatever is not the usual case."""
+        self.plain = plain
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q, k : [B, heads, T, dim]; cos, sin : [B, T, dim]. Returns both turned, contiguous as [B, T, heads, dim]."""
+        if args or kwargs or not (_fits(q, cos, sin) and _fits(k, cos, sin)):
+            return self.plain(q, k, cos, sin, *args, **kwargs)
+        (batch, query_heads, width, dim), key_heads = q.shape, k.shape[1]
+        query_out, key_out = (
+            torch.empty(batch, width, heads, dim, dtype=q.dtype, device=q.device) for heads in (query_heads, key_heads)
+        )
+        blocks = [triton.cdiv(heads, _BLOCK_HEADS) for heads in (query_heads, key_heads)]
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+            _turn_both[(batch * width, sum(blocks))](
+                q, k, cos, sin, query_out, key_out, width, *q.stride()[:3], *k.stride()[:3],
+                QUERY_HEADS=query_heads, KEY_HEADS=key_heads, QUERY_BLOCKS=blocks[0], HALF=dim // 2,
+                BLOCK_HEADS=_BLOCK_HEADS, BLOCK_HALF=triton.next_power_of_2(dim // 2),
+                num_warps=2, enable_fp_fusion=False,
+            )  # fmt: skip
+        return query_out.transpose(1, 2), key_out.transpose(1, 2)
+
+
+def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    return (
+        x.dtype == cos.dtype == sin.dtype
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and x.dim() == 4
+        and cos.shape == sin.shape == (x.shape[0], x.shape[2], x.shape[3])
+        and x.shape[3] % 2 == 0
+        and x.stride(3) == 1
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    )
+
+
+@triton.jit
+def _turn_both(  # type: ignore[no-untyped-def]
+    q, k, cos, sin, query_out, key_out, width, query_row, query_head, query_position, key_row, key_head, key_position,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one position, of queries or of keys. Grid (B * T, blocks of query heads + blocks of key heads)."""
+    place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, at = place // width, place % width
+    if block < QUERY_BLOCKS:
+        _turn(
+            q + row * query_row + at * query_position, query_head, query_out + place * QUERY_HEADS * 2 * HALF,
+            cos + place * 2 * HALF, sin + place * 2 * HALF, block, QUERY_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+        )  # fmt: skip
+    else:
+        _turn(
+            k + row * key_row + at * key_position, key_head, key_out + place * KEY_HEADS * 2 * HALF,
+            cos + place * 2 * HALF, sin + place * 2 * HALF, block - QUERY_BLOCKS, KEY_HEADS, HALF, BLOCK_HEADS,
+            BLOCK_HALF,
+        )  # fmt: skip
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]
+    x, x_head, out, cos, sin, block,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """The heads of one block at one position: x [HEADS, 2 * HALF] by cos and sin, [2 * HALF], to out."""
+    head, pair = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
+    is_pair = pair < HALF
+    inside = (head < HEADS) & is_pair
+    kind = out.dtype.element_ty
+    low = tl.load(x + head * x_head + pair, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + head * x_head + HALF + pair, mask=inside, other=0.0).to(tl.float32)
+    low_cos = tl.load(cos + pair, mask=is_pair, other=0.0).to(tl.float32)
+    high_cos = tl.load(cos + HALF + pair, mask=is_pair, other=0.0).to(tl.float32)
+    low_sin = tl.load(sin + pair, mask=is_pair, other=0.0).to(tl.float32)
+    high_sin = tl.load(sin + HALF + pair, mask=is_pair, other=0.0).to(tl.float32)
+    turned_low = (low * low_cos).to(kind).to(tl.float32) - (high * low_sin).to(kind).to(tl.float32)
+    turned_high = (high * high_cos).to(kind).to(tl.float32) + (low * high_sin).to(kind).to(tl.float32)
+    tl.store(out + head * 2 * HALF + pair, turned_low.to(kind), mask=inside)
+    tl.store(out + head * 2 * HALF + HALF + pair, turned_high.to(kind), mask=inside)
