@@ -41,7 +41,7 @@ from benchmarks.environment import head
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked
 from ssd.retrieval.cache import DEFAULT_NAMESPACE, CacheSet
-from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
+from ssd.retrieval.files import MANIFEST_NAME, read_manifest
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot

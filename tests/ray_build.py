@@ -15,7 +15,7 @@ from typing import Any
 
 from cache_builder.building.build import BuildOptions, build
 from cache_builder.building.ray_executor import ray_executor
-from ssd.retrieval.manifest import read_manifest
+from ssd.retrieval.files import read_manifest
 
 BLOCK_BYTES = 4 << 10
 

@@ -18,8 +18,8 @@ from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.gather import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference

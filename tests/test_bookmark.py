@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.retrieval.checkpoints import Checkpoint
+from ssd.retrieval.cache_state import Checkpoint
 from ssd.sharing.bookmark import Bookmark, position_of, sequence_id_of
 from ssd.sharing.entry import Entry
 from ssd.sharing.pages import order

@@ -13,7 +13,7 @@ import pytest
 import ssd
 from cache_builder.__main__ import main
 from cache_builder.building.build import BuildOptions, build
-from ssd.retrieval.manifest import read_manifest
+from ssd.retrieval.files import read_manifest
 from tests.ray_build import BLOCK_BYTES
 from tests.tokenizers_for_tests import write_model_directory
 from tests.waiting import START_S

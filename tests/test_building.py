@@ -31,8 +31,8 @@ from cache_builder.building.workers import run
 from cache_builder.inputs.record import InputError
 from cache_builder.inputs.sources import find_sources
 from ssd.errors import CacheLocked, SSDError
-from ssd.retrieval.manifest import read_manifest
-from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.files import read_manifest
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.static import load_static_directory
 from tests.tokenizers_for_tests import write_model_directory
 from tests.waiting import PATIENCE_S

@@ -25,11 +25,10 @@ from ssd.config import CacheConfig
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, CacheLocked, ConfigError, SSDError
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.directory_lock import DirectoryLock
-from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from ssd.retrieval.files import MANIFEST_NAME, DirectoryLock, read_manifest, write_manifest
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.segment_file import write_segment
-from ssd.retrieval.sequences import sequences_of
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.retrieval.suffix_array import build_fence, build_segment
 from ssd.text.codec import TextCodec

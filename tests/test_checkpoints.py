@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.checkpoints import Checkpoint, PendingCheckpoints
+from ssd.retrieval.cache_state import Checkpoint, PendingCheckpoints
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.segment import Segment
 from tests.sharing_replica import FINGERPRINT, stored

@@ -20,7 +20,7 @@ from benchmarks.crash import PROBLEMS, Setting
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.manifest import read_manifest
+from ssd.retrieval.files import read_manifest
 
 FINGERPRINT = "0123456789abcdef" * 2
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, TokenizerMismatch
-from ssd.retrieval.atomic_file import is_regular, is_temporary
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
+from ssd.retrieval.files import MANIFEST_NAME, is_regular, is_temporary, read_manifest
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.suffix_array import build_segment
 from tests.waiting import PATIENCE_S

@@ -13,11 +13,9 @@ import pytest
 from cache_builder.__main__ import main as ssd_cache
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked, NamespaceMismatch, StoreUnavailable
-from ssd.retrieval.atomic_file import make_directory, write_file
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.manifest import MANIFEST_NAME
-from ssd.retrieval.scratch import make_scratch
+from ssd.retrieval.files import MANIFEST_NAME, make_directory, make_scratch, write_file
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.segment_file import write_segment
 from ssd.retrieval.static import StaticWriter
@@ -167,8 +165,8 @@ def test_a_cache_that_lies_among_scratch_directories_is_not_taken_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ``ssd-cache build --out /tmp/ssd-cache-warm`` wrote an hour ago: a lock that nobody holds."""
-    monkeypatch.setattr("ssd.retrieval.scratch._MEMORY", tmp_path)
-    monkeypatch.setattr("ssd.retrieval.scratch._STARTING_S", -1.0)
+    monkeypatch.setattr("ssd.retrieval.files._MEMORY", tmp_path)
+    monkeypatch.setattr("ssd.retrieval.files._STARTING_S", -1.0)
     for name in ("ssd-cache-warm", "ssd-scratch-warm"):
         with StaticWriter(tmp_path / name, fingerprint=FINGERPRINT) as writer:
             writer.append([1, 2])

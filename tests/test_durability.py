@@ -28,8 +28,7 @@ from ssd.errors import CacheError, FormatVersion, StoreUnavailable
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.rebuild_process import MergeJob
+from ssd.retrieval.merge_worker import MergeJob, MergeWorker
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.snapshot import Snapshot

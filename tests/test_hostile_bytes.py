@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheError
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.manifest import MANIFEST_NAME, read_manifest
-from ssd.retrieval.segment_header import HEADER_LENGTH, SegmentHeader
+from ssd.retrieval.files import MANIFEST_NAME, read_manifest
+from ssd.retrieval.segment_file import HEADER_LENGTH, SegmentHeader
 from tests.reference.retrieval import sequences, snapshot_text
 
 FINGERPRINT = "0123456789abcdef" * 2

@@ -20,8 +20,8 @@ from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.drafting.suffix.chain import CHAIN_CANDIDATES, CHAIN_RECYCLED
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.vote import MAX_RECYCLED
-from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference

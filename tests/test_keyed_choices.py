@@ -21,7 +21,7 @@ from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.keyed_choices import IN_BUCKET, MOST_CONFIRMED, KeyedChoices, learn_choices
 from ssd.drafting.suffix.namespace_tables import MOST_TABLES
 from ssd.drafting.suffix.vote import MAX_RECYCLED
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference.noise import coupled_key, mix

@@ -17,10 +17,9 @@ from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.namespace import HeldNamespace
+from ssd.retrieval.namespace import HeldNamespace, NamespaceTerms
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import StaticWriter
-from ssd.retrieval.terms import NamespaceTerms
 from tests.test_successors import scored_pass
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from ssd.errors import CacheError, StoreUnavailable
-from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.rebuild_process import MergeJob
+from ssd.retrieval.merge_worker import MergeJob, MergeWorker
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.segment_file import open_segment, write_segment
 from ssd.retrieval.suffix_array import build_segment
@@ -128,7 +127,7 @@ def test_a_killed_parent_leaves_neither_process_nor_scratch_directory(tmp_path: 
 
 
 def test_the_process_loads_neither_torch_nor_numba() -> None:
-    code = "import sys, ssd.retrieval.rebuild_process; print(*{'torch', 'numba', 'transformers'} & set(sys.modules))"
+    code = "import sys, ssd.retrieval.merge_worker; print(*{'torch', 'numba', 'transformers'} & set(sys.modules))"
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout.split() == []

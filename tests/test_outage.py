@@ -15,7 +15,7 @@ import pytest
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval import directory as directories
-from ssd.retrieval import manifest as manifests
+from ssd.retrieval import files as manifests
 from ssd.retrieval import merging, outage, suffix_cache, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
@@ -81,7 +81,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadOnly]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What ``outage`` takes for the time, in its first element."""
     now = [1000.0]
-    monkeypatch.setattr("ssd.retrieval.outage.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ssd.retrieval.segment_store.time.monotonic", lambda: now[0])
     return now
 
 

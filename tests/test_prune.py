@@ -21,7 +21,7 @@ from cache_builder.replay.cost import flat
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
-from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.static import StaticWriter
 
 FINGERPRINT = "0" * 32

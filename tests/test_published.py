@@ -21,7 +21,7 @@ from cache_builder.__main__ import main
 from ssd.config import CacheConfig
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.checkpoints import Checkpoint
+from ssd.retrieval.cache_state import Checkpoint
 from ssd.retrieval.packed import Tokens
 from ssd.sharing import reader
 from ssd.sharing.connection import connect

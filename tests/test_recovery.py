@@ -13,7 +13,7 @@ from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix.acceptance import ENTRIES, KNOTS, NUM_LEARNED, WHEN_SETS, most_undrafted
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 from tests.reference import drafting as reference
 
 _HEADER_BYTES = len(AcceptanceModel().to_bytes()) - 4 * (2 * ENTRIES + NUM_LEARNED) - 8

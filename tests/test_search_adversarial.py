@@ -13,8 +13,11 @@ from ssd.compiled.addresses import address
 from ssd.compiled.records import dtype_of
 from ssd.errors import CacheError
 from ssd.retrieval.lanes import (
+    MAX_MATCH_LENGTH,
+    PATTERNS_BYTES,
     Lane,
     Walker,
+    as_context,
     ask_to_widen,
     new_rank,
     num_new,
@@ -24,7 +27,6 @@ from ssd.retrieval.lanes import (
     widen,
 )
 from ssd.retrieval.packed import WIDTHS
-from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
 from ssd.retrieval.search import _longest_match, longest_match
 from ssd.retrieval.segment import FENCE_STEP, SEPARATOR
 from ssd.retrieval.snapshot import Snapshot

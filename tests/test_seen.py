@@ -11,8 +11,8 @@ from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix.acceptance import KNOTS, KNOTS_PER_UNIT
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.seen import CONTEXT_END, OWN_TEXT, Position, Seen, see
-from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference

@@ -17,8 +17,7 @@ from ssd.errors import CacheError, FormatVersion, SegmentCorrupt, TokenizerMisma
 from ssd.retrieval.packed import GUARD_BYTES, pack, packed_size
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import SEPARATOR, Segment
-from ssd.retrieval.segment_file import open_segment, write_segment
-from ssd.retrieval.segment_header import num_posts, segment_file_size
+from ssd.retrieval.segment_file import num_posts, open_segment, segment_file_size, write_segment
 from ssd.retrieval.snapshot import make_snapshot, segment_table
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference import drafting as reference

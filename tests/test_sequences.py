@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.push import command as benchmark
+from ssd.retrieval import ring as module
 from ssd.retrieval import segment as segment_module
-from ssd.retrieval import sequences as module
 from ssd.retrieval.packed import unpack
+from ssd.retrieval.ring import sequence_lengths, sequences_of
 from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.sequences import sequence_lengths, sequences_of
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
 from ssd.sharing.push import push_segments

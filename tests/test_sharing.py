@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from ssd.config import CacheConfig
 from ssd.errors import ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.namespace import NamespaceTerms
 from ssd.retrieval.static import StaticWriter
-from ssd.retrieval.terms import NamespaceTerms
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import address_of, connect, hide_password
 from ssd.sharing.entry import (

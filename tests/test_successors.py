@@ -16,7 +16,7 @@ from ssd.drafting.suffix import namespace_tables
 from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
 from ssd.drafting.suffix.namespace_tables import IDLE_PASSES, MOST_TABLES
 from ssd.drafting.suffix.successors import NO_ENTRY, SUCCESSORS, row_after_one, row_after_two, successors_at
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 from tests.reference.successors import Entry, entries_of_row
 
 BIG = (1 << 31) - 1

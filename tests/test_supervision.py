@@ -21,7 +21,7 @@ from ssd.retrieval import merge_worker, merging, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.put_off import FIRST_PAUSE_S, LONGEST_PAUSE_S, PutOff
+from ssd.retrieval.merging import FIRST_PAUSE_S, LONGEST_PAUSE_S, PutOff
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS, build_segment
@@ -205,7 +205,7 @@ class Unsortable:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What put-off merges take for the time, in its first element."""
     now = [1000.0]
-    monkeypatch.setattr("ssd.retrieval.put_off.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ssd.retrieval.merging.time.monotonic", lambda: now[0])
     return now
 
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ssd.bundled import MODEL_PATH
 from ssd.errors import RequestError
-from ssd.text.bad_words import encode_bad_words
-from ssd.text.codec import TextCodec
+from ssd.text.codec import TextCodec, encode_bad_words
 from ssd.text.token_text import TokenTexts
 from tests.tokenizers_for_tests import byte_level_tokenizer, real_tokenizers, sentencepiece_like_tokenizer
 

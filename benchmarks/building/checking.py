@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.manifest import read_manifest
+from ssd.retrieval.files import read_manifest
 from ssd.retrieval.search import longest_match
 
 _LENGTHS = (1, 2, 4, 8, 16, 32)

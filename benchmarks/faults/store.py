@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet, SuffixCache
-from ssd.retrieval.manifest import MANIFEST_NAME
+from ssd.retrieval.files import MANIFEST_NAME
 from ssd.retrieval.segment import SEPARATOR
 from ssd.text.codec import TextCodec
 

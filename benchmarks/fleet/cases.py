@@ -24,7 +24,7 @@ from cache_builder.replay.rows import Row
 from cache_builder.replay.walk import Steps
 from ssd.bundled import MODEL_PATH
 from ssd.config import IndexConfig
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 from ssd.text.codec import TextCodec
 
 MADE: Final = "python"

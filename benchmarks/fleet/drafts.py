@@ -12,7 +12,7 @@ from cache_builder.replay.walk import Proposal, Steps, walk
 from ssd.config import DraftConfig
 from ssd.drafting import Drafter, make_drafter
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 MAX_DRAFT: Final = 16

@@ -32,7 +32,7 @@ from cache_builder.replay.decoding import OutputDecoder
 from cache_builder.replay.rows import Row
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.sharing.connection import connect

@@ -39,7 +39,7 @@ from ssd.drafting import Draft, Drafter, DraftRequest, make_drafter
 from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.row_drafter import RowDrafter, Text
 from ssd.retrieval.cache import CacheSet, SuffixCache
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 
 _LIMIT = 16
 _AT_ONCE = 6

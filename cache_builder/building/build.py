@@ -25,10 +25,8 @@ from cache_builder.inputs.sources import Source, find_sources
 from cache_builder.inputs.streams import is_regular
 from ssd import __version__
 from ssd.errors import ConfigError
-from ssd.retrieval.atomic_file import sync_directory
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.directory_lock import LOCK_NAME
-from ssd.retrieval.manifest import MANIFEST_NAME, Manifest, read_manifest, write_manifest
+from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, Manifest, read_manifest, sync_directory, write_manifest
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 from ssd.text.codec import TextCodec
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.retrieval.packed import Tokens
-from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.static import load_static_directory
 
 _TAIL_TOKENS = 32

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ssd.errors import CacheLocked
-from ssd.retrieval.atomic_file import make_directory
+from ssd.retrieval.files import make_directory
 
 _SUFFIX = ".unfinished"
 _OLD = "old"

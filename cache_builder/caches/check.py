@@ -15,15 +15,12 @@ from cache_builder.caches.sorted_order import RIGHT, first_wrong
 from cache_builder.caches.wording import plain
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, ConfigError
-from ssd.retrieval.atomic_file import is_temporary
-from ssd.retrieval.directory import LEARNED_NAME
-from ssd.retrieval.directory_lock import LOCK_NAME
-from ssd.retrieval.manifest import MANIFEST_NAME
+from ssd.retrieval.directory import LEARNED_NAME, LEFT_OUT
+from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, is_temporary
 from ssd.retrieval.names import check_fingerprint, check_namespace, is_segment_id
-from ssd.retrieval.recovery import LEFT_OUT
+from ssd.retrieval.ring import blocks_of
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.segment_file import open_segment
-from ssd.retrieval.sequences import blocks_of
 from ssd.retrieval.suffix_array import build_fence
 from ssd.text.codec import TextCodec
 

@@ -13,8 +13,8 @@ import numpy as np
 from cache_builder.caches.held import Held, digest_of, open_held
 from cache_builder.caches.wording import Decode, shown
 from ssd.retrieval.packed import Tokens
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.sequences import sequences_of
 from ssd.retrieval.snapshot import make_snapshot, segment_table
 
 WINDOWS: Final = (8, 16)

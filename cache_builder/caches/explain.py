@@ -19,9 +19,9 @@ from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.drafting.suffix.seen import CONTEXT_END, OWN_TEXT, Candidate, Lookup, Place, Position, Seen, see
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.directory import load_segments
-from ssd.retrieval.learned_state import LearnedState
-from ssd.retrieval.manifest import read_manifest
+from ssd.retrieval.files import read_manifest
 from ssd.retrieval.packed import unpack
+from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 
 DEFAULT_PRICE: Final = 0.1

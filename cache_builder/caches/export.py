@@ -17,8 +17,8 @@ from typing import IO, BinaryIO, cast
 from cache_builder.caches.held import open_held
 from cache_builder.inputs.records import STANDARD_INPUT
 from ssd.errors import ConfigError, TokenizerMismatch
-from ssd.retrieval.atomic_file import FILE_MODE
-from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.files import FILE_MODE
+from ssd.retrieval.ring import sequences_of
 from ssd.text.codec import TextCodec
 
 STANDARD_OUTPUT = STANDARD_INPUT

@@ -11,9 +11,8 @@ import xxhash
 
 from cache_builder.caches.inspect import fingerprint_of
 from ssd.errors import StoreUnavailable, TokenizerMismatch
-from ssd.retrieval.atomic_file import open_file
 from ssd.retrieval.directory import LEARNED_NAME
-from ssd.retrieval.manifest import read_manifest
+from ssd.retrieval.files import open_file, read_manifest
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.static import load_static_directory

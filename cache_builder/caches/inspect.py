@@ -9,11 +9,10 @@ from typing import Any
 
 from cache_builder.caches.wording import plain
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable
-from ssd.retrieval.atomic_file import open_file
+from ssd.retrieval.directory import Recovered, recover, whose_segments
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ssd.retrieval.files import MANIFEST_NAME, Manifest, open_file, read_manifest
 from ssd.retrieval.names import is_segment_id
-from ssd.retrieval.recovery import Recovered, recover, whose_segments
 from ssd.retrieval.segment_file import open_segment
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from cache_builder.caches.held import digest_of, open_held
 from cache_builder.caches.new_cache import check_out, new_cache
 from ssd.errors import ConfigError
-from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 
 

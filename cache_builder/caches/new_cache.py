@@ -8,8 +8,7 @@ from pathlib import Path
 
 from cache_builder.building.partial_directory import partial_directory
 from ssd.errors import ConfigError
-from ssd.retrieval.directory_lock import LOCK_NAME, DirectoryLock
-from ssd.retrieval.manifest import MANIFEST_NAME
+from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, DirectoryLock
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, StaticWriter
 
 

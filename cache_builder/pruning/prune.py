@@ -16,7 +16,7 @@ from cache_builder.pruning.chosen import LEAD_IN_TOKENS, chosen, kept_pieces
 from cache_builder.pruning.used import BLOCK_TOKENS, Counts, Said
 from ssd.errors import ConfigError
 from ssd.retrieval.packed import Tokens
-from ssd.retrieval.sequences import sequences_of
+from ssd.retrieval.ring import sequences_of
 
 _UNITS: Final = {"": 1, "k": 1000, "M": 1000**2, "G": 1000**3, "ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 _FILE_BYTES: Final = 1 << 14

@@ -63,7 +63,7 @@ def _check_template(model: ModelOptions) -> None:
         return
     import jinja2
 
-    from ssd.text.template import parse_template
+    from ssd.text.load_tokenizer import parse_template
 
     try:
         parse_template(model.chat_template)
@@ -72,7 +72,7 @@ def _check_template(model: ModelOptions) -> None:
 
 
 def _check_cache(cache: CacheOptions) -> None:
-    from ssd.retrieval.manifest import read_manifest
+    from ssd.retrieval.files import read_manifest
     from ssd.retrieval.names import check_namespace
 
     check_namespace(cache.namespace)

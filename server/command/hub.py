@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ssd.errors import ModelError, first_line
-from ssd.text.hub import HubOptions
+from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from server.command.adapter_names import read_adapters
 from ssd.errors import ConfigError
-from ssd.text.hub import HubOptions
+from ssd.text.load_tokenizer import HubOptions
 
 BUNDLED_NAME = "ssd-bundled"
 """Name of the model that comes with the package."""

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from ssd.config import DRAFT_SHAPES, DraftConfig
-from ssd.text.hub import HubOptions
+from ssd.text.load_tokenizer import HubOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from server.intake.json_size import num_values
 from server.schema.messages import ChatTemplateFields
 from server.schema.tokenize import TokenizeTextBody
 from ssd.errors import ContextTooLong, RequestError
-from ssd.text.bad_words import encode_bad_words
+from ssd.text.codec import encode_bad_words
 
 if TYPE_CHECKING:
     from ssd.engine import Engine

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from ssd.retrieval.atomic_file import make_directory, write_file
+from ssd.retrieval.files import make_directory, write_file
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from server.tenants.generations import Generations
 from server.tenants.namespace_names import NamespaceNames
 from server.tenants.rules import Tenant
 from ssd.errors import ConfigError, SSDError, shown
-from ssd.retrieval.terms import DEFAULT_TERMS, NamespaceTerms
+from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
 
 log = logging.getLogger(__name__)
 

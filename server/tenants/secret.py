@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ssd.errors import ConfigError
-from ssd.retrieval.atomic_file import make_directory, make_file
+from ssd.retrieval.files import make_directory, make_file
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ssd.drafting.live_texts import LiveTexts
 from ssd.drafting.noise_keys import UInt64
 from ssd.drafting.offers import Offers
 from ssd.drafting.sequence_noise import SequenceNoise
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 if TYPE_CHECKING:  # it brings a tokenizer library with it

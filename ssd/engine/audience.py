@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.engine.sequence import Sequence
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,7 +42,7 @@ from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarCompiler
-from ssd.text.hub import HubOptions
+from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
 

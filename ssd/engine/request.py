@@ -8,7 +8,7 @@ from enum import StrEnum
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.model.sampling.top_tokens import TokenLogprobs
-from ssd.retrieval.terms import DEFAULT_TERMS, NamespaceTerms
+from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
 
 
 class FinishReason(StrEnum):

@@ -14,17 +14,14 @@ from typing import Final, Self
 
 from ssd.config import CacheConfig
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, require_fault
-from ssd.retrieval.cache_opening import CacheOpener
 from ssd.retrieval.cache_state import CacheStats
 from ssd.retrieval.directory import remove_directory
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.lending import Lending
+from ssd.retrieval.files import make_scratch
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import check_fingerprint, check_namespace
-from ssd.retrieval.namespace import HeldNamespace, Namespace
-from ssd.retrieval.scratch import make_scratch
+from ssd.retrieval.namespace import DEFAULT_TERMS, CacheOpener, HeldNamespace, Lending, Namespace, NamespaceTerms
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.retrieval.terms import DEFAULT_TERMS, NamespaceTerms
 
 __all__ = ["DEFAULT_NAMESPACE", "CacheSet", "CacheStats", "SuffixCache"]
 

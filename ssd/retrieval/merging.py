@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,15 +11,44 @@ from typing import Final
 
 from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.cache_state import CacheState
-from ssd.retrieval.damage import Damage
-from ssd.retrieval.merge_worker import MergeWorker
+from ssd.retrieval.merge_worker import MergeJob, MergeWorker
 from ssd.retrieval.names import is_kept, new_segment_id
-from ssd.retrieval.put_off import PutOff
-from ssd.retrieval.rebuild_process import MergeJob
 from ssd.retrieval.segment import Segment, concatenate
-from ssd.retrieval.segment_store import SegmentStore
+from ssd.retrieval.segment_store import Damage, SegmentStore
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.usage import windows
+
+FIRST_PAUSE_S: Final = 30.0
+LONGEST_PAUSE_S: Final = 3600.0
+
+
+@dataclass(slots=True)
+class _Failed:
+    num_times: int
+    again_at: float
+
+
+class PutOff:
+    """By the segments that were to be merged. Only maintenance uses it: one thread at a time."""
+
+    def __init__(self) -> None:
+        self._failed: dict[tuple[str, ...], _Failed] = {}
+
+    def failed(self, inputs: Sequence[Segment]) -> None:
+        """Merging ``inputs`` failed: they wait, twice as long each time, at most LONGEST_PAUSE_S."""
+        key = tuple(segment.segment_id for segment in inputs)
+        failed = self._failed.setdefault(key, _Failed(0, 0.0))
+        failed.again_at = time.monotonic() + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**failed.num_times)
+        failed.num_times = min(failed.num_times + 1, 16)
+
+    def waiting(self, segments: Sequence[Segment]) -> frozenset[str]:
+        """Ids of those of ``segments`` that wait. Merges that can no longer be, because one is gone, are forgotten."""
+        if not self._failed:
+            return frozenset()
+        there, now = {segment.segment_id for segment in segments}, time.monotonic()
+        self._failed = {key: failed for key, failed in self._failed.items() if there.issuperset(key)}
+        return frozenset(name for key, failed in self._failed.items() if failed.again_at > now for name in key)
+
 
 _MERGED_IN_PROCESS: Final = 1 << 14  # tokens; sorting so few costs less than asking the worker
 _ABANDONED_S: Final = 60.0

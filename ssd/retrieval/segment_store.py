@@ -2,18 +2,100 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
-from ssd.errors import CacheError
-from ssd.retrieval.cache_state import CacheState
-from ssd.retrieval.checkpoints import Checkpoint
+from ssd.errors import CacheError, SegmentCorrupt
+from ssd.retrieval.cache_state import CacheState, Checkpoint
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.learned_state import Copy, LearnedState
-from ssd.retrieval.outage import Outage
-from ssd.retrieval.segment import Segment
+from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.segment import Segment, checked_text
+from ssd.retrieval.segment_file import open_segment
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 30.0
+"""What could not be written is tried again this often, beside what is sealed meanwhile."""
+
+
+class Outage:
+    """Whether the directory of one namespace takes what is written. Only maintenance uses it: one thread at a time.
+
+    An outage begins with the first failure. It ends when everything is in files again, not with the first write that
+    works: a disk that is nearly full takes small files all the time.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.is_on = False
+        self._name = name
+        self._retry_at = 0.0
+
+    def failed(self, what: str, error: Exception) -> None:
+        """Something could not be written."""
+        if not self.is_on:
+            self.is_on = True
+            log.error(
+                "cache namespace=%s: %s: %s. Requests are served as before; what is learned from now on is kept in "
+                "memory and written once the directory can be written again, which is tried every %.0f s. Until then a "
+                "restart loses it. Make room, or mount it writable",
+                self._name, what, error, RETRY_S,
+            )  # fmt: skip
+
+    def over(self) -> None:
+        """Everything is in files."""
+        if self.is_on:
+            self.is_on = False
+            log.warning("cache namespace=%s: its directory can be written again, nothing is missing", self._name)
+
+    def is_retry_due(self) -> bool:
+        """Whether it is time to try again with what could not be written."""
+        return time.monotonic() >= self._retry_at
+
+    def put_off(self) -> None:
+        """The retry failed: wait."""
+        self._retry_at = time.monotonic() + RETRY_S
+
+
+class Copy(Protocol):
+    """What was learned up to some moment; never changed after it was published."""
+
+    def to_bytes(self) -> bytes:
+        """All of it, for ``LearnedState.stored`` of the next process. From any thread."""
+        ...
+
+
+class LearnedState:
+    """Where a drafter publishes copies of what it learns about a namespace, and upkeep finds the newest to save.
+
+    What is learned has one owner, the drafter that changes it at every step; only copies get here, each with one
+    assignment. Where several drafters learn about one namespace, the copy published last is kept. The retrieval layer
+    knows nothing of what they hold.
+
+    ``stored`` : bytes that the directory kept from an earlier process, None when there are none. ``newest`` : the copy
+    that was published last; None before the first.
+    """
+
+    def __init__(self, stored: bytes | None = None) -> None:
+        self.stored = stored
+        self.newest: Copy | None = None
+
+    def adopt(self, stored: bytes) -> None:
+        """Begin with ``stored``, of another process, where nothing is known and nobody has begun. O(1), any thread."""
+        if self.stored is None and self.newest is None:
+            self.stored = stored
+
+    def to_bytes(self) -> bytes | None:
+        """The newest there is; None where nothing was learned."""
+        newest = self.newest
+        return self.stored if newest is None else newest.to_bytes()
+
+    def publish(self, copy: Copy) -> None:
+        """Make ``copy`` the newest. O(1), from any thread."""
+        self.newest = copy
+
 
 SAVE_LEARNED_S: Final = 60.0
 
@@ -146,3 +228,53 @@ class SegmentStore:
     def _report_outage(self, what: str, error: Exception) -> None:
         self._state.num_failures += 1
         self.outage.failed(what, error)
+
+
+class Damage:
+    """Reads such segments again where their files still hold what they did, and else has them searched no more.
+
+    Used by maintenance: one thread at a time.
+    """
+
+    def __init__(self, state: CacheState, store: SegmentStore, *, fingerprint: str, budget: CopyBudget | None) -> None:
+        """``budget`` : what private copies may take."""
+        self._state = state
+        self._store = store
+        self._fingerprint = fingerprint
+        self._budget = budget
+
+    def mend_changed(self) -> None:
+        """Those whose file was written to or cut while it is mapped. O(number of segments)."""
+        for segment in self._state.index.own:  # what is borrowed is its owner's
+            if segment.shared is not None and segment.shared.has_changed():
+                path = segment.shared.path
+                self._reopen(segment, path, SegmentCorrupt(f"{path} was changed while it was in use"))
+
+    def mend(self, segments: Sequence[Segment], error: Exception) -> None:
+        """Those of ``segments`` whose text does not fit its checksum; ``error`` says how that was noticed. O(text)."""
+        for segment in segments:
+            try:
+                checked_text(segment)
+            except SegmentCorrupt:
+                self._reopen(segment, self._store.path_of(segment), error)
+
+    def _reopen(self, segment: Segment, path: Path | None, error: Exception) -> None:
+        state, mended = self._state, None
+        if path is not None:
+            try:
+                again = open_segment(path, fingerprint=self._fingerprint, budget=self._budget)
+                if (again.checksum, again.segment_id) == (segment.checksum, segment.segment_id):
+                    mended = again  # touched, or written with what it held before
+            except (CacheError, OSError) as failure:
+                error = failure
+        with state.lock:
+            if mended is not None:
+                state.index.exchange(segment, mended)
+                return
+            state.index.leave_out([segment])
+        state.num_damaged += 1
+        state.num_failures += 1
+        log.error(
+            "cache namespace=%s: segment %s, %d tokens, is no longer searched: %s",
+            state.name, segment.segment_id, len(segment), error,
+        )  # fmt: skip

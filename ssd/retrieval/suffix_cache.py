@@ -12,19 +12,16 @@ import numpy.typing as npt
 
 from ssd.config import IndexConfig
 from ssd.errors import CacheError
-from ssd.retrieval.cache_state import CacheState, CacheStats
-from ssd.retrieval.checkpoints import Checkpoint, SourcePosition
-from ssd.retrieval.damage import Damage
+from ssd.retrieval.cache_state import CacheState, CacheStats, Checkpoint, SourcePosition
 from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.learned_state import LearnedState
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.merging import Merging
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import PrefixFilter, as_sequence
 from ssd.retrieval.segment import Segment
-from ssd.retrieval.segment_store import SegmentStore
+from ssd.retrieval.segment_store import Damage, LearnedState, SegmentStore
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import load_static_directory
 from ssd.retrieval.upkeep import Upkeep

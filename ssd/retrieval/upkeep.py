@@ -6,12 +6,11 @@ import threading
 from typing import Final
 
 from ssd.retrieval.cache_state import CacheState
-from ssd.retrieval.damage import Damage
 from ssd.retrieval.merging import Merging
 from ssd.retrieval.names import new_segment_id
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.segment import Segment, concatenate
-from ssd.retrieval.segment_store import SegmentStore
+from ssd.retrieval.segment_store import Damage, SegmentStore
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.usage import NO_WINDOWS, used_text, windows
 

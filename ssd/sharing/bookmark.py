@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ssd.retrieval.checkpoints import Checkpoint
+from ssd.retrieval.cache_state import Checkpoint
 from ssd.sharing.entry import Entry
 from ssd.sharing.pages import is_entry_id, order
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ssd.errors import ConfigError
-from ssd.retrieval.atomic_file import NotAFileError, make_directory, make_file, open_file, write_file
+from ssd.retrieval.files import NotAFileError, make_directory, make_file, open_file, write_file
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from ssd.errors import ConfigError, StoreUnavailable
 from ssd.retrieval.names import check_namespace
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
-from ssd.retrieval.sequences import sequence_lengths, sequences_of
+from ssd.retrieval.ring import sequence_lengths, sequences_of
 from ssd.retrieval.static import load_static_directory
 from ssd.sharing.append import append
 from ssd.sharing.connection import address_of, connect, hide_password

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from ssd.errors import ModelError, first_line
-from ssd.text.hub import HubOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubOptions:
+    """How files are taken from the Hugging Face hub; a directory on this machine is read as it is."""
+
+    revision: str | None = None
+    """Branch, tag or commit; None: main."""
+    cache_dir: Path | None = None
+    """Where files are kept; None: the hub's own cache."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, with all rights of this process."""
+
+    def file_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for what fetches a file."""
+        return {"revision": self.revision, "cache_dir": None if self.cache_dir is None else str(self.cache_dir)}
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``from_pretrained``."""
+        return {**self.file_arguments(), "trust_remote_code": self.trust_remote_code}
+
 
 _END_OF_TEXT_NAMES = (
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|return|>",
@@ -92,3 +118,22 @@ def _generation_config(name_or_path: str, hub: HubOptions) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{found} cannot be read: {error}. Repair it, or remove it") from error
     return config if isinstance(config, dict) else {}
+
+
+class _Generation(Extension):
+    """``{% generation %} ... {% endgeneration %}``, with which some templates mark what the model says."""
+
+    tags = {"generation"}  # noqa: RUF012  # as the base class has it
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """What is within."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def parse_template(text: str) -> None:
+    """Raise jinja2's TemplateSyntaxError where transformers could not compile ``text`` as a chat template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.compile(text)

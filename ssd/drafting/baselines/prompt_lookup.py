@@ -8,7 +8,7 @@ import numpy as np
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
+from ssd.retrieval.search import MAX_SCAN_HITS, pattern_length, scan
 
 
 @kernel

@@ -22,7 +22,7 @@ from ssd.drafting.suffix.acceptance import (
     prior_model,
     within_reach,
 )
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 

@@ -24,6 +24,8 @@ from ssd.compiled.addresses import (
 from ssd.compiled.records import Address, Float64, Int64, Record, dtype_of, view_of
 from ssd.drafting.suffix.live import LIVE_WIDTH, find_live, live_at
 from ssd.retrieval.lanes import (
+    MAX_MATCH_LENGTH,
+    PATTERNS_BYTES,
     Lanes,
     Walkers,
     ask_to_widen,
@@ -38,8 +40,7 @@ from ssd.retrieval.lanes import (
     walkers_at,
     widen,
 )
-from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES
-from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
+from ssd.retrieval.search import MAX_SCAN_HITS, pattern_length, scan
 from ssd.retrieval.snapshot import SnapshotRecord, segments_at
 
 NOTHING: Final = -1

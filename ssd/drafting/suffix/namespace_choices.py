@@ -6,7 +6,7 @@ from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.drafting.suffix.keyed_choices import KeyedChoices, learn_choices
 from ssd.drafting.suffix.namespace_tables import NamespaceTables
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 
 
 class NamespaceChoices:

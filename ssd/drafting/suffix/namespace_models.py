@@ -7,7 +7,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 
 PUBLISH_S: Final = 10.0
 """A copy takes about 0.1 ms, and 1.5 ms where its memory is new: of 256 busy namespaces at most 4 % of the time."""

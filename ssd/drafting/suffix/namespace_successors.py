@@ -9,7 +9,7 @@ from ssd.compiled.records import dtype_of
 from ssd.drafting.protocol import ScoredPass
 from ssd.drafting.suffix.namespace_tables import MOST_TABLES, NamespaceTables
 from ssd.drafting.suffix.successors import SuccessorTable, learn_successors
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 
 
 class _Table:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Final
 from ssd.compiled.addresses import TokenIds, inlined, kernel
 from ssd.compiled.records import Int64, Record
 from ssd.drafting.suffix.gather import Hits
-from ssd.retrieval.scan import scan
+from ssd.retrieval.search import scan
 
 _LONGEST: Final = 32
 _FAR: Final = 64

@@ -21,7 +21,7 @@ from ssd.drafting.suffix.namespace_models import NamespaceModels
 from ssd.drafting.suffix.rows import NO_ROOM, NOT_SEATED, Batch, TextRecord, draft_rows, goes_on, take_over
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
 from ssd.pricing.price_list import PriceList
-from ssd.retrieval.learned_state import LearnedState
+from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 Tokens = npt.NDArray[np.int32]

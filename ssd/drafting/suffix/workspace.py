@@ -29,8 +29,7 @@ from ssd.drafting.suffix.live_memory import LiveMemory
 from ssd.drafting.suffix.prediction import PredictionPlace, begin_prediction
 from ssd.drafting.suffix.tree import MOST_CARRIED, TreeScratch
 from ssd.errors import ConfigError
-from ssd.retrieval.lanes import Lane, Walker
-from ssd.retrieval.pattern import MAX_MATCH_LENGTH, PATTERNS_BYTES, as_context
+from ssd.retrieval.lanes import MAX_MATCH_LENGTH, PATTERNS_BYTES, Lane, Walker, as_context
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 
 _MAX_STATES: Final = 4096  # requests remembered; when there are more, all begin anew

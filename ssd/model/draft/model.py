@@ -27,7 +27,7 @@ from ssd.pricing.pass_costs import OUTLIER
 from ssd.pricing.platt_scaling import PlattScaling
 from ssd.pricing.price_list import PriceList
 from ssd.text.codec import TextCodec
-from ssd.text.hub import HubOptions
+from ssd.text.load_tokenizer import HubOptions
 
 SOURCE = "model"
 """``Draft.source`` of what a draft model proposes."""

@@ -27,7 +27,7 @@ from ssd.model.ways.probes import verifies_trees
 from ssd.model.ways.row_target import RowTarget
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import attach_steps
-from ssd.text.hub import HubOptions
+from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
 

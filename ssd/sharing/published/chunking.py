@@ -16,8 +16,8 @@ import xxhash
 
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.segment import SEPARATOR, Segment
-from ssd.retrieval.sequences import sequences_of
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS
 from ssd.sharing.published.chunk import MAX_CHUNK_TOKENS
 

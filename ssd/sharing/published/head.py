@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
-from ssd.retrieval.checkpoints import Checkpoint
+from ssd.retrieval.cache_state import Checkpoint
 from ssd.sharing.bookmark import MAX_RECENT
 from ssd.sharing.published.chunk import MAX_CHUNK_BYTES, MAX_CHUNK_TOKENS
 

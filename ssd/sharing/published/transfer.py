@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ssd.errors import ConfigError, SSDError, StoreUnavailable, first_line
-from ssd.retrieval.atomic_file import write_file
 from ssd.retrieval.directory import LEARNED_NAME
+from ssd.retrieval.files import write_file
 from ssd.retrieval.names import check_namespace
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.static import StaticWriter, load_static_directory

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ssd.errors import ConfigError, first_line
-from ssd.retrieval.atomic_file import make_directory, write_file
+from ssd.retrieval.files import make_directory, write_file
 from ssd.sharing.published.chunk import owner_of
 from ssd.sharing.published.head import MAX_HEAD_BYTES, TAG_BYTES
 from ssd.sharing.published.store import MAX_BLOB_BYTES, Store, Tags

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from ssd.errors import ModelError, first_line
 from ssd.model.heads.layouts.layout import Config
-from ssd.text.hub import HubOptions
+from ssd.text.load_tokenizer import HubOptions
 
 _PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt")
 _PICKLES = ("*.bin", "*.pt")

@@ -13,7 +13,7 @@ from ssd.model.heads.head import Head
 from ssd.model.heads.layouts import LAYOUTS
 from ssd.model.heads.layouts.files import TensorFiles, find_directory, read_config
 from ssd.model.heads.probe import require_drivable
-from ssd.text.hub import HubOptions
+from ssd.text.load_tokenizer import HubOptions
 
 _SHOWN = 6
 

@@ -1,0 +1,318 @@
+"""Files that are there whole or not at all, and that only their owner reads: what is stored is what people said.
+
+Nothing else is read either: a pipe in the place of a file would keep its reader waiting for a writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from ssd.errors import CacheLocked, FormatVersion, NamespaceMismatch, SegmentCorrupt, TokenizerMismatch
+from ssd.retrieval.names import is_segment_id
+
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+
+_TEMPORARY = re.compile(r"(?:[0-9a-z-]{1,64}\.seg|manifest\.json|learned\.bin)\.\d{1,10}\.tmp")
+
+
+def write_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool) -> None:
+    """Put ``parts`` at ``path`` atomically: readers see the old file or the new one. Raises OSError.
+
+    The bytes go to a temporary name in the same directory, which is renamed; ``durable`` : once they are on disk.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with os.fdopen(_create(temporary), "wb") as file:
+            for part in parts:
+                file.write(part)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # a process that is told to end leaves nothing behind either
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def make_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Put ``parts`` at ``path`` atomically and on disk, unless something is there: then that stays. Raises OSError."""
+    made = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    write_file(made, parts, durable=True)
+    try:
+        with contextlib.suppress(FileExistsError):  # another process was first
+            os.link(made, path)
+    finally:
+        made.unlink()
+
+
+def _create(path: Path) -> int:
+    """A new file that no link leads elsewhere; what an earlier process of our number left there goes."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, FILE_MODE)
+    except FileExistsError:
+        path.unlink()
+        return os.open(path, flags, FILE_MODE)
+
+
+class NotAFileError(OSError):
+    """A path leads to a directory, a pipe, a socket or a device."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """A regular file, or one that a link leads to, to be read. Never waits. Raises NotAFileError and OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotAFileError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether ``path`` is a file with a name that ``write_file`` gives while it writes. Raises OSError."""
+    return _TEMPORARY.fullmatch(path.name) is not None and is_regular(path)
+
+
+def is_regular(path: Path) -> bool:
+    """Whether ``path`` itself is a file, no link to one; not one that another process just removed. Raises OSError."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and removals in ``path`` survive a power failure. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make ``path`` and what is missing above it, for its owner alone; what is there stays as it is. Raises OSError."""
+    for missing in [*reversed(path.parents), path]:
+        if not missing.is_dir():
+            try:
+                missing.mkdir(mode=DIRECTORY_MODE)
+            except FileExistsError:  # another process was faster, or it is something else
+                if not missing.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(missing)) from None
+
+
+LOCK_NAME = "writer.lock"
+
+
+class DirectoryLock:
+    """The right to write a directory, held by one process; the kernel takes it back however that ends."""
+
+    def __init__(self, path: Path, name: str = LOCK_NAME) -> None:
+        """``name`` : of the file that is locked. Raises CacheLocked at once when another holds it, and OSError."""
+        self._path = path
+        self._name = name
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor: int | None = os.open(path / name, flags, FILE_MODE)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise CacheLocked(
+                f"{path} is being written by another process. Stop that one, or give this one a directory of its own "
+                "(several servers share what they learn through Redis, not through a directory)"
+            ) from None
+        except OSError:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Raises OSError when the directory was removed or replaced: whoever made it anew may be its writer now."""
+        with contextlib.suppress(FileNotFoundError):
+            there = (self._path / self._name).stat()
+            if self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), there):
+                return
+        raise OSError(
+            errno.ESTALE,
+            "the directory was removed or replaced while in use and belongs to whoever made it anew. "
+            "Start again to write it; a server goes on from memory until then",
+            str(self._path),
+        )
+
+    def close(self) -> None:
+        """Give it back; may be called twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "ssd-scratch-"
+_LOCK_NAME = "scratch.lock"  # only such a directory has one
+_MEMORY = Path("/dev/shm")  # a file system in memory: files there cost no disk writes
+_STARTING_S = 60.0  # a younger directory may not be locked yet
+
+
+def make_scratch(num_bytes: int) -> tuple[Path, DirectoryLock] | None:
+    """A new directory with room for ``num_bytes``, in memory if possible, and its lock.
+
+    None when there is nowhere to put it. Directories that killed processes left behind are removed first.
+    """
+    for parent in (_MEMORY, Path(tempfile.gettempdir())):
+        try:
+            _remove_abandoned(parent)
+            if shutil.disk_usage(parent).free >= num_bytes:
+                path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+                return path, DirectoryLock(path, _LOCK_NAME)
+        except OSError as error:
+            log.debug("no scratch directory in %s: %s", parent, error)
+    return None
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f"{_PREFIX}*"):
+        try:
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                continue
+            if time.time() - status.st_mtime < _STARTING_S or not is_regular(path / _LOCK_NAME):
+                continue
+            DirectoryLock(path, _LOCK_NAME).close()
+        except (OSError, CacheLocked):
+            continue  # it is in use, or another user's
+        shutil.rmtree(path, ignore_errors=True)
+
+
+MANIFEST_NAME = "manifest.json"
+MANIFEST_FORMAT = 1
+_MAX_MANIFEST_BYTES = 64 << 20
+MAX_POSITION = 1 << 61
+"""Far more than a ring will ever see; what is stored later still has room for its positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Which segments make up one generation of a directory.
+
+    ``next_position`` : the first ring position nothing was ever stored at.
+    ``segment_ids`` : static ones first, then those of the ring, oldest first.
+    """
+
+    fingerprint: str
+    namespace: str
+    generation: int = 0
+    next_position: int = 0
+    segment_ids: tuple[str, ...] = ()
+    segments: tuple[dict[str, Any], ...] = field(default=(), compare=False)
+    """For people and tools: id, num_tokens, start (None when static) of each segment."""
+    shared: Mapping[str, Any] | None = field(default=None, compare=False)
+    """JSON that ``SuffixCache`` keeps here about where the text came from; true of exactly these segments."""
+
+
+def read_manifest(path: Path, *, fingerprint: str | None = None, namespace: str | None = None) -> Manifest | None:
+    """The manifest of directory ``path``, None when there is none.
+
+    ``fingerprint``, ``namespace`` : whose it must be, None for anyone's. Raises SegmentCorrupt, FormatVersion,
+    TokenizerMismatch, NamespaceMismatch, and OSError when it cannot be read.
+    """
+    manifest_path = path / MANIFEST_NAME
+    try:
+        with open_file(manifest_path) as file:
+            text = file.read(_MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        return None
+    except NotAFileError:
+        raise SegmentCorrupt(
+            f"{manifest_path} is no regular file. Remove it: then it is made anew from the segment files"
+        ) from None
+    try:
+        outer = json.loads(text)
+        content = outer["manifest"]
+        if outer["format"] != MANIFEST_FORMAT:
+            raise FormatVersion(
+                f"{manifest_path} has format {outer['format']!r:.40}, this version reads {MANIFEST_FORMAT}. "
+                "Delete the directory and build it again, or use the version of ssd that wrote it"
+            )
+        if outer["xxh3"] != _digest(content):
+            raise ValueError("its checksum does not match")
+        manifest = _from_json(content)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SegmentCorrupt(
+            f"{manifest_path} is damaged ({error}). Restore it from a copy, or delete it: then it is made anew from "
+            f"the segment files; or delete the directory {path} to start empty"
+        ) from None
+    if fingerprint is not None and manifest.fingerprint != fingerprint:
+        raise TokenizerMismatch(
+            f"{path} was made with tokenizer {manifest.fingerprint:.40}, this one is {fingerprint}: its token ids "
+            "mean other text. Use another directory, or the tokenizer it was made with"
+        )
+    if namespace is not None and manifest.namespace != namespace:
+        raise NamespaceMismatch(
+            f"{path} is the cache of namespace {manifest.namespace[:80]!r}, not of {namespace!r}, and what is learned "
+            f"in one is not used in another. To use it here on purpose, move it elsewhere and give it to "
+            "`ssd-serve --warm`; else give this cache a directory of its own"
+        )
+    return manifest
+
+
+def _from_json(content: Any) -> Manifest:
+    """Raises ValueError, KeyError, TypeError for what ``write_manifest`` does not write."""
+    segments = content["segments"]
+    manifest = Manifest(
+        fingerprint=content["fingerprint"],
+        namespace=content["namespace"],
+        generation=content["generation"],
+        next_position=content["next_position"],
+        segment_ids=tuple(segment["id"] for segment in segments),
+        segments=tuple(segments),
+        shared=content.get("shared"),  # whatever it is: ``Checkpoint`` looks
+    )
+    if not all(map(is_segment_id, manifest.segment_ids)):
+        raise ValueError("it names a segment that no file can have")
+    if len(set(manifest.segment_ids)) < len(segments):
+        raise ValueError("it names a segment twice")
+    if not (isinstance(manifest.fingerprint, str) and isinstance(manifest.namespace, str)):
+        raise ValueError("it does not say whose it is")
+    for number in (manifest.generation, manifest.next_position):
+        if type(number) is not int or not 0 <= number <= MAX_POSITION:
+            raise ValueError("it has numbers that no writer writes")
+    return manifest
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Put it into directory ``path``, in the place of the one that is there, and on disk. Raises OSError."""
+    content: dict[str, Any] = {
+        "fingerprint": manifest.fingerprint,
+        "namespace": manifest.namespace,
+        "generation": manifest.generation,
+        "next_position": manifest.next_position,
+        "segments": list(manifest.segments),
+    }
+    if manifest.shared is not None:
+        content["shared"] = manifest.shared
+    outer = {"format": MANIFEST_FORMAT, "manifest": content, "xxh3": _digest(content)}
+    write_file(path / MANIFEST_NAME, [json.dumps(outer, indent=1).encode()], durable=True)
+    sync_directory(path)
+
+
+def _digest(content: object) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
