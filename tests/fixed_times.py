@@ -20,8 +20,7 @@ import pytest
 from server.__main__ import main as serve
 from ssd.drafting.protocol import Draft
 from ssd.engine import proposals
-from ssd.engine.proposals import Proposals
-from ssd.engine.timed_passes import timed_passes
+from ssd.engine.proposals import Proposals, timed_passes
 from ssd.model.target import Target
 
 _FIXED_S = 1e-3

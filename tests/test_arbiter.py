@@ -13,7 +13,7 @@ from ssd.drafting.arbiter import Arbiter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.drafting.trials import TRIAL_EVERY
 from ssd.pricing.acceptance_rates import AcceptanceRates
-from ssd.pricing.gain import best_gain
+from ssd.pricing.rate import best_gain
 from tests.test_joint import STEP_S, Clock, Costly, Judge, ask, chain, verdict
 
 FOUR = chain([7, 8, 9, 10], [0.9] * 4)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.drafting.protocol import Draft
-from ssd.pricing.calibration import KeptShares
-from ssd.pricing.platt_scaling import PlattScaling
+from ssd.pricing.calibration import KeptShares, PlattScaling
 from ssd.pricing.price_list import PriceList
 from tests.test_price_list import learned
 

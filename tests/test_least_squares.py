@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.compiled.addresses import kernel
-from ssd.pricing.least_squares import add_observation, fit_nonnegative
+from ssd.pricing.pass_costs import add_observation, fit_nonnegative
 from tests.reference import pricing as slow
 
 Floats = npt.NDArray[np.float64]

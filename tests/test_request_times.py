@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ssd.config import SamplingParams
 from ssd.engine import Engine, Request
-from ssd.engine.histograms import Histogram
+from ssd.engine.metrics import Histogram
 from tests.test_engine import finish_all, make_engine, prompt
 
 

@@ -202,7 +202,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "what a draft model may get accepted",
         ),
         Choice(
-            "pricing/platt_scaling.py",
+            "pricing/calibration.py",
             {"_LEARNING_RATE": "0.02", "_CLIP": "6.0"},
             "correction of a draft model's chances",
         ),
@@ -389,7 +389,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
     ),
     "Engine": (
         Choice(
-            "engine/timed_passes.py",
+            "engine/proposals.py",
             {"_ROWS": "8", "_WIDTHS": "(1, 2, 5)", "_TIMES": "4", "_MOST_S": "2.0"},
             "sizes of passes timed at start-up",
             "a start's time; not measured",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ssd.drafting.protocol import Draft, Prices
-from ssd.pricing.gain import price_of
+from ssd.pricing.rate import price_of
 
 
 @dataclass(slots=True, eq=False)

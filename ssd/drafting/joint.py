@@ -14,8 +14,7 @@ from ssd.drafting.offers import MAX_OFFERED, Offers
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices
 from ssd.drafting.source import Source
 from ssd.drafting.trials import tried
-from ssd.pricing.gain import best_gain, price_of
-from ssd.pricing.rate import StepRate
+from ssd.pricing.rate import StepRate, best_gain, price_of
 
 _PRICE_UNKNOWN: Final = np.array([0.1])
 _FORGETTING: Final = 0.8

@@ -21,13 +21,12 @@ from ssd.engine.faults import BestEffort
 from ssd.engine.integrity import settle, violations
 from ssd.engine.isolation import Isolation
 from ssd.engine.metrics import EngineMetrics
-from ssd.engine.opening import open_sequence
 from ssd.engine.prefill import Prefill
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.scheduler import Scheduler
-from ssd.engine.sequence import Sequence, Taken
+from ssd.engine.sequence import Sequence, Taken, open_sequence
 from ssd.engine.verify import Pass, Verdict, warm_up_verdicts
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.draft.model import load_draft_model

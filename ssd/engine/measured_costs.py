@@ -30,13 +30,56 @@ from transformers import PreTrainedModel
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine.engine import Engine
-from ssd.engine.measured_passes import decode, time_rounds
 from ssd.engine.request import Request
 from ssd.errors import ConfigError, SSDError
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.threads import settle_threads
+from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
+
+
+def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArray[np.int64]:
+    """int64[num_tokens], the last token of the prompt and what follows it greedily, end of text or not.
+
+    Slot 0 then holds the prompt but for that token.
+    """
+    target.prefill([0], np.array([prompt[:-1]], np.int64), [len(prompt) - 1])
+    tokens = [prompt[-1]]
+    while len(tokens) < num_tokens:
+        logits = target.forward([0], np.array([tokens[-1:]], np.int64), [1]).logits
+        tokens.append(int(logits[0, 0].argmax()))
+    target.rollback(0, len(prompt) - 1)
+    return np.array(tokens, np.int64)
+
+
+def time_rounds(
+    target: Target, text: npt.NDArray[np.int64], widths: Sequence[int], rounds: int
+) -> tuple[npt.NDArray[np.float64], list[tuple[int, float]]]:
+    """float64[rounds, widths], seconds of passes over the first so many tokens of ``text``, which `decode` gave.
+
+    A round times every width once, in random order, so that a machine that slows down slows all. A pass ends when the
+    target's tokens are on the host.
+
+    Also returns every choice that was not that of single steps: the width of its pass, and by how much its score led.
+    """
+    begin = target.length(0)
+    random = np.random.default_rng(0)
+    seconds = np.zeros((rounds + 1, len(widths)))
+    others: list[tuple[int, float]] = []
+    for number in range(rounds + 1):
+        for column in random.permutation(len(widths)):
+            width = widths[column]
+            began = time.perf_counter()
+            logits = target.forward([0], text[None, :width], [width]).logits
+            chosen = logits[0].argmax(-1).cpu().numpy()
+            seconds[number, column] = time.perf_counter() - began
+            target.rollback(0, begin)
+            for position in np.flatnonzero(chosen != text[1 : width + 1]):
+                scores = logits[0, position].float()
+                others.append((width, float(scores.max() - scores[int(text[position + 1])])))
+    return seconds[1:], others  # the first round allocates
+
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17, 25, 33, 49, 65)
 _MOST_PROMPTS = 64

@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from ssd.drafting.suffix.row_drafter import Text
+from ssd.integrations.settings import IntegrationSettings
+from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.packed import Tokens
 
 _TAIL_TOKENS = 64
@@ -185,3 +189,73 @@ def _tail(tokens: Tokens) -> Tail:
 def _digest(tokens: Tokens) -> Digest:
     """Names a whole text."""
     return len(tokens), xxhash.xxh3_128_intdigest(tokens.data)
+
+
+class OpenNamespace:
+    """A namespace as ``ssd-serve`` with the same settings would open it: files, warm-up directories and Redis."""
+
+    def __init__(self, settings: IntegrationSettings, *, fingerprint: str, vocab_size: int) -> None:
+        """``fingerprint`` and ``vocab_size`` : the tokenizer's, ``TextCodec`` has both.
+
+        Raises ConfigError and CacheError: what is wrong with the settings is to be heard at the start.
+        """
+        config = settings.cache_config()
+        self._lead_in_tokens = config.index.lead_in_tokens
+        with ExitStack() as opening:
+            share = None
+            if settings.redis_url is not None:
+                from ssd.sharing.redis_log import RedisLog  # needs redis-py, which not everybody has installed
+
+                log = RedisLog(settings.redis_url, fingerprint=fingerprint, vocab_size=vocab_size)
+                share = opening.enter_context(log).attach
+            caches = opening.enter_context(CacheSet(config, fingerprint, namespace=settings.namespace, on_open=share))
+            self.cache: SuffixCache = caches.get()
+            for directory in settings.warm_dirs:
+                self.cache.add_static_directory(directory)
+            self._resources = opening.pop_all()
+
+    def learn(self, token_ids: Sequence[int] | npt.NDArray[np.int32], *, prompt_length: int, num_known: int) -> None:
+        """Store a completed sequence. Never raises. O(n).
+
+        ``num_known`` : so many of its tokens were stored by an earlier call for the same sequence; the rest is stored
+        with a lead-in of the cache's length, so that it can be matched.
+        """
+        if num_known >= len(token_ids):
+            return
+        if num_known > 0:
+            self.cache.append(token_ids[max(0, num_known - self._lead_in_tokens) :])
+        else:
+            self.cache.append(token_ids, prompt_length=prompt_length)
+
+    def close(self) -> None:
+        """Keep everything and let go of files and connections. May be called twice."""
+        self._resources.close()
+
+
+class Learner:
+    """A namespace and the requests on their way into it. Holds all that must be closed, and nothing of the engine."""
+
+    def __init__(self, namespace: OpenNamespace, requests: RequestTable, end_of_text_ids: frozenset[int]) -> None:
+        self.namespace = namespace
+        self.requests = requests
+        self.end_of_text_ids = end_of_text_ids
+        self.num_learned = 0
+        """Requests that were given to the cache."""
+
+    def learn(self, ended: Iterable[Request]) -> None:
+        """Store what is new of each. Never raises. O(text)."""
+        for request in ended:
+            tokens = request.tokens
+            # A draft may run on behind an end of text that the target agreed with; nobody got to see that.
+            start = max(request.num_learned, request.length - request.num_new)
+            last = tokens[start:].tolist()
+            end = next((at + 1 for at, token in enumerate(last) if token in self.end_of_text_ids), len(last))
+            self.namespace.learn(
+                tokens[: start + end], prompt_length=request.prompt_length, num_known=request.num_learned
+            )
+            self.num_learned += 1
+
+    def close(self) -> None:
+        """Learn what is in flight, keep everything, and let go of files and connections. May be called twice."""
+        self.learn(self.requests.end_all())
+        self.namespace.close()

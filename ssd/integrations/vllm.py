@@ -35,10 +35,8 @@ import xxhash
 from ssd.config import DraftConfig
 from ssd.drafting.suffix.row_drafter import RowDrafter
 from ssd.integrations import vllm_plugin
-from ssd.integrations.learner import Learner
-from ssd.integrations.namespace import OpenNamespace
-from ssd.integrations.requests import Request, RequestTable, Row
-from ssd.integrations.vllm_config import (
+from ssd.integrations.requests import Learner, OpenNamespace, Request, RequestTable, Row
+from ssd.integrations.vllm_plugin import (
     TESTED_VERSIONS,
     is_first_rank,
     load_codec,

@@ -22,10 +22,10 @@ from ssd.model.sampling.sampler import argmax_with_noise
 from ssd.model.sampling.target_tokens import truncated_scores, with_prefix_rules
 from ssd.model.target import Target
 from ssd.pricing.acceptance_rates import AcceptanceRates
-from ssd.pricing.gain import price_of
+from ssd.pricing.calibration import PlattScaling
 from ssd.pricing.pass_costs import OUTLIER
-from ssd.pricing.platt_scaling import PlattScaling
 from ssd.pricing.price_list import PriceList
+from ssd.pricing.rate import price_of
 from ssd.text.codec import TextCodec
 from ssd.text.load_tokenizer import HubOptions
 

@@ -20,10 +20,10 @@ from ssd.model.heads.slots import HeadSlot, HeadSlots, bytes_per_token
 from ssd.model.kv.tree import leading_chain
 from ssd.model.layers.tap import Tapped
 from ssd.model.target import Target
-from ssd.pricing.gain import price_of
+from ssd.pricing.calibration import PlattScaling
 from ssd.pricing.pass_costs import OUTLIER
-from ssd.pricing.platt_scaling import PlattScaling
 from ssd.pricing.price_list import PriceList
+from ssd.pricing.rate import price_of
 
 _UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
 _WARM_UP_ROWS = 8

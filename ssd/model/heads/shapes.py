@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.drafting.protocol import Draft
-from ssd.pricing.gain import price_of
+from ssd.pricing.rate import price_of
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
