@@ -212,7 +212,7 @@ def test_copies_take_the_budget_and_give_it_back(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_memory_may_be_given_back_in_the_middle_of_anything() -> None:
     """The garbage collector does so on the thread that happens to run, also on one that is taking some."""
-    from ssd.retrieval import file_bytes as bus_guard
+    from ssd.retrieval import bus_guard
 
     budget, slot = CopyBudget(10), bus_guard.watch(1 << 50, 4096)
     assert budget.take(8) and not budget.take(8)

@@ -16,7 +16,7 @@ import pytest
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval import directory as directories
 from ssd.retrieval import files as manifests
-from ssd.retrieval import merging, outage, suffix_cache, upkeep
+from ssd.retrieval import merging, segment_store, suffix_cache, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.search import longest_match
@@ -79,7 +79,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadOnly]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What ``outage`` takes for the time, in its first element."""
+    """What ``segment_store`` takes for the time, in its first element."""
     now = [1000.0]
     monkeypatch.setattr("ssd.retrieval.segment_store.time.monotonic", lambda: now[0])
     return now
@@ -109,7 +109,7 @@ def test_what_is_sealed_while_nothing_can_be_written_is_searched_and_written_lat
         read_only.is_on = False
         caches.maintain()
         assert len(caplog.records) == 1  # too soon
-        clock[0] += outage.RETRY_S
+        clock[0] += segment_store.RETRY_S
         caches.maintain()
         assert caches.get().stats().num_failures == stats.num_failures
         assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING]
@@ -131,11 +131,11 @@ def test_an_outage_is_told_once_and_a_second_one_again(
             read_only.is_on = True
             learn(caches, range(first, first + 60))
             for _ in range(5):
-                clock[0] += outage.RETRY_S
+                clock[0] += segment_store.RETRY_S
                 caches.maintain()
             caches.flush()
             read_only.is_on = False
-            clock[0] += outage.RETRY_S
+            clock[0] += segment_store.RETRY_S
             caches.flush()
             caches.maintain()
         assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING] * 2
@@ -160,7 +160,7 @@ def test_an_outage_lasts_while_anything_is_missing(
     monkeypatch.setattr(SegmentDirectory, "write", write)
     with opened(tmp_path) as caches:
         learn(caches, range(60))
-        clock[0] += outage.RETRY_S
+        clock[0] += segment_store.RETRY_S
         learn(caches, range(60, 80))
         assert [level for level, _ in messages(caplog)] == [logging.ERROR]
         largest = 1 << 30
