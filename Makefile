@@ -74,24 +74,19 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results --json
 	$(BIN)/python -m benchmarks.replay.measure_cost --json
 	$(BIN)/python -m benchmarks.decode --json --out benchmarks/results/decode.json
-	$(BIN)/python -m benchmarks.layers | tail -n 1 >benchmarks/results/layers.json
 	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
 	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
 	$(BIN)/python -m benchmarks.host --out benchmarks/results/host.json
-	$(BIN)/python -m benchmarks.mixed --out benchmarks/results/mixed.json
 	$(BIN)/python -m benchmarks.profile --out benchmarks/results/profile.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
 	$(BIN)/python -m benchmarks.siblings --out benchmarks/results/siblings.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	$(BIN)/python -m benchmarks.coupled --windows 1 2 4 8 16 32 --requests 30 --out benchmarks/results/coupled-window.json
-	$(BIN)/python -m benchmarks.prefix_reuse --json | tail -n 1 >benchmarks/results/prefix-reuse.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
 		$(BIN)/python -m benchmarks.replay $(TRACES) --tokenizer llama2-32k --drafter ssd --drafter frequency \
 			--drafter prompt-lookup --max-draft 16 --max-output-tokens 120000 --json \
 			| tee /dev/stderr | tail -n 1 >benchmarks/results/replay.json; \
 		$(BIN)/python -m benchmarks.flooding --tokenizer llama2-32k --out benchmarks/results/flooding.json; \
-		$(BIN)/python -m benchmarks.pruning --tokenizer llama2-32k --output-tokens 60000 \
-			--out benchmarks/results/pruning.json; \
 		$(BIN)/python -m benchmarks.fleet --tokenizer llama3-128k --share 0.5 \
 			--plot benchmarks/results/fleet.png --out benchmarks/results/fleet.json; \
 		if [ -e $(PEERS_READY) ]; then \
@@ -105,9 +100,6 @@ bench: $(READY)
 				| tail -n 1 >benchmarks/results/replay-others-tree.json; \
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
-	@if [ -n "$$SSD_HYBRID" ]; then \
-		$(BIN)/python -m benchmarks.hybrid $$SSD_HYBRID/*.jsonl.gz --out benchmarks/results/hybrid.json; \
-	else echo "hybrid skipped: set SSD_HYBRID to a directory of requests recorded with another drafter"; fi
 	$(BIN)/python -m benchmarks.index --tokens 1000000 --json | tail -n 1 >benchmarks/results/index-1m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --worst-cases --peers --json \
 		| tail -n 1 >benchmarks/results/index-16m.json
@@ -115,7 +107,6 @@ bench: $(READY)
 		| tail -n 1 >benchmarks/results/index-256m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --rows 1,8,64,256 --threads 1,2 --json \
 		| tail -n 1 >benchmarks/results/rows-16m.json
-	$(BIN)/python -m benchmarks.push --tokens 16000000 | tail -n 1 >benchmarks/results/push.json
 	$(BIN)/python -m benchmarks.building --out benchmarks/results/building.json
 	$(BIN)/python -m benchmarks.building --tokens 256000000 --kinds npy --jobs 2 \
 		--out benchmarks/results/building-256m.json

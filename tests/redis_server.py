@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.processes import find_redis_server, free_port
+from benchmarks.processes import find_redis_server, free_port
 from tests.waiting import PATIENCE_S
 
 

@@ -17,7 +17,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from benchmarks.faults.processes import find_redis_server, free_port
+from benchmarks.processes import find_redis_server, free_port
 from tests.waiting import wait_until
 
 SERVICE = "ssd"

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.faults.history import History
-from benchmarks.faults.processes import find_redis_server
 from benchmarks.faults.questions import Question
 from benchmarks.faults.rounds import PROBLEMS
 from benchmarks.faults.store import note, number_of
+from benchmarks.processes import find_redis_server
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]

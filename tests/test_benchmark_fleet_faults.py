@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.history import family
-from benchmarks.faults.processes import find_redis_server
 from benchmarks.fleet_faults.rounds import PROBLEMS
 from benchmarks.fleet_faults.table import MEMBERS, NAMES, NETWORK, STORE, drawn
+from benchmarks.processes import find_redis_server
 from benchmarks.report.faults import fleet_section
 from tests.waiting import PATIENCE_S
 

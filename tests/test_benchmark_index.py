@@ -15,9 +15,9 @@ from benchmarks.index.__main__ import main
 from benchmarks.index.against import compare
 from benchmarks.index.children import WORST_CASES, worst_case, worst_case_text
 from benchmarks.index.contexts import CONTEXT_TOKENS, sample_contexts
-from benchmarks.index.data import EDITED, KINDS, LONGEST, SHORTEST, completions, cut_outputs, flat, sequences_within
 from benchmarks.index.ingest import FINGERPRINT, fill, has_all_sizes, num_by_size
 from benchmarks.index.merging import largest_merge
+from benchmarks.made_text import EDITED, KINDS, LONGEST, SHORTEST, completions, cut_outputs, flat, sequences_within
 from benchmarks.peers.names import PEER_NAMES
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.faults.processes import find_redis_server, free_port
+from benchmarks.processes import find_redis_server, free_port
 from server.command.arguments import Options, parse_arguments
 from ssd.sharing.reception import Delays, StreamStats
 from ssd.sharing.redis_log import SharingStats

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
 
 from benchmarks.growth import repeat, run_stream
 from benchmarks.streams import made_stream
 from benchmarks.workloads import MIXED, NO_REPEATS, checksum, stream
 from ssd.bundled import MODEL_PATH
-from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.loading.load_target import load_model
 from ssd.text.codec import TextCodec
-
-OPTIONS = argparse.Namespace(
-    requests=24, max_tokens=32, window=6, batch=2, num_speculative_tokens=16, repeated=50, seed=0
-)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +20,7 @@ def codec() -> TextCodec:
 @pytest.mark.slow
 def test_the_same_requests_again_need_far_fewer_passes(codec: TextCodec) -> None:
     """At least 3x fewer; where own text drafted the first run well, 1.5x fewer and 8 tokens a step."""
-    found = repeat(load_model(MODEL_PATH, dtype="float32", device="cpu"), codec, OPTIONS)
+    found = repeat(load_model(MODEL_PATH, dtype="float32", device="cpu"), codec, 50, 32, 16)
     assert found["mismatches"] == 0
     fewer = found["steps_first"] / found["steps_second"]
     assert fewer >= 3 or (fewer >= 1.5 and found["tokens_per_step_second"] >= 8), found
@@ -34,10 +28,10 @@ def test_the_same_requests_again_need_far_fewer_passes(codec: TextCodec) -> None
 
 def test_a_growth_stream_changes_no_token(codec: TextCodec) -> None:
     model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    on, off = (open_target(model, num_slots=2, max_length=1024) for _ in range(2))
-    run = run_stream(on, off, codec, made_stream(MIXED, codec, 24, 0, 960), "sampled", OPTIONS)
-    assert run.num_mismatches == 0 and run.num_tokens > 0
-    assert run.windows[-1].cached_tokens > run.windows[0].cached_tokens
+    stream = made_stream(MIXED, codec, 24, 0, 960)
+    windows, comparison = run_stream(model, codec, stream, "sampled", 32, 16, window=6, batch=2, length=1024)
+    assert comparison.num_mismatches == 0 and comparison.num_tokens > 0
+    assert windows[-1].cached_tokens > windows[0].cached_tokens
 
 
 def test_a_stream_is_the_same_every_time_and_has_its_shares() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.orders import stream
 from benchmarks.replay import digest, main, replay
 from benchmarks.replay.contenders import PeerDrafter
 from benchmarks.replay.settings import PeerSetting, settings_of
-from benchmarks.replay.stream import stream
 from benchmarks.report.replay import others_section
 from benchmarks.traces import TraceTokenizer, all_traces, read_records, read_rows
 from cache_builder.replay.counts import Counts

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.replay.stream import adversarial, limited, shuffled, stream
+from benchmarks.orders import adversarial, limited, shuffled, stream
 from cache_builder.replay.rows import Row
 
 

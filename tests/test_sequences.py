@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.push import command as benchmark
 from ssd.retrieval import ring as module
 from ssd.retrieval import segment as segment_module
 from ssd.retrieval.packed import unpack
@@ -65,10 +63,3 @@ def test_a_push_unpacks_each_token_a_few_times_and_never_many_at_once(
     assert (result.num_sequences, result.num_tokens) == (1000, 200_000)
     assert sum(unpacked) <= 3 * 201_000
     assert max(unpacked) <= 1 << 16
-
-
-def test_what_the_benchmark_pushes_arrives(redis_server: RedisServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark.main(["--tokens", "20000"]) == 0
-    result = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
-    assert result["is_whole"] and result["tokens"] == 20_000
-    assert result["sequences"] == result["entries"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.clients.checks import KEY, MODEL
 from benchmarks.environment import describe
-from benchmarks.faults.processes import ROOT, Server
+from benchmarks.processes import ROOT, Server
 from ssd.bundled import MODEL_PATH
 
 CLIENTS = ("openai", "langchain", "litellm", "agents", "lm_eval", "guidellm")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from benchmarks.faults.history import History
-from benchmarks.faults.processes import Server, headers_of
 from benchmarks.faults.questions import Question
 from benchmarks.faults.store import note
+from benchmarks.processes import Server, headers_of
 
 _NOTE_TOKENS = 4
 

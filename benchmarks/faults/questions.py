@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.faults.processes import Server
+from benchmarks.processes import Server
 
 PROMPTS = (
     "import os\n",

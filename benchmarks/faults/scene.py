@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from benchmarks.faults.history import History
 from benchmarks.faults.load import Load
-from benchmarks.faults.processes import Redis, Server
 from benchmarks.faults.questions import Question
 from benchmarks.faults.store import notes_in, notes_on_disk
+from benchmarks.processes import Redis, Server
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.sharing.keys import stream_key

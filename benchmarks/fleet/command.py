@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import head
-from benchmarks.faults.processes import find_redis_server
 from benchmarks.fleet.bare_readers import KEY
 from benchmarks.fleet.cases import MADE, Case, Stream, cases_of, compare_with_whole, requests_per_s, run
 from benchmarks.fleet.limits import Unit, limits_of, rows
 from benchmarks.fleet.load import measure
 from benchmarks.fleet.picture import draw
+from benchmarks.processes import find_redis_server
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
 from ssd.errors import ConfigError
 from ssd.sharing.entry import Entry, pack_entry

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.faults.processes import ROOT, Redis
 from benchmarks.fleet.bare_readers import KEY
+from benchmarks.processes import ROOT, Redis
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import BLOCK_MS, connect
 

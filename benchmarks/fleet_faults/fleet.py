@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Final, Self
 
 from benchmarks.faults.history import History, family
 from benchmarks.faults.load import Load
-from benchmarks.faults.processes import Redis, Server, headers_of
 from benchmarks.faults.questions import Question
 from benchmarks.faults.scene import server
 from benchmarks.faults.store import note, notes_on_disk
 from benchmarks.fleet_faults.proxy import FaultProxy
+from benchmarks.processes import Redis, Server, headers_of
 from server.tenants.namespace_names import NamespaceNames
 from server.tenants.rules import digest_of
 from ssd.sharing.keys import chunks_key, head_key, stream_key

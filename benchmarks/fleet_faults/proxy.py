@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import Self
 
-from benchmarks.faults.processes import free_port
+from benchmarks.processes import free_port
 
 _CHUNK = 1 << 16
 _START_S = 10.0

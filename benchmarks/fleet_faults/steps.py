@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.faults.processes import Redis, Server
 from benchmarks.faults.questions import PROMPTS
 from benchmarks.faults.scene import server
-from benchmarks.overhead import bootstrap
+from benchmarks.processes import Redis, Server
+from benchmarks.run import bootstrap
 from ssd.bundled import MODEL_PATH
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import connect

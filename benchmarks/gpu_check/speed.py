@@ -1,4 +1,4 @@
-"""Steps of large shapes, beside what the memory can do: plain, of more positions, and what the host adds."""
+"""Steps of large shapes beside what the memory can do; repeats, drafting for many rows, and where nothing is gained."""
 
 from __future__ import annotations
 
@@ -11,24 +11,33 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.decode.shapes import random_model
-from benchmarks.decode.steps import (
+from benchmarks import overhead
+from benchmarks.gpu_check.scene import Found, Keep, Scene, let_go
+from benchmarks.profile import profiles as profiled_steps
+from benchmarks.run import in_turn
+from benchmarks.steps import (
     Shape,
     Tokens,
+    at_once,
     cache_bytes,
     copy_bytes_per_second,
     passes_of,
+    random_model,
     synchronize,
     time_steps,
     tokens_said,
     weight_bytes,
 )
-from benchmarks.gpu_check.memory import let_go
-from benchmarks.gpu_check.proposing import propose
-from benchmarks.gpu_check.repeats import repeats
-from benchmarks.gpu_check.scene import Found, Keep, Scene
-from ssd.model.loading.load_target import open_target
+from benchmarks.ways import Tally, ask, open_engine, requests_of
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.engine import Engine, Request
+from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
 
 
 def speed_large(scene: Scene, keep: Keep) -> Found:
@@ -178,3 +187,186 @@ def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
     for slot in slots:
         target.rollback(slot, 0)
     return best
+
+
+_REPEATED_TOKENS = 256
+
+
+def repeats(scene: Scene, model: PreTrainedModel) -> Found:
+    """Greedy requests, prompt included; the first round teaches, the next two are timed, by turns with plain ones."""
+    sizes = scene.sizes
+    num_tokens = _REPEATED_TOKENS if scene.device != "cpu" else 24
+    random, length = np.random.default_rng(0), sizes.context + num_tokens + 8
+    prompts = [random.integers(3, model.config.vocab_size, sizes.context).tolist() for _ in range(4)]
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    requests = requests_of(prompts, [params] * len(prompts))
+    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        on, off = (
+            open_engine(model, name, slots=1, length=length, caches=known)
+            for name, known in (("ssd", caches), ("none", None))
+        )
+        ask(on, requests)
+        caches.flush()
+        ratios, num_differing, taught = [], 0, on.metrics.num_verify_steps
+        for number in range(2):
+            for index, request in enumerate(requests):
+                tallies = {id(engine): Tally() for engine in (on, off)}
+                order = in_turn((off, on), number + index)
+                said = {id(engine): ask(engine, [request], tallies[id(engine)]) for engine in order}
+                ratios.append(tallies[id(off)].seconds / tallies[id(on)].seconds)
+                num_differing += said[id(on)] != said[id(off)]
+        num_steps = on.metrics.num_verify_steps - taught
+    found = {
+        "speedup_p50": round(median(ratios), 2),
+        "speedup_min_max": [round(min(ratios), 2), round(max(ratios), 2)],
+        "tokens_per_step": round(2 * len(prompts) * num_tokens / num_steps, 2),
+        "differing_outputs": num_differing,
+        "requests": len(ratios),
+    }
+    print(f"  repeats at batch 1: {found['speedup_p50']}x, {found['tokens_per_step']} tokens a step, "
+          f"{num_differing} of {len(ratios)} outputs differ", flush=True)  # fmt: skip
+    return found
+
+
+_OUTPUT_TOKENS = 96
+_UNTIMED_STEPS = 8
+
+
+class TimedDrafter(SuffixDrafter):
+    """The default drafter; notes the seconds of its calls since they were last taken."""
+
+    seconds = 0.0
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Timed."""
+        began = time.perf_counter()
+        drafts = super().propose(requests)
+        self.seconds += time.perf_counter() - began
+        return drafts
+
+    def observe_scores(self, scored: ScoredPass) -> None:
+        """Timed."""
+        began = time.perf_counter()
+        super().observe_scores(scored)
+        self.seconds += time.perf_counter() - began
+
+    def take_seconds(self) -> float:
+        """Since the last time."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+
+def propose(scene: Scene, model: PreTrainedModel) -> Found:
+    """Milliseconds and share of a step: of text that is new, and of the same requests when they come again.
+
+    A step's share is what the drafter's calls took of it, those that are skipped to keep it low among them.
+    """
+    sizes, draft = scene.sizes, DraftConfig()
+    num_tokens, length = (_OUTPUT_TOKENS, sizes.context // 4) if scene.device != "cpu" else (16, 16)
+    random = np.random.default_rng(0)
+    prompts = random.integers(3, model.config.vocab_size, (sizes.propose_rows, length)).astype(np.int32)
+    found: Found = {"rows": sizes.propose_rows, "index_tokens": sizes.index_tokens}
+    target = open_target(
+        model,
+        num_slots=sizes.propose_rows,
+        max_length=length + num_tokens + 8,
+        max_draft_tokens=draft.num_speculative_tokens,
+        keeps_top=True,
+    )
+    drafter = TimedDrafter()
+    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        _fill(caches, model.config.vocab_size, sizes.index_tokens)
+        engine = Engine(target, drafter=drafter, caches=caches, config=at_once(target, list(prompts)), draft=draft)
+        engine.warm_up()
+        for traffic in ("new", "again"):
+            steps, drafting = _steps(engine, drafter, list(prompts), num_tokens, traffic)
+            caches.flush()
+            found[traffic] = {
+                "step_ms_p50": round(1e3 * median(steps), 4),
+                "drafter_ms_mean": round(1e3 * sum(drafting) / len(drafting), 4),
+                "share": round(sum(drafting) / sum(steps), 4),
+                "steps": len(steps),
+            }
+            print(
+                f"  drafting for {sizes.propose_rows} rows, {traffic}: {found[traffic]['drafter_ms_mean']} ms of "
+                f"{found[traffic]['step_ms_p50']}, {found[traffic]['share']:.2%} of all steps",
+                flush=True,
+            )
+    return found
+
+
+def _fill(caches: CacheSet, vocab_size: int, num_tokens: int) -> None:
+    random, namespace = np.random.default_rng(1), caches.get("default")
+    for _ in range(-(-num_tokens // 2048)):
+        namespace.append(random.integers(3, vocab_size, 2048).astype(np.int32), prompt_length=0)
+    caches.flush()
+
+
+def _steps(
+    engine: Engine,
+    drafter: TimedDrafter,
+    prompts: Sequence[Tokens],
+    num_tokens: int,
+    name: str,
+) -> tuple[list[float], list[float]]:
+    """Seconds of steps in which every row decodes, and those of the drafter in each."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    for row, prompt in enumerate(prompts):
+        engine.submit(Request(request_id=f"{name}-{row}", prompt_token_ids=tuple(prompt.tolist()), sampling=sampling))
+    has_begun: set[str] = set()
+    steps, drafting = [], []
+    while engine.has_work():
+        is_full = len(has_begun) == len(prompts) == engine.metrics.num_running
+        drafter.take_seconds()
+        began = time.perf_counter()
+        outputs = engine.step()
+        synchronize(engine.target.device)
+        took = time.perf_counter() - began
+        has_begun |= {output.request_id for output in outputs if output.token_ids}
+        if is_full:
+            steps.append(took)
+            drafting.append(drafter.take_seconds())
+    kept = min(_UNTIMED_STEPS, len(steps) // 2)
+    return steps[kept:], drafting[kept:]
+
+
+def overhead_large(scene: Scene, keep: Keep) -> Found:
+    """On the large shape: what random weights say at temperature 1 never comes again."""
+    model = random_model(scene.sizes.large, dtype=scene.served_dtype, device=scene.device)
+    # The prompts are numbers to it: those of the bundled tokenizer are in every vocabulary that is larger.
+    return _overhead(scene, model, TextCodec.load(str(MODEL_PATH)), keep)
+
+
+def overhead_small(scene: Scene, keep: Keep) -> Found:
+    """On the small model, in float32, whose passes are so short that the host shows."""
+    model = load_model(scene.model, dtype="float32", device=scene.device)
+    return _overhead(scene, model, TextCodec.load(scene.model), keep)
+
+
+def _overhead(scene: Scene, model: PreTrainedModel, codec: TextCodec, keep: Keep) -> Found:
+    sizes = scene.sizes
+    vocab_size = model.config.get_text_config().vocab_size
+    found: Found = {"passed": True, "rows": []}
+    for batch in sizes.overhead_batch:
+        let_go(model.device)
+        max_tokens = 32 if scene.device != "cpu" else 4
+        for row in overhead.compare(model, codec, batch, sizes.pairs, max_tokens, most_id=vocab_size):
+            found["rows"].append(row)
+            found["passed"] &= not row["mismatches"] or model.dtype != torch.float32
+            keep(found)
+            print(
+                f"  overhead, batch {batch:>2}, {row['traffic']}: tokens/s {row['tokens_ratio_p50']:.3f} "
+                f"{row['tokens_ratio_95']}, first token {row['first_token_ratio_p50']:.3f}",
+                flush=True,
+            )
+    return found
+
+
+def profiles(scene: Scene, keep: Keep) -> Found:
+    """Steps of one and of 16 positions a row, at every batch size; the traces go beside the result."""
+    sizes = scene.sizes
+    model = random_model(sizes.large, dtype=scene.served_dtype, device=scene.device, speaks=True)
+    drafts = (0, 15) if scene.device != "cpu" else (0, 3)
+    out = None if scene.out is None else scene.out / "traces"
+    found = profiled_steps(model, None, sizes.profile_batch, drafts, sizes.context, sizes.rounds, 4, out)
+    return {"passed": True, **found}

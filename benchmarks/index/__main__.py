@@ -18,10 +18,10 @@ import time
 from typing import Any
 
 from benchmarks.environment import head
-from benchmarks.index.data import DEFAULT_VOCABULARY, KINDS, LONGEST, completions
 from benchmarks.index.live import TOKENS_PER_S
 from benchmarks.index.phases import compare_peers, measure_index, measure_rows, sort_worst_cases
 from benchmarks.index.table import rows_table, table
+from benchmarks.made_text import DEFAULT_VOCABULARY, KINDS, LONGEST, completions
 from benchmarks.peers.names import PEER_NAMES
 from ssd.errors import ConfigError
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.index.contexts import DRAFT_TOKENS, Context, sample_contexts
-from benchmarks.index.data import Tokens
 from benchmarks.index.ingest import Filled
 from benchmarks.index.lookups import Prober, percentile
+from benchmarks.made_text import Tokens
 from benchmarks.peers import Peer, PeerError
 
 _ROUNDS = 3

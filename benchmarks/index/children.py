@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.index.data import PERIOD, Tokens, completions, flat
 from benchmarks.index.processes import trim
+from benchmarks.made_text import PERIOD, Tokens, completions, flat
 
 _ROOT = Path(__file__).parents[2]
 _EDITED = 0.001  # of near-periodic text

@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.index import children, live, lookups, merging, rows
 from benchmarks.index.contexts import sample_contexts
-from benchmarks.index.data import LONGEST, completions, sequences_within
 from benchmarks.index.ingest import FINGERPRINT, LAST_COMPLETIONS, Filled, describe_segments, fill, warm_up
+from benchmarks.made_text import LONGEST, completions, sequences_within
 from benchmarks.peers.names import PEER_NAMES
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from benchmarks.replay.stream import limited, stream
+from benchmarks.orders import limited, stream
 from benchmarks.traces import (
     TraceTokenizer,
     all_traces,

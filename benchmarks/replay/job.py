@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.orders import adversarial, limited, shuffled, stream
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.contenders import Contender, PeerDrafter
 from benchmarks.replay.settings import PEERS, PeerSetting, settings_of
-from benchmarks.replay.stream import adversarial, limited, shuffled, stream
 from benchmarks.traces import TraceTokenizer, read_records, read_sessions, trace_name
 from cache_builder.replay.cost import CostCurve, speed_up
 from cache_builder.replay.counts import Counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from benchmarks.replay.stream import limited, stream
+from benchmarks.orders import limited, stream
 from cache_builder.replay.counts import Counts
 from cache_builder.replay.drafters import OurDrafters, Setting
 from cache_builder.replay.rows import Row

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.results import read_results
+from benchmarks.gpu_check.scene import read_results
 from benchmarks.report.api import api_section
 from benchmarks.report.building import building_section
 from benchmarks.report.clients import clients_section
@@ -28,8 +28,7 @@ from benchmarks.report.gains import gains_section
 from benchmarks.report.gpu import gpu_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
-from benchmarks.report.host import host_section, mixed_section
-from benchmarks.report.hybrid import hybrid_section
+from benchmarks.report.host import host_section
 from benchmarks.report.index import index_section, rows_section, stored_tokens
 from benchmarks.report.joining import joining_section
 from benchmarks.report.plan import plan_section
@@ -113,8 +112,6 @@ def pages() -> dict[str, str]:
         put(GPU, "gpu", gpu_section(checked))
     if (host := _result("host")) is not None:
         put(BENCHMARKS, "host", host_section(host))
-    if (mixed := _result("mixed")) is not None:
-        put(BENCHMARKS, "mixed", mixed_section(mixed))
     if sources := _results("sources", "sources-gemma"):
         put(BENCHMARKS, "sources", sources_section(sources))
     if (siblings := _result("siblings")) is not None:
@@ -133,8 +130,6 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "others", others_section(*others))
     if evaluated := _results("evaluate", "evaluate-gemma"):
         put(BENCHMARKS, "evaluate", evaluate_section(evaluated))
-    if (hybrid := _result("hybrid")) is not None:
-        put(BENCHMARKS, "hybrid", hybrid_section(hybrid))
     if (clients := _result("clients")) is not None:
         put(CLIENTS, "clients", clients_section(clients))
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]

@@ -32,8 +32,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "config.py",
             {"DraftConfig.draft_shape": "'auto'"},
             "trees for one sequence, chains for a batch",
-            "`benchmarks.draft_shape`, trees over chains: alone 1.07x, 1.04x without repeats; "
-            "in sampled batches of 4 0.99x and 0.95x",
+            "trees over chains: alone 1.07x, 1.04x without repeats; in sampled batches of 4 0.99x and 0.95x",
         ),
         Choice(
             "config.py",
@@ -89,7 +88,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "config.py",
             {"EngineConfig.enable_prefix_caching": "True"},
             "keys and values reused",
-            "`benchmarks.prefix_reuse`: conversations 2.2x, four choices of a prompt 1.7x, unrelated prompts 1.0x",
+            "conversations 2.2x, four choices of a prompt 1.7x, unrelated prompts 1.0x",
         ),
         Choice(
             "config.py",
@@ -168,22 +167,21 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "drafting/trials.py",
             {"TRIAL_EVERY": "256", "_TRIAL_SHARE": "0.01"},
             "trials of a source that does not pay",
-            "at most 1 % of the output; `benchmarks.draft_model`: one as large as its target "
-            "drafts 0 %, was up to 40 %",
+            "at most 1 % of the output; a draft model as large as its target drafts 0 %, was up to 40 %",
         ),
         Choice(
             "drafting/joint.py",
             {"_PROMISE_SHARE": "0.6", "_FORGETTING": "0.8"},
             "what a request's next steps bring",
-            "a prototype of `benchmarks.hybrid`, instructcoder: 0.2 5.69x, 0.6 5.69x, 1.0 5.63x; at the rate of all "
-            "steps instead 5.51x, was 5.68x",
+            "recorded requests beside a recorded drafter, instructcoder: 0.2 5.69x, 0.6 5.69x, 1.0 5.63x; at the rate "
+            "of all steps instead 5.51x, was 5.68x",
         ),
         Choice(
             "drafting/carried.py",
             {"_MOST_PREFIXES": "5", "_MOST_TOKENS": "4"},
             "what is looked up behind another's draft",
-            "a prototype of `benchmarks.hybrid`, four files: without 5.69, 2.39, 2.35, 2.57x; 5 and 4 5.80, 2.45, "
-            "2.44, 2.62x; 5 and 8 5.76, 2.43, 2.45, 2.61x; 3 and 16 5.66, 2.43, 2.42, 2.60x",
+            "recorded requests beside a recorded drafter, four files: without 5.69, 2.39, 2.35, 2.57x; 5 and 4 5.80, "
+            "2.45, 2.44, 2.62x; 5 and 8 5.76, 2.43, 2.45, 2.61x; 3 and 16 5.66, 2.43, 2.42, 2.60x",
         ),
         Choice(
             "pricing/excess.py",

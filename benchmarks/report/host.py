@@ -1,4 +1,4 @@
-"""The host's part of a step, and what prices lose in mixed batches."""
+"""The host's part of a step."""
 
 from __future__ import annotations
 
@@ -28,30 +28,5 @@ def host_section(result: dict[str, Any]) -> str:
         "tokens a row. All is real but the model: its passes take what those of Llama-3.1-8B take on an H100 by a "
         "published cost model, and are driven as recorded ones are. A device waits from the tokens of a pass to the "
         "next launch; the rest is done while it computes. Of a pass: of one without drafts.",
-    ]
-    return "\n".join(lines)
-
-
-def mixed_section(result: dict[str, Any]) -> str:
-    """Each way to price drafts over the engine's own."""
-    lines = [
-        "| cost | rows | prices | tokens/s | over the engine's own | stored text, tokens/s | new text, tokens/s |",
-        "|---|--:|---|--:|--:|--:|--:|",
-    ]
-    for row in result["rows"]:
-        low, high = row["over_own_range"]
-        name = f"best fixed ones, {row['prices'].removeprefix('fixed ')}" if row["is_oracle"] else row["prices"]
-        lines.append(
-            f"| {row['cost']} | {row['batch']} | {name} | {row['tokens_per_s']:,.0f} "
-            f"| {row['over_own']:.3f}x ({low:.3f} ... {high:.3f}) | {row['again']:,.0f} | {row['new']:,.0f} |"
-        )
-    parameters = result["parameters"]
-    lines += [
-        "",
-        f"`python -m benchmarks.mixed` on {result['date']}: medians over {parameters['seeds']} choices of texts (least "
-        f"... most), {parameters['steps']} steps, at most 16 tokens drafted a row; by a clock of the cost of passes, "
-        "not the machine's. Half the rows are greedy and say stored text of which 4 % is changed; half are sampled, "
-        "and half of their text is other text. The best of 15 pairs of fixed prices is chosen on the same texts, so "
-        "it flatters.",
     ]
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.environment import head, model_facts, model_name
 from benchmarks.models import add_model
+from benchmarks.run import spread, spread_text
 from benchmarks.siblings.contenders import (
     ALONE,
     ALONE_CHEAP,
@@ -37,7 +38,6 @@ from benchmarks.siblings.contenders import (
     Comparison,
     Siblings,
 )
-from benchmarks.sources.rounds import spread, spread_text
 from benchmarks.streams import made_stream
 from benchmarks.workloads import NO_REPEATS
 from ssd.model.loading.load_target import load_model

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from benchmarks.exactness import differs
-from benchmarks.sources.rounds import Tally
+from benchmarks.ways import Tally
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest

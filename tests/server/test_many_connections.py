@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.connections.command import measure
-from benchmarks.soak.command import main as soak
+from benchmarks.connections import measure
+from benchmarks.soak import main as soak
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.processes import free_port
+from benchmarks.processes import free_port
 from ssd.bundled import MODEL_PATH
 from tests.server.client import answers, get, greedy_completion, post, until_ready
 from tests.waiting import PATIENCE_S, START_S, wait_until

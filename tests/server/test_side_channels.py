@@ -9,9 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.side_channels import fingerprints
-from benchmarks.side_channels.membership import Attack, Victim
-from benchmarks.side_channels.wire import watch_all
+from benchmarks.side_channels import Attack, Victim, rate, watch_all
 from benchmarks.workloads import snippets
 from tests.server.bundled_engine import load_bundled
 from tests.server.failing_engine import RunningServer, serving
@@ -36,7 +34,7 @@ def guessed(server: RunningServer, *, at_once: int) -> tuple[float, set[tuple[in
     prompts = [text[-200:] for text in snippets(seed=1)[:NUM_PROMPTS]]
     asked = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     _, known, seen = (watch_all(server.port, prompts, asked, times=times, at_once=at_once) for times in (1, 2, 1))
-    return fingerprints.rate(known, seen)[0], {trace.sizes for _, trace in (*known, *seen)}
+    return rate(known, seen)[0], {trace.sizes for _, trace in (*known, *seen)}
 
 
 def test_sizes_and_times_tell_which_prompt_was_asked_unless_streams_are_obfuscated(

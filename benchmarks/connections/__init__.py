@@ -1,1 +1,0 @@
-"""Thousands of idle connections beside a client that works. See ``python -m benchmarks.connections --help``."""

@@ -1,0 +1,220 @@
+"""How long is a step, and how much of it is the model?
+
+``python -m benchmarks.decode [MODEL] [--batch B...] [--context L...] [--draft K...] [--shape tiny|1b|8b] [--json]``
+
+For every (batch, context, T = 1 + K): engine steps whose drafts are what the model will say, so that every token is
+accepted; by turns with them bare forwards of the same shape, as transformers runs it. K = 0 is plain decoding. Outputs
+of every K must be those of K = 0. Beside them ``model.generate`` on one of the prompts, and a copy of memory, which
+tells what the device can move. ``--shape`` takes random weights of that shape: for the time of steps only. Prints a
+table; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from itertools import product
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import CompileConfig, PreTrainedModel
+
+from benchmarks.environment import model_facts
+from benchmarks.run import Option, Run
+from benchmarks.steps import (
+    SHAPES,
+    OwnAttention,
+    Shape,
+    Tokens,
+    cache_bytes,
+    copy_bytes_per_second,
+    open_model,
+    passes_of,
+    prompts_of,
+    synchronize,
+    time_steps,
+    tokens_said,
+    weight_bytes,
+)
+from ssd.config import DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import make_drafter
+from ssd.engine import Engine
+from ssd.model.loading.load_target import open_target
+from ssd.model.target import Target
+
+
+def time_generate(
+    model: PreTrainedModel, target: Target, prompt: Tokens, num_tokens: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Tokens a second of each way at batch 1, prompt included, or why a way does not run here; medians of ``rounds``.
+
+    A round runs all ways in turn, the engine without drafts first: ``engine_over_it`` compares within rounds.
+    """
+    ways: dict[str, Callable[[], list[int]]] = {"engine": lambda: _complete(target, prompt, num_tokens)}
+    for name, options in _options(model).items():
+        ways[name] = lambda options=options: _generate(model, prompt, num_tokens, options)  # type: ignore[misc]
+    found: dict[str, dict[str, Any]] = {}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    texts: dict[str, list[int]] = {}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            if "error" in found.get(name, {}):
+                continue
+            synchronize(model.device)
+            began = time.perf_counter()
+            try:
+                texts[name] = way()
+            except Exception as error:  # a compiler may be missing, or a model refuse the cache: not this run's problem
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+                found[name] = {"tokens_per_s": None, "error": reason}
+                continue
+            if number:  # the first one warms up
+                rates[name].append(num_tokens / (time.perf_counter() - began))
+    for name, measured in rates.items():
+        if "error" not in found.get(name, {}):
+            ratios = [ours / theirs for ours, theirs in zip(rates["engine"], measured, strict=True)]
+            found[name] = {
+                "tokens_per_s": round(median(measured), 2),
+                "engine_over_it": round(median(ratios), 3),
+                "engine_over_it_min_max": [round(min(ratios), 3), round(max(ratios), 3)],
+                "equal_to_eager": texts[name] == texts.get("eager"),
+            }
+    return found
+
+
+def _complete(target: Target, prompt: Tokens, num_tokens: int) -> list[int]:
+    engine = Engine(target, drafter=make_drafter("none", DraftConfig()), config=EngineConfig(max_num_seqs=1))
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    said = [token for output in engine.generate([prompt.tolist()], sampling) for token in output.token_ids]
+    synchronize(target.device)
+    return said
+
+
+def _options(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """The ways of ``generate``; it compiles on CUDA only."""
+    static: dict[str, Any] = {"cache_implementation": "static"}
+    if model.device.type == "cuda":
+        compiled = {"compile_config": CompileConfig(fullgraph=False, mode="default"), "disable_compile": False}
+        fixed = {"static cache, compiled": static | compiled}
+    else:
+        fixed = {"static cache": static | {"disable_compile": True}}
+    return {"eager": {}, "prompt lookup": {"prompt_lookup_num_tokens": 10}} | fixed
+
+
+def _generate(model: PreTrainedModel, prompt: Tokens, num_tokens: int, options: dict[str, Any]) -> list[int]:
+    ids = torch.from_numpy(prompt.astype("int64"))[None].to(model.device)
+    with OwnAttention(model):
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            **options,
+        )
+    synchronize(model.device)
+    said: list[int] = output[0, ids.shape[1] :].tolist()
+    return said
+
+
+OPTIONS: dict[str, Any] = {
+    "shape": Option(default=None, choices=tuple(SHAPES), help="random weights of a Llama of this shape, no model"),
+    "batch": Option(default=[1, 8], metavar="B", help="rows"),
+    "context": Option(default=[256], metavar="L", help="tokens a row holds"),
+    "draft": Option(default=[0, 1, 3, 7, 15], least=0, metavar="K", help="drafted tokens; 0 is plain"),
+    "rounds": Option(default=24, help="timed steps of each shape"),
+    "dtype": Option(default="auto", help="auto, float32, bfloat16 or float16"),
+    "device": "auto",
+    "copy_mb": Option(default=256, help="size of the copy that tells the memory's speed"),
+    "baseline_tokens": 128,
+    "baseline_rounds": 7,
+    "enforce_eager": Option(default=False, help="record no CUDA graphs"),
+    "fuse_linears": Option(default=False, help="on a GPU too, one product for layers that read the same input"),
+    "no_baselines": Option(default=False, help="leave model.generate out"),
+}
+COLUMNS = (
+    (">batch", "{batch}"),
+    (">context", "{context}"),
+    (">T", "{T}"),
+    (">step ms", "{step_ms_p50:.3f}"),
+    (">target ms", "{target_ms_p50:.3f}"),
+    (">forward ms", "{forward_ms_p50:.3f}"),
+    (">step over forward", "{step_over_forward_p50:.3f}"),
+    (">tokens/s", "{tokens_per_s:.1f}"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 1 where a verify step changed a token in float32."""
+    unsaid = set(OPTIONS) - {"batch", "context", "draft", "rounds", "shape"}
+    run = Run("decode", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=tuple(unsaid))
+    args = run.args
+    gc.collect()  # the model of an earlier run may refer to itself
+    name, model, text = open_model(args)
+    # A target replaces layers of its model; what it is compared with stays as the library loads it.
+    library = deepcopy(model)
+    target = open_target(
+        model,
+        num_slots=max(args.batch),
+        max_length=max(args.context) + max(args.baseline_tokens, tokens_said(args.rounds, max(args.draft) + 1)) + 8,
+        max_draft_tokens=max(args.draft),
+        enforce_eager=args.enforce_eager,
+        fuse_linears=args.fuse_linears,
+    )
+    copied = copy_bytes_per_second(target.device, args.copy_mb << 20)
+    num_changed = 0
+    for batch, context in product(args.batch, args.context):
+        for draft in sorted({0, *args.draft}):
+            shape, known = Shape(batch, context, draft), list[list[int]]()
+            num_tokens = tokens_said(args.rounds, shape.width)
+            prompts = prompts_of(text, target.vocab_size, batch, max(8, context - num_tokens // 2))
+            if draft:  # the text the drafts are taken from begins where this prompt ends
+                known = time_steps(target, prompts, Shape(batch, context, 0), num_tokens, [], library).outputs
+            timing = time_steps(target, prompts, shape, args.rounds, known or [[] for _ in prompts], library)
+            pairs = zip(timing.outputs, known, strict=True) if draft else ()
+            num_changed += sum(said[: len(text)] != text[: len(said)] for said, text in pairs)
+            if draft in args.draft:
+                run.row(_row(shape, timing, weight_bytes(library) + cache_bytes(target, shape), copied))
+    baselines: dict[str, dict[str, Any]] = {}
+    if not args.no_baselines:
+        (prompt,) = prompts_of(text, target.vocab_size, 1, args.context[0])
+        baselines = time_generate(library, target, prompt, args.baseline_tokens, args.baseline_rounds)
+    for way, found in baselines.items():
+        run.say(f"{way}: {found.get('error') or '{tokens_per_s} tokens/s, engine {engine_over_it}x'.format(**found)}")
+    return run.end(
+        **model_facts(name, target),
+        way=target.way,
+        passes=passes_of(target),
+        changed_outputs=num_changed,
+        rows=run.rows,
+        baselines=baselines,
+        failed=num_changed > 0 and target.dtype == torch.float32,
+    )
+
+
+def _row(shape: Shape, timing: Any, num_bytes: int, copied: float) -> dict[str, Any]:
+    step = median(timing.steps)
+    per_step = timing.num_tokens / len(timing.steps)
+    return {
+        "batch": shape.batch,
+        "context": shape.context,
+        "T": shape.width,
+        "step_ms_p50": round(step * 1e3, 4),
+        "step_ms_p10_p90": [round(float(x) * 1e3, 4) for x in np.percentile(timing.steps, [10, 90])],
+        "target_ms_p50": round(median(timing.targets) * 1e3, 4),
+        "forward_ms_p50": round(median(timing.forwards) * 1e3, 4),
+        "step_over_forward_p50": round(median(a / b for a, b in zip(timing.steps, timing.forwards, strict=True)), 4),
+        "outside_target_ms_p50": round(median(timing.outside) * 1e3, 4),
+        "tokens_per_s": round(per_step / step, 2),
+        "bytes_per_s": round(num_bytes / step),
+        "copy_bytes_per_s": round(copied),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

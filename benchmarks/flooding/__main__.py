@@ -1,8 +1,0 @@
-"""``python -m benchmarks.flooding``."""
-
-import sys
-
-from benchmarks.flooding.command import main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,273 @@
+"""What does HTTP cost? The service against the engine called directly, the same requests in one run.
+
+``python -m benchmarks.http [MODEL] [--rounds N] [--json]``
+
+Two processes with the same model and the same options: this one has an engine of its own and steps it in a loop, the
+other is ``ssd-serve``, asked over keep-alive connections from here. Rounds alternate, each begins with the other side.
+
+1. one: one client, one token an answer; milliseconds a request, the medians of the rounds;
+2. plain, plain-stream: 32 clients, speculation off, whole answers and streams; tokens/s;
+3. repeats, repeats-stream: 32 clients, speculation on, prompts asked before: many tokens a pass.
+
+Every answer's text is compared with the engine's. Prints a table; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+from benchmarks.environment import model_facts, model_name
+from benchmarks.processes import Server
+from benchmarks.run import Option, Run
+from benchmarks.workloads import snippets
+from server.command.arguments import parse_arguments
+from server.command.assembly import EngineLoader
+from ssd.config import SamplingParams
+from ssd.engine import Engine, Request
+
+_HEAD = "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+
+
+class Connection:
+    """To be used by one task at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, port: int) -> Self:
+        """Connect to a port of this machine. Raises OSError."""
+        return cls(*await asyncio.open_connection("127.0.0.1", port, limit=1 << 20))
+
+    async def post(self, path: str, body: bytes) -> list[Any]:
+        """The JSON of an answer, or of each event of a stream. Raises ValueError for what is no success."""
+        self._writer.write(_HEAD.format(path=path, length=len(body)).encode() + body)
+        head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if "transfer-encoding: chunked" in head:
+            events = (await self._chunks()).decode().split("\n\n")
+            found = [event.removeprefix("data: ") for event in events if event.startswith("data: ")]
+            content = [json.loads(event) for event in found if event != "[DONE]"]
+        else:
+            length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+            content = [json.loads(await self._reader.readexactly(length))]
+        if " 200 " not in head.partition("\r\n")[0]:
+            raise ValueError(f"{head.partition(chr(13))[0]}: {content}")
+        return content
+
+    async def _chunks(self) -> bytes:
+        """All chunks, taken apart once the last is here: no event ends as the mark of the end does."""
+        whole = bytearray()
+        while not whole.endswith(b"\r\n0\r\n\r\n"):
+            piece = await self._reader.read(1 << 16)
+            if not piece:
+                raise ValueError("the connection was closed in the middle of an answer")
+            whole += piece
+        content, at = bytearray(), 0
+        while length := int(whole[at : (start := whole.index(b"\r\n", at) + 2) - 2], 16):
+            content += whole[start : start + length]
+            at = start + length + 2
+        return bytes(content)
+
+    def close(self) -> None:
+        """Close it."""
+        self._writer.close()
+
+
+CLIENTS = 32
+OUTPUT_TOKENS = 64
+PROMPT_TOKENS = 96
+POOL = 32
+"""Prompts that come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of traffic. ``drafts`` : speculation is on, and every prompt was asked before."""
+
+    name: str
+    num_clients: int
+    output_tokens: int
+    drafts: bool
+    streams: bool
+
+
+KINDS = (
+    Kind("one", 1, 1, drafts=False, streams=False),
+    Kind("plain", CLIENTS, OUTPUT_TOKENS, drafts=False, streams=False),
+    Kind("plain-stream", CLIENTS, OUTPUT_TOKENS, drafts=False, streams=True),
+    Kind("repeats", CLIENTS, OUTPUT_TOKENS, drafts=True, streams=False),
+    Kind("repeats-stream", CLIENTS, OUTPUT_TOKENS, drafts=True, streams=True),
+)
+
+
+@dataclass(slots=True)
+class Round:
+    """Seconds of all requests, seconds of each, what was said to each."""
+
+    seconds: float
+    each_s: list[float]
+    texts: list[str]
+
+
+class Direct:
+    """The engine, stepped by the caller."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._ids = map(str, count())
+
+    def run(self, prompts: Sequence[tuple[int, ...]], kind: Kind) -> Round:
+        """All prompts, as many at once as there are clients."""
+        engine, waiting = self.engine, list(enumerate(prompts))[::-1]
+        sampling = SamplingParams(max_tokens=kind.output_tokens, temperature=0.0, ignore_eos=True)
+        texts, each_s = [""] * len(prompts), [0.0] * len(prompts)
+        running: dict[str, tuple[int, float]] = {}
+        begun = time.perf_counter()
+        while waiting or running:
+            while waiting and len(running) < kind.num_clients:
+                index, prompt = waiting.pop()
+                request_id = next(self._ids)
+                running[request_id] = index, time.perf_counter()
+                engine.submit(
+                    Request(
+                        request_id=request_id,
+                        prompt_token_ids=prompt,
+                        sampling=sampling,
+                        num_speculative_tokens=None if kind.drafts else 0,
+                    )
+                )
+            for output in engine.step():
+                index, since = running[output.request_id]
+                texts[index] += output.text
+                if output.finish_reason is not None:
+                    each_s[index] = time.perf_counter() - since
+                    del running[output.request_id]
+        return Round(time.perf_counter() - begun, each_s, texts)
+
+
+async def over_http(port: int, prompts: Sequence[tuple[int, ...]], kind: Kind) -> Round:
+    """The same over HTTP, each client on one connection."""
+    bodies = [
+        json.dumps(
+            {
+                "prompt": list(prompt), "max_tokens": kind.output_tokens, "temperature": 0, "ignore_eos": True,
+                "stream": kind.streams, **({} if kind.drafts else {"num_speculative_tokens": 0}),
+            }
+        ).encode()
+        for prompt in prompts
+    ]  # fmt: skip
+    waiting = list(enumerate(bodies))[::-1]
+    texts, each_s = [""] * len(prompts), [0.0] * len(prompts)
+
+    async def client(connection: Connection) -> None:
+        while waiting:
+            index, body = waiting.pop()
+            since = time.perf_counter()
+            answers = await connection.post("/v1/completions", body)
+            each_s[index] = time.perf_counter() - since
+            texts[index] = "".join(choice["text"] for answer in answers for choice in answer["choices"])
+
+    connections = [await Connection.open(port) for _ in range(kind.num_clients)]
+    begun = time.perf_counter()
+    await asyncio.gather(*map(client, connections))
+    seconds = time.perf_counter() - begun
+    for connection in connections:
+        connection.close()
+    return Round(seconds, each_s, texts)
+
+
+def measure(direct: Direct, port: int, kind: Kind, pool: list[list[tuple[int, ...]]]) -> dict[str, Any]:
+    """One kind over all rounds of prompts. Raises ValueError where a text differs."""
+
+    def engine_side(prompts: Sequence[tuple[int, ...]]) -> Round:
+        return direct.run(prompts, kind)
+
+    def http_side(prompts: Sequence[tuple[int, ...]]) -> Round:
+        return asyncio.run(over_http(port, prompts, kind))
+
+    if kind.drafts:  # learned by both sides before anything is measured
+        pool = [pool[0]] * len(pool)
+        for side in 2 * (engine_side, http_side):
+            side(pool[0])
+    rounds = []
+    for number, prompts in enumerate(pool):
+        if number % 2:
+            engine, http = engine_side(prompts), http_side(prompts)
+        else:
+            http, engine = http_side(prompts), engine_side(prompts)
+        if engine.texts != http.texts:
+            raise ValueError(f"{kind.name}: a text over HTTP is not the engine's")
+        rounds.append((figure(engine, kind), figure(http, kind)))
+    is_latency = kind.num_clients == 1
+    differences = [http - engine if is_latency else http / engine - 1 for engine, http in rounds]
+    return {
+        "kind": kind.name,
+        "clients": kind.num_clients,
+        "unit": "ms" if is_latency else "tokens/s",
+        "engine": round(median(engine for engine, _ in rounds), 3),
+        "http": round(median(http for _, http in rounds), 3),
+        "difference": round(median(differences), 4),
+        "least": round(min(differences), 4),
+        "most": round(max(differences), 4),
+    }
+
+
+def figure(found: Round, kind: Kind) -> float:
+    """The median request's milliseconds for one client, tokens/s for many."""
+    if kind.num_clients == 1:
+        return 1e3 * median(found.each_s)
+    return len(found.texts) * kind.output_tokens / found.seconds
+
+
+OPTIONS = {
+    "rounds": Option(default=9, help="of each side"),
+    "requests": Option(default=64, help="a round"),
+    "kind": Option(default=[kind.name for kind in KINDS], choices=[kind.name for kind in KINDS]),
+}
+COLUMNS = (
+    ("traffic", "{kind}"),
+    (">engine", "{engine} {unit}"),
+    (">HTTP", "{http}"),
+    (">difference", "{difference}"),
+    ("least ... most", "{least} ... {most}"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    run = Run("http", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("kind",))
+    args = run.args
+    run.parameters |= {"clients": CLIENTS, "prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
+    options = [str(args.model), "--max-num-seqs", str(CLIENTS), "--max-model-len", "512"]
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as resources:
+        server = Server(Path(scratch) / "server.log", *options)
+        resources.callback(server.kill)
+        server.start()
+        engine = EngineLoader(parse_arguments(options, {}))(resources)
+        resources.callback(engine.close)
+        engine.warm_up()
+        assert engine.codec is not None
+        texts = snippets(seed=0)[: args.rounds * args.requests]
+        prompts = [tuple(engine.codec.encode_completion(text)[:PROMPT_TOKENS]) for text in texts]
+        pool = [prompts[i : i + args.requests] for i in range(0, len(prompts), args.requests)]
+        direct = Direct(engine)
+        for kind in KINDS:
+            if kind.name in args.kind:
+                run.row(measure(direct, server.port, kind, pool))
+        facts = model_facts(model_name(args.model), engine.target)
+    return run.end(**facts, rows=run.rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

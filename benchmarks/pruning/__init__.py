@@ -1,1 +1,0 @@
-"""How much of a smaller cache's use `ssd-cache prune` keeps."""

@@ -1,1 +1,0 @@
-"""The published attacks on speculative decoding's side channels, played against a real server."""

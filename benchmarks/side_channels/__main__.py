@@ -1,8 +1,0 @@
-"""``python -m benchmarks.side_channels``."""
-
-import sys
-
-from benchmarks.side_channels.command import main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What each source of drafts brings alone, and all together, on text that never repeats."""

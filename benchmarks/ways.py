@@ -1,0 +1,142 @@
+"""Engines that answer the same requests in different ways: opened alike, asked in turn, compared token by token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from benchmarks.exactness import differs
+from ssd.config import DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import make_drafter
+from ssd.drafting.protocol import Drafter
+from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.engine import Engine, Request
+from ssd.model.loading.load_target import open_target
+from ssd.model.target import Target
+
+
+def open_engine(
+    model: PreTrainedModel,
+    drafter: str | Drafter,
+    *,
+    slots: int,
+    length: int,
+    draft: DraftConfig | None = None,
+    config: EngineConfig | None = None,
+    **more: Any,
+) -> Engine:
+    """An engine with a target of its own over ``model``, ready. ``drafter`` : "none" is speculation off.
+
+    ``more`` : of the engine. Without ``config`` nothing is kept of prompts, which would help who is asked next.
+    """
+    draft = draft or DraftConfig()
+    target = open_target(
+        model,
+        num_slots=slots,
+        max_length=length,
+        max_draft_tokens=draft.num_speculative_tokens,
+        keeps_top=drafter != "none" and draft.recycling,
+    )
+    engine = Engine(
+        target,
+        drafter=make_drafter(drafter, draft) if isinstance(drafter, str) else drafter,
+        config=config or EngineConfig(max_num_seqs=slots, enable_prefix_caching=False),
+        draft=draft,
+        **more,
+    )
+    engine.warm_up()
+    return engine
+
+
+@dataclass(slots=True)
+class Tally:
+    """What requests took of one engine. Passes are those that decode."""
+
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    """Of all threads, those that keep the cache too; a device's work is not in it."""
+    tokens: int = 0
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    firsts_s: list[float] = field(default_factory=list)
+    """Until the first token of each request."""
+    steps_s: list[float] = field(default_factory=list)
+    """Of each step."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompts included."""
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        """What other programs on the machine change less."""
+        return self.tokens / self.cpu_s
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Those of all rows."""
+        return self.tokens / self.passes
+
+
+def ask(engine: Engine, requests: Sequence[Request], tally: Tally | None = None) -> list[list[int]]:
+    """What ``engine`` answers, as many requests at a time as it has slots; adds to ``tally`` what that took."""
+    tally = Tally() if tally is None else tally
+    metrics = engine.metrics
+    before = metrics.num_verify_steps, metrics.num_draft_tokens, metrics.num_accepted_tokens
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    began, cpu = time.perf_counter(), time.process_time()
+    for request in requests:
+        engine.submit(request)
+    ended = began
+    while engine.has_work():
+        parts = engine.step()
+        now = time.perf_counter()
+        tally.steps_s.append(now - ended)
+        ended = now
+        for part in parts:
+            said = outputs[part.request_id]
+            if part.token_ids and not said:
+                tally.firsts_s.append(now - began)
+            said += part.token_ids
+    tally.seconds += time.perf_counter() - began
+    tally.cpu_s += time.process_time() - cpu
+    tally.tokens += sum(map(len, outputs.values()))
+    tally.passes += metrics.num_verify_steps - before[0]
+    tally.drafted += metrics.num_draft_tokens - before[1]
+    tally.accepted += metrics.num_accepted_tokens - before[2]
+    return list(outputs.values())
+
+
+@dataclass(slots=True)
+class Comparison:
+    """How outputs compare with those of speculation off."""
+
+    num_tokens: int = 0
+    num_mismatches: int = 0
+
+    def add(
+        self,
+        off: Target,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        got: Sequence[int],
+        want: Sequence[int],
+        noise: SequenceNoise | None = None,
+    ) -> None:
+        """One output and what ``off`` said. ``noise`` : see `differs`."""
+        self.num_tokens += len(got)
+        self.num_mismatches += differs(off, prompt, params, got, want, noise)
+
+
+def requests_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], first: int = 0) -> list[Request]:
+    """A request for each prompt, named by its number from ``first`` on."""
+    return [
+        Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=each)
+        for number, (prompt, each) in enumerate(zip(prompts, params, strict=True), first)
+    ]

@@ -1,0 +1,236 @@
+"""Every benchmark once, small: it runs, its last line is its result, what it compares is equal. No time is judged."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.coupled import NEW, REPEATS, VARIANTS, aligned, common_prefix, marks_of, near_variant, same_place
+from benchmarks.processes import find_redis_server
+from benchmarks.profile import Event, summary
+from benchmarks.run import Option, Run, bootstrap, in_turn, table
+from benchmarks.sources import ALL, OFF, RECYCLING, RETRIEVAL, all_over_best
+from benchmarks.steps import BareForward, Shape, prompts_of, random_model, time_steps
+from benchmarks.ways import Tally
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.model.loading.load_target import open_target
+from tests.models import VOCAB, tiny_model
+
+Found = dict[str, Any]
+
+_SMALL = ("--max-tokens", "10", "--prompt-tokens", "128", "--num-speculative-tokens", "8", "--temperatures", "0.7")
+_FLOODED = ("--cache-tokens", "12000", "--flood", "14000", "--traffic-tokens", "800", "--small", "1000")
+_STEPS = ("--context", "24", "--draft", "0", "3", "--rounds", "3")
+
+
+def same_outputs(found: Found) -> bool:
+    parts = [found, *found.get("rows", ()), *found.get("runs", ()), *found.get("workloads", ())]
+    return all(not part.get("mismatches", 0) for part in parts)
+
+
+def few_passes_when_asked_again(found: Found) -> bool:
+    rows = [row for row in found["rows"] if row["workload"] == REPEATS]
+    return all(row["coupled"]["tokens_per_pass"] > 2 * row["uncoupled"]["tokens_per_pass"] for row in rows)
+
+
+def kept_through_a_flood(found: Found) -> bool:
+    fifo, used = (row["tokens_per_step"] for row in found["flooded"])
+    return bool(used["after 14,000"] > 0.9 * used["known"] and fifo["after 14,000"] < 0.5 * fifo["known"])
+
+
+def every_part_is_timed(found: Found) -> bool:
+    return bool(found["is_right"]) and all(row["exposed_us_p50"] > 0 for row in found["rows"])
+
+
+def operators_and_the_rest_are_the_step(found: Found) -> bool:
+    parts = ((row["operators_ms"] + row["outside_operators_ms"], row["step_ms"]) for row in found["rows"])
+    return all(abs(whole - step) < 0.01 * step for whole, step in parts)
+
+
+PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
+    ("overhead", ("--batch", "2", "--pairs", "2", "--max-tokens", "4"), same_outputs),
+    ("sources", ("--requests", "2", "--rounds", "1", "--max-tokens", "8", "--prompt-tokens", "48"), same_outputs),
+    ("evaluate", ("--workloads", "often", "--requests", "3", "--max-tokens", "16", "--rounds", "1"), same_outputs),
+    ("growth", ("--requests", "6", "--repeated", "2", "--max-tokens", "8", "--window", "3"), same_outputs),
+    (
+        "coupled",
+        ("--requests", "3", "--growth-requests", "5", "--group", "2", "--streams", "1", "3", *_SMALL),
+        few_passes_when_asked_again,
+    ),
+    ("coupled", ("--windows", "2", "4", "--requests", "3", *_SMALL), same_outputs),
+    ("flooding", (*_FLOODED, "--small-traffic-tokens", "1200"), kept_through_a_flood),
+    ("host", ("--batch", "1", "3", "--steps", "6", "--rounds", "1"), every_part_is_timed),
+    ("decode", ("--batch", "1", "2", *_STEPS, "--copy-mb", "8", "--no-baselines"), lambda f: not f["changed_outputs"]),
+    (
+        "profile",
+        ("--shape", "tiny", "--device", "cpu", "--batch", "2", *_STEPS, "--profiled", "2"),
+        operators_and_the_rest_are_the_step,
+    ),
+    ("http", ("--rounds", "1", "--requests", "4", "--kind", "one", "repeats-stream"), lambda f: len(f["rows"]) == 2),
+    ("building", ("--tokens", "60000", "--kinds", "npy", "--jobs", "1", "--samples", "6"), lambda f: f["rows"]),
+    ("joining", ("--tokens", "60000", "--pushed", "40000"), lambda f: f["is_same"] and f["is_whole"]),
+    (
+        "sharing_latency",
+        ("--replicas", "2", "--seconds", "3", "--pairs", "1", "--max-tokens", "8"),
+        lambda f: f["latency"]["is_whole"] and f["latency"]["xadd_calls"] == f["latency"]["texts"],
+    ),
+)
+NEED_REDIS = ("joining", "sharing_latency")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "arguments", "is_right"), PROGRAMS, ids=[name for name, *_ in PROGRAMS])
+def test_a_small_run_ends_with_its_result(
+    program: str,
+    arguments: Sequence[str],
+    is_right: Callable[[Found], object],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if program in NEED_REDIS and find_redis_server() is None:
+        pytest.skip("no redis-server")
+    main = importlib.import_module(f"benchmarks.{program}").main
+    assert main([*arguments, "--out", str(tmp_path / "result")]) == 0
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    (written,) = (path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".png")
+    assert json.loads(written.read_text()) == found
+    assert found["parameters"] and found["environment"]["commit"] and is_right(found)
+
+
+def test_a_run_refuses_what_is_below_its_least_and_says_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"rounds": 3, "draft": Option(default=[0, 1], least=0), "out_of_it": 5}
+    run = Run("made", "Is it?\n\nSo.", ["--rounds", "2", "--draft", "4"], options, unsaid=("out_of_it",))
+    assert run.parameters == {"rounds": 2, "draft": [4]}
+    assert run.end(value=1, failed=True) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["value"] == 1
+    for wrong in (["--rounds", "0"], ["--draft", "-1"]):
+        with pytest.raises(SystemExit):
+            Run("made", "Is it?", wrong, options)
+
+
+def test_tables_turns_and_intervals() -> None:
+    lines = table((("a", "{a}"), (">b", "{b[0]:.1f}")), [{"a": "x", "b": [1.25]}])
+    assert lines == ["| a | b |", "|---|--:|", "| x | 1.2 |"]
+    assert [in_turn("abc", number)[0] for number in range(4)] == ["a", "b", "c", "a"]
+    random = np.random.default_rng(0)
+    widths = []
+    for number in (10, 1000):
+        values = random.normal(1.0, 0.1, number).tolist()
+        low, high = bootstrap(values)
+        assert low < np.median(values) < high
+        widths.append(high - low)
+    assert widths[1] < widths[0]
+
+
+def test_a_near_variant_differs_in_one_place() -> None:
+    for seed in range(3):
+        for text in snippets(seed)[:40]:
+            changed = near_variant(text, np.random.default_rng(seed))
+            assert changed == near_variant(text, np.random.default_rng(seed)) != text
+            before = next(i for i, (a, b) in enumerate(zip(text + "\0", changed + "\0", strict=False)) if a != b)
+            shared = len(text) - before
+            after = next((i for i in range(shared) if text[-1 - i] != changed[-1 - i]), shared)
+            assert shared - after <= 60 and len(changed) - before - after <= 120
+
+
+def test_measures_of_agreement_say_what_two_answers_have_in_common() -> None:
+    one, other = [1, 2, 3, 4, 5, 6], [1, 2, 9, 3, 4, 5, 6]
+    assert same_place(one, other) == pytest.approx(2 / 7) and common_prefix(one, other) == 2
+    assert aligned(one, other) == pytest.approx(8 / 13), "the block of two is too short"
+    assert same_place([], []) == aligned([], []) == 1 and common_prefix([], [1]) == 0
+
+
+def test_marks_say_what_is_met() -> None:
+    def row(workload: str, over: float, against: list[float]) -> Found:
+        return {
+            "workload": workload, "temperature": 0.7, "streams": 4, "coupled": {"over_off": [over, over, over]},
+            "coupled_over_uncoupled": [0.97, 0.9, 1.1], "coupled_over_uncoupled_95": against,
+        }  # fmt: skip
+
+    rows = [row(REPEATS, 6.1, []), row(REPEATS, 5.9, []), row(VARIANTS, 1.4, [])]
+    rows += [row(NEW, 0.9, [0.95, 1.01]), row(NEW, 0.9, [0.9, 0.99])]
+    assert [mark["met"] for mark in marks_of(rows)] == [True, False, True, True, False]
+
+
+def test_all_together_is_compared_with_the_best_source_alone() -> None:
+    def tally(seconds: float) -> Tally:
+        return Tally(seconds=seconds, cpu_s=2 * seconds, tokens=100, passes=50)
+
+    rounds = [
+        {OFF: tally(10.0), RETRIEVAL: tally(8.0), RECYCLING: tally(5.0), ALL: tally(seconds)} for seconds in (4.0, 5.0)
+    ]
+    found = all_over_best(rounds)
+    assert found == {"best": RECYCLING, "ratio": [1.125, 1.0, 1.25], "ratio_by_cpu_time": [1.125, 1.0, 1.25]}
+    assert all_over_best([{OFF: tally(1.0)}]) is None
+
+
+@pytest.mark.parametrize("runs_beside_host", [False, True])
+def test_drafts_of_known_text_are_accepted_whole_and_change_nothing(runs_beside_host: bool) -> None:
+    target = open_target(tiny_model(), num_slots=2, max_length=64, max_draft_tokens=3)
+    target.runs_beside_host = runs_beside_host
+    library, prompts = tiny_model(), prompts_of(None, VOCAB, 2, 9)
+    plain = time_steps(target, prompts, Shape(2, 16, 0), 24, [], library)
+    drafted = time_steps(target, prompts, Shape(2, 16, 3), 5, plain.outputs, library)
+    assert drafted.num_tokens == 2 * 4 * len(drafted.steps)
+    assert len(drafted.targets) == len(drafted.outside) >= 2 and len(drafted.steps) == len(drafted.forwards) >= 2
+    for said, text in zip(drafted.outputs, plain.outputs, strict=True):
+        assert said == text[: len(said)]
+
+
+def test_a_bare_forward_of_a_model_with_a_window_that_is_full_can_be_repeated() -> None:
+    model = tiny_model("Gemma 3")
+    window = model.config.get_text_config().sliding_window
+    forward = BareForward(model, Shape(2, window, 3), 3 * window)
+    assert min(forward.seconds() for _ in range(4)) > 0
+    assert forward._cache.get_seq_length() == 3 * window
+
+
+def test_a_model_that_speaks_names_the_next_token_clearly_in_bfloat16() -> None:
+    model = random_model("tiny", dtype="bfloat16", device="cpu", speaks=True)
+    tokens = torch.arange(3, 99)[None]
+    with torch.inference_mode():
+        best = model(input_ids=tokens).logits[0].float().topk(2)
+    assert (best.values[:, 0] > 1.5 * best.values[:, 1]).all()
+    followers = best.indices[:, 0]
+    assert len(followers.unique()) == tokens.numel() and (followers != tokens[0]).all()
+
+
+def test_a_profiled_step_of_two_kernels_is_busy_has_a_gap_and_waits_for_the_host() -> None:
+    def event(kind: str, name: str, begin: float, end: float, thread: str = "0/0") -> Event:
+        return Event(kind, name, begin, end, thread)
+
+    found = summary(
+        [
+            event("user_annotation", "step", 0, 1000),
+            event("user_annotation", "forward", 0, 150),
+            event("kernel", "_attend_split", 100, 300, "7/7"),
+            event("kernel", "nvjet_gemm", 305, 800, "7/7"),
+            event("cuda_runtime", "cudaEventSynchronize", 150, 800),
+        ]
+    )
+    assert found["step_ms"] == 1.0 and found["phases_ms"]["forward"] == 0.15
+    assert found["device_busy_ms"] == 0.695 and found["launch_gaps_ms"] == 0.005
+    assert found["waits_for_host_ms"] == 0.3 and found["host_waits_ms"] == 0.65
+    assert found["groups_ms"] == {"matrix products": 0.495, "attention": 0.2}
+    with pytest.raises(ValueError, match="no 'step'"):
+        summary([])
+
+
+def test_a_tokenizer_alone_is_all_that_a_tiny_model_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Programs take any model's directory."""
+    vocab_size = json.loads((MODEL_PATH / "config.json").read_text())["vocab_size"]
+    tiny_model(vocab_size=vocab_size, max_position_embeddings=256).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(MODEL_PATH / name, tmp_path / name)
+    main = importlib.import_module("benchmarks.overhead").main
+    assert main([str(tmp_path), "--batch", "1", "--pairs", "1", "--max-tokens", "2"]) == 0
+    assert same_outputs(json.loads(capsys.readouterr().out.strip().splitlines()[-1]))
