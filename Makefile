@@ -101,12 +101,10 @@ bench: $(READY)
 		fi; \
 	else echo "replay skipped: set SSD_TRACES and SSD_TOKENIZERS to directories of recorded traces and tokenizers"; fi
 	$(BIN)/python -m benchmarks.index --tokens 1000000 --json | tail -n 1 >benchmarks/results/index-1m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --worst-cases --peers --json \
+	$(BIN)/python -m benchmarks.index --tokens 16000000 --peers --json \
 		| tail -n 1 >benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --json \
 		| tail -n 1 >benchmarks/results/index-256m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --rows 1,8,64,256 --threads 1,2 --json \
-		| tail -n 1 >benchmarks/results/rows-16m.json
 	$(BIN)/python -m benchmarks.building --out benchmarks/results/building.json
 	$(BIN)/python -m benchmarks.building --tokens 256000000 --kinds npy --jobs 2 \
 		--out benchmarks/results/building-256m.json

@@ -18,14 +18,11 @@ from ssd.errors import ConfigError
 
 Tokens = npt.NDArray[np.int32]
 
-KINDS = ("made", "traces", "zipf", "repeat")
-DEFAULT_VOCABULARY = {"made": 32_000, "traces": 32_000, "zipf": 131_072, "repeat": 32_000}
+KINDS = ("made", "traces")
 
 SHORTEST, LONGEST = 200, 2000
 EDITED = 0.02
 """Share of the tokens that are replaced in a near-copy."""
-PERIOD = 1000
-"""Of ``repeat``."""
 
 _TRACE_TOKENIZER = "llama2-32k"
 _ZIPF_EXPONENT = 1.1
@@ -47,18 +44,12 @@ def completions(kind: str, vocabulary: int, seed: int) -> Iterator[Tokens]:
         tokens (median; 3 at the first decile, 31 at the ninth).
     "traces": all recorded outputs in ``$SSD_TRACES``, tokenized with llama2-32k of ``$SSD_TOKENIZERS``, end-of-text
         tokens included; short ones are joined with the next, long ones cut. Used up, they come again as near-copies.
-    "zipf": independent tokens, p ~ 1 / rank^1.1: of a million, new text matches 2 (median; 3 at the ninth decile).
-    "repeat": one run of 1,000 random tokens, again and again: everything stands in n / 1,000 places.
     """
     random = np.random.default_rng(seed)
     if kind == "made":
         return _made(vocabulary, random)
     if kind == "traces":
         return _traces(read_traces(), vocabulary, random)
-    if kind == "zipf":
-        return _zipf(vocabulary, random)
-    if kind == "repeat":
-        return _repeat(vocabulary, random)
     raise ConfigError(f"unknown data {kind!r}; use one of {', '.join(KINDS)}")
 
 
@@ -157,24 +148,6 @@ def _traces(text: Tokens, vocabulary: int, random: np.random.Generator) -> Itera
     while True:
         for i in random.permutation(len(bounds) - 1).tolist():
             yield _edited(text[bounds[i] : bounds[i + 1]], vocabulary, random)
-
-
-def _zipf(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
-    cumulative = _zipf_cumulative(vocabulary)
-    while True:
-        block = _zipf_tokens(cumulative, 1 << 16, random)
-        while len(block) >= LONGEST:
-            length = int(random.integers(SHORTEST, LONGEST + 1))
-            yield block[:length]
-            block = block[length:]
-
-
-def _repeat(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
-    text, at = np.tile(random.integers(0, vocabulary, PERIOD).astype(np.int32), LONGEST // PERIOD + 1), 0
-    while True:
-        length = int(random.integers(SHORTEST, LONGEST + 1))
-        yield text[at : at + length]
-        at = (at + length) % PERIOD
 
 
 def sequences_within(stream: Iterator[Tokens], num_tokens: int) -> list[Tokens]:

@@ -36,7 +36,8 @@ _RESAMPLES: Final = 2000
 class Option:
     """One argument beside those that all programs have. Its name and its type are its key's and its default's.
 
-    A list takes several values, False is a switch. ``least`` : of numbers; ``kind`` : where the default is None.
+    A list takes several values, False is a switch. ``least`` : of numbers; ``kind`` : where the default is None, which
+    with ``several`` takes any number of values.
     """
 
     default: Any
@@ -44,6 +45,7 @@ class Option:
     choices: Sequence[Any] | None = None
     least: float | None = None
     kind: Callable[[str], Any] = str
+    several: bool = False
     metavar: str | None = None
 
 
@@ -132,7 +134,7 @@ def _add(parser: argparse.ArgumentParser, key: str, option: Option) -> None:
     sample = default[0] if several and default else default
     kind = option.kind if sample is None or (several and not default) else type(sample)
     shown = "" if default is None else f" (default: {' '.join(map(str, default)) if several else default})"
-    more: dict[str, Any] = {"nargs": "+"} if several else {}
+    more: dict[str, Any] = {"nargs": "*" if option.several else "+"} if several or option.several else {}
     if option.metavar is not None:
         more["metavar"] = option.metavar
     parser.add_argument(

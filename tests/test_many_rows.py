@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from unittest import mock
 
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.index.__main__ import main
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix import ahead
 from ssd.drafting.suffix.drafter import SuffixDrafter
@@ -122,10 +120,3 @@ def test_the_row_drafter_drafts_the_same_with_threads(threads: int) -> None:
         assert any(found[0])
         sampled = [[*draft[:2], int(random.integers(VOCAB_SIZE))] for draft in found[0]]
         texts = [text + new for text, new in zip(texts, sampled, strict=True)]
-
-
-def test_the_benchmark_times_calls_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--tokens", "60000", "--vocab", "500", "--rows", "1,3", "--threads", "1,2", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(f["rows"], f["threads"]) for f in result["calls_of_rows"]] == [(1, 1), (1, 2), (3, 1), (3, 2)]
-    assert all(f["us_per_row"] > 0 and f["times_one_row"] > 0 for f in result["calls_of_rows"])

@@ -1,0 +1,363 @@
+"""What is asked of an index, how long a proposal takes, and the same contexts asked of other people's drafters."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.peers import Peer, PeerError
+from ssd.config import DraftConfig
+from ssd.drafting import Drafter, DraftRequest, make_drafter
+from ssd.retrieval.packed import unpack
+from ssd.retrieval.search import longest_match
+from ssd.retrieval.segment import Segment
+from ssd.retrieval.snapshot import Snapshot
+
+Tokens = npt.NDArray[np.int32]
+
+CONTEXT_TOKENS = 64
+DRAFT_TOKENS = 10
+MOST_KNOWN = 10
+"""Of a broken context so many of the last tokens occur, or fewer."""
+
+_ATTEMPTS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A context and what is known of it.
+
+    ``tokens`` : int32[CONTEXT_TOKENS]. ``known`` : how many of the last ones occur, one after the other; no longer tail
+    does. ``following`` : int32[DRAFT_TOKENS], what stands next at the place it was taken from.
+    """
+
+    tokens: Tokens
+    known: int
+    following: Tokens
+
+    @property
+    def is_present(self) -> bool:
+        """All of it occurs."""
+        return self.known == CONTEXT_TOKENS
+
+
+def window(segment: Segment, start: int, stop: int) -> Tokens:
+    """int32: tokens [start, stop) of a segment, without unpacking the others."""
+    return unpack(segment.text[segment.width * start :], stop - start, segment.width)
+
+
+def sample_contexts(snapshot: Snapshot, count: int, random: np.random.Generator) -> list[Context]:
+    """``count`` contexts from random places of the segments, in turn present and broken.
+
+    A broken one has the token before its last 1 to MOST_KNOWN replaced, so that no longer tail occurs anywhere. Raises
+    AssertionError when the text offers none.
+    """
+    bounds = np.cumsum([len(segment) for segment in snapshot.segments])
+    largest = _largest_id(snapshot, random)
+    contexts: list[Context] = []
+    for _ in range(1000 + 100 * count):
+        if len(contexts) == count:
+            return contexts
+        place = int(random.integers(bounds[-1]))
+        segment = snapshot.segments[int(np.searchsorted(bounds, place, side="right"))]
+        text = _stretch(segment, CONTEXT_TOKENS + DRAFT_TOKENS, random)
+        if text is None:
+            continue
+        tokens, following = text[:CONTEXT_TOKENS].copy(), text[CONTEXT_TOKENS:].copy()
+        known = CONTEXT_TOKENS
+        if len(contexts) % 2:
+            known = int(random.integers(1, MOST_KNOWN + 1))
+            if not _break(tokens, known, largest, snapshot, random):
+                continue
+        contexts.append(Context(tokens, known, following))
+    if len(contexts) < count:
+        raise AssertionError(f"only {len(contexts)} of {count} contexts were found in {bounds[-1]} tokens")
+    return contexts
+
+
+def sample_sequences(snapshot: Snapshot, count: int, length: int, random: np.random.Generator) -> list[Tokens]:
+    """Up to ``count`` stretches of ``length`` tokens of the segments, each inside one sequence."""
+    found: list[Tokens] = []
+    for _ in range(100 * count):
+        if len(found) == count:
+            break
+        text = _stretch(snapshot.segments[int(random.integers(len(snapshot.segments)))], length, random)
+        if text is not None:
+            found.append(text)
+    return found
+
+
+def _stretch(segment: Segment, length: int, random: np.random.Generator) -> Tokens | None:
+    """``length`` tokens from a random place; None when a separator is among them."""
+    if len(segment) <= length:
+        return None
+    start = int(random.integers(0, len(segment) - length))
+    text = window(segment, start, start + length)
+    return None if text.min() < 0 else text
+
+
+def _largest_id(snapshot: Snapshot, random: np.random.Generator) -> int:
+    """About the largest token id there is: of a few thousand tokens of each segment."""
+    found = 0
+    for segment in snapshot.segments:
+        start = int(random.integers(max(1, len(segment) - 4096)))
+        found = max(found, int(window(segment, start, min(len(segment), start + 4096)).max()))
+    return found
+
+
+def _break(tokens: Tokens, known: int, largest: int, snapshot: Snapshot, random: np.random.Generator) -> bool:
+    for _ in range(_ATTEMPTS):
+        tokens[-known - 1] = random.integers(0, largest + 1)
+        if longest_match(snapshot, tokens[-known - 1 :], known + 1).length == known:
+            return True
+    return False  # anything precedes these tokens somewhere
+
+
+ROWS = 64
+_BATCHES = 8  # in a pass
+_SEQUENCES, _SEQUENCE_TOKENS = 100, 300
+_CHECKED_MATCH_TOKENS = DraftConfig().max_match_length
+_LEAST_AGREEING = 0.9
+
+
+class Prober:
+    """Asks a drafter and takes the time."""
+
+    def __init__(self) -> None:
+        self.drafter: Drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=DRAFT_TOKENS))
+        self._number = 0
+        warm_up = getattr(self.drafter, "warm_up", None)
+        if warm_up is not None:
+            warm_up()
+
+    def _request(self, tokens: Tokens, snapshot: Snapshot) -> DraftRequest:
+        self._number += 1
+        return DraftRequest(f"probe-{self._number}", tokens, len(tokens), snapshot, DRAFT_TOKENS)
+
+    def one(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
+        """Microseconds of one proposal by a new request, and its draft."""
+        requests = [self._request(tokens, snapshot)]
+        began = time.perf_counter_ns()
+        drafts = self.drafter.propose(requests)
+        took = time.perf_counter_ns() - began
+        self.drafter.finish(requests[0].request_id)
+        return took / 1e3, drafts[0].token_ids
+
+    def batch(self, contexts: Sequence[Tokens], snapshot: Snapshot) -> float:
+        """Microseconds of one call for all of ``contexts``, each a new request."""
+        requests = [self._request(tokens, snapshot) for tokens in contexts]
+        began = time.perf_counter_ns()
+        self.drafter.propose(requests)
+        took = time.perf_counter_ns() - began
+        for request in requests:
+            self.drafter.finish(request.request_id)
+        return took / 1e3
+
+    def follow(self, text: Tokens, snapshot: Snapshot) -> list[float]:
+        """Decode ``text`` from its CONTEXT_TOKENS-th token on as the target would: microseconds of each step."""
+        request = self._request(text[:CONTEXT_TOKENS], snapshot)
+        times, at = [], CONTEXT_TOKENS
+        while at < len(text):
+            request.context = text[:at]
+            began = time.perf_counter_ns()
+            draft = self.drafter.propose([request])[0]
+            times.append((time.perf_counter_ns() - began) / 1e3)
+            length = min(len(draft.token_ids), len(text) - at)
+            different = np.flatnonzero(draft.token_ids[:length] != text[at : at + length])
+            accepted = int(different[0]) if len(different) else length
+            self.drafter.observe(request.request_id, draft, accepted)
+            at += accepted + 1
+        self.drafter.finish(request.request_id)
+        return times
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and 99th percentile of ``n`` values, rounded to a tenth."""
+
+    p50: float
+    p99: float
+    n: int
+
+
+def percentile(values: Sequence[float] | npt.NDArray[np.float64], q: float) -> float:
+    """Rounded to a tenth; 0.0 of nothing."""
+    return round(float(np.percentile(np.asarray(values), q)), 1) if len(values) else 0.0
+
+
+def spread(values: Sequence[float] | npt.NDArray[np.float64]) -> Spread:
+    """Of ``values``."""
+    return Spread(percentile(values, 50), percentile(values, 99), len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """Microseconds of a call from Python; percentiles of a pass, the median over passes.
+
+    Cold: contexts that are asked for the first time, half present, half broken. Warm: the same ones once more.
+    """
+
+    propose_us_p50: float
+    propose_us_p99: float
+    propose64_us_p50: float
+    propose64_us_p99: float
+    propose64_over_propose: float
+    cold_passes_p50: list[float]
+    warm: Spread
+    present: Spread
+    """Of the cold ones."""
+    broken: Spread
+    follow: Spread
+    """A step of a request that decodes a stored sequence."""
+    follow_tokens_per_step: float
+    draft_tokens_mean: float
+    checked_drafts: int
+    """Drafts of contexts that stand in one place ..."""
+    checked_drafts_equal: int
+    """... and are what follows there."""
+
+
+def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3, count: int = 2000) -> Lookups:
+    """``passes`` times ``count`` contexts, every one new. Raises AssertionError when drafts are not what was stored."""
+    prober, follower = Prober(), Prober()  # following teaches a drafter, which is no business of the others
+    cold: list[list[float]] = []
+    warm: list[float] = []
+    present: list[float] = []
+    broken: list[float] = []
+    rows: list[float] = []
+    lengths: list[int] = []
+    unique = agreeing = 0
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(passes):
+            contexts = sample_contexts(snapshot, count, random)
+            cold.append([])
+            for context in contexts:
+                took, draft = prober.one(context.tokens, snapshot)
+                cold[-1].append(took)
+                (present if context.is_present else broken).append(took)
+                lengths.append(len(draft))
+                if context.is_present and longest_match(snapshot, context.tokens, _CHECKED_MATCH_TOKENS).support == 1:
+                    unique += 1
+                    agreeing += np.array_equal(draft, context.following[: len(draft)])
+            warm += [prober.one(context.tokens, snapshot)[0] for context in contexts]
+            fresh = [context.tokens for context in sample_contexts(snapshot, ROWS * _BATCHES, random)]
+            rows += [prober.batch(fresh[i : i + ROWS], snapshot) for i in range(0, len(fresh), ROWS)]
+        sequences = sample_sequences(snapshot, _SEQUENCES, _SEQUENCE_TOKENS, random)
+        steps = [follower.follow(text, snapshot) for text in sequences]
+    finally:
+        gc.enable()
+    if agreeing < _LEAST_AGREEING * unique:
+        raise AssertionError(f"of {unique} contexts that stand in one place only {agreeing} drafts are what follows")
+    p50 = float(np.median([np.percentile(times, 50) for times in cold]))
+    p99 = float(np.median([np.percentile(times, 99) for times in cold]))
+    followed = [took for times in steps for took in times]
+    return Lookups(
+        propose_us_p50=round(p50, 1),
+        propose_us_p99=round(p99, 1),
+        propose64_us_p50=percentile(rows, 50),
+        propose64_us_p99=percentile(rows, 99),
+        propose64_over_propose=round(float(np.percentile(rows, 50)) / p50, 1),
+        cold_passes_p50=[percentile(times, 50) for times in cold],
+        warm=spread(warm),
+        present=spread(present),
+        broken=spread(broken),
+        follow=spread(followed),
+        follow_tokens_per_step=round(len(steps) * (_SEQUENCE_TOKENS - CONTEXT_TOKENS) / max(1, len(followed)), 2),
+        draft_tokens_mean=round(float(np.mean(lengths)), 2),
+        checked_drafts=unique,
+        checked_drafts_equal=int(agreeing),
+    )
+
+
+_ROUNDS = 3
+_CONTEXTS = 1000
+_WARM_UP = 64
+
+TREE_DEPTHS = (24, 64)
+"""vLLM's default for the suffix tree, and its own."""
+WAYS: dict[str, dict[str, dict[str, int | str]]] = {
+    "arctic": {f", depth {depth}": {"depth": depth} for depth in TREE_DEPTHS},
+    "sglang-ngram": {"": {"draft_tokens": DRAFT_TOKENS + 1}},
+    "llama-cpp": {", lookup": {"type": "lookup"}},
+}
+"""Of a peer, what is put behind its name and the options of it; no options where it is not listed."""
+
+
+def compare(
+    names: Sequence[str],
+    snapshot: Snapshot,
+    bytes_per_token: float,
+    sequences: Sequence[Tokens],
+    random: np.random.Generator,
+) -> dict[str, dict[str, Any]]:
+    """Each peer beside ours: bytes a token, tokens inserted a second, microseconds of a proposal.
+
+    ``snapshot``, of so many bytes a token, holds ``sequences``. Every round asks ours and then the peer the same new
+    contexts; medians over rounds, ratios within a round. A peer that cannot be used has a reason under "unavailable".
+    """
+    figures: dict[str, dict[str, Any]] = {}
+    for name in names:
+        for suffix, options in WAYS.get(name, {"": {}}).items():
+            label = f"{name}{suffix}"
+            try:
+                figures[label] = _one(name, options, snapshot, bytes_per_token, sequences, random)
+            except PeerError as error:
+                figures[label] = {"unavailable": str(error).splitlines()[0]}
+    return figures
+
+
+def _one(
+    name: str,
+    options: dict[str, int | str],
+    snapshot: Snapshot,
+    our_bytes: float,
+    sequences: Sequence[Tokens],
+    random: np.random.Generator,
+) -> dict[str, Any]:
+    prober = Prober()
+    rounds: list[dict[str, float]] = []
+    lengths: list[int] = []
+    with Peer(name, **options) as peer:
+        insertion = peer.insert(sequences)
+        warm_up = sample_contexts(snapshot, _WARM_UP, random)
+        peer.propose([context.tokens for context in warm_up], DRAFT_TOKENS)
+        for context in warm_up:
+            prober.one(context.tokens, snapshot)
+        for _ in range(_ROUNDS):
+            contexts = sample_contexts(snapshot, _CONTEXTS, random)
+            our_us = np.array([prober.one(context.tokens, snapshot)[0] for context in contexts])
+            theirs = peer.propose([context.tokens for context in contexts], DRAFT_TOKENS)
+            lengths += [len(draft) for draft in theirs.drafts]
+            rounds.append(_round(contexts, our_us, theirs.us))
+        versions = peer.versions
+    figures: dict[str, Any] = {"versions": versions, "tokens": insertion.num_tokens}
+    if insertion.num_tokens:
+        bytes_per_token = insertion.resident_growth_bytes / insertion.num_tokens
+        figures |= {
+            "bytes_per_token": round(bytes_per_token, 1),
+            "bytes_per_token_times_ours": round(bytes_per_token / our_bytes, 1),
+            "insert_tokens_per_s": round(insertion.num_tokens / insertion.seconds),
+        }
+    figures["draft_tokens_mean"] = round(float(np.mean(lengths)), 2)
+    return figures | {key: round(float(np.median([each[key] for each in rounds])), 2) for key in rounds[0]}
+
+
+def _round(
+    contexts: Sequence[Context], our_us: npt.NDArray[np.float64], their_us: npt.NDArray[np.float64]
+) -> dict[str, float]:
+    present = np.array([context.is_present for context in contexts])
+    figures: dict[str, float] = {}
+    for kind, chosen in (("present", present), ("broken", ~present)):
+        for q in (50, 99):
+            figures[f"propose_us_{kind}_p{q}"] = percentile(their_us[chosen], q)
+            figures[f"ours_propose_us_{kind}_p{q}"] = percentile(our_us[chosen], q)
+        figures[f"propose_{kind}_times_ours"] = float(np.median(their_us[chosen]) / np.median(our_us[chosen]))
+    return figures

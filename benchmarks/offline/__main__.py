@@ -1,8 +1,0 @@
-"""``python -m benchmarks.offline``."""
-
-import sys
-
-from benchmarks.offline.command import main
-
-if __name__ == "__main__":
-    sys.exit(main())
