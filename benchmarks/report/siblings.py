@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.report.growth import measured_on
-from benchmarks.report.spread import ratio_with_spread
+from benchmarks.report.engine import ON, said, spread
 
 
 def siblings_section(result: dict[str, Any]) -> str:
@@ -18,15 +17,15 @@ def siblings_section(result: dict[str, Any]) -> str:
         _, alone, live, alone_cheap, live_cheap = run["rows"]
         lines.append(
             f"| {run['samples']} | {begin} | {run['noise']} | {alone['tokens_per_pass'][0]:.2f} "
-            f"| {live['tokens_per_pass'][0]:.2f} | {ratio_with_spread(alone['over_off_by_cpu_time'])} "
-            f"| {ratio_with_spread(live['over_off_by_cpu_time'])} "
+            f"| {live['tokens_per_pass'][0]:.2f} | {said(spread('over_off_by_cpu_time'), alone)} "
+            f"| {said(spread('over_off_by_cpu_time'), live)} "
             f"| {alone_cheap['tokens_per_pass'][0]:.2f} | {live_cheap['tokens_per_pass'][0]:.2f} |"
         )
     parameters = result["parameters"]
     compared = sum(run["compared_tokens"] for run in result["runs"])
     lines += [
         "",
-        f"`python -m benchmarks.siblings` on {measured_on(result)}: {parameters['prompts']} prompts of at most "
+        f"`python -m benchmarks.siblings` on {said(ON, result)}: {parameters['prompts']} prompts of at most "
         f"{parameters['prompt_tokens']} tokens, none twice, answers of at most {parameters['max_tokens']}, temperature "
         f"{parameters['temperature']}, top-p {parameters['top_p']}, caches empty at first; medians over "
         f"{parameters['rounds']} rounds (least ... most), each of other prompts. CPU time is what other "

@@ -1,13 +1,17 @@
-"""The table of the API, made from the schemas: field by field what is honoured, ignored and refused, and why."""
+"""Tables made from the code itself: the API, field by field; the server's flags; tuning constants and their choices."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmarks.report.reference import cell
+from benchmarks.report.choices import CHOICES, Choice
+from server.command.arguments import build_parser
 from server.intake.learning import NO_LEARN_HEADER
 from server.schema import anthropic_fields, fields, response_fields
 from server.schema.anthropic_body import AnthropicBody, CountTokensBody
@@ -17,6 +21,29 @@ from server.schema.completions import CompletionBody
 from server.schema.fields import BEST_OF, Refused
 from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+
+
+def flags_section() -> str:
+    """Every flag of ``ssd-serve``, a table a group, with its default."""
+    parser = build_parser()
+    formatter = argparse.HelpFormatter("ssd-serve")
+    lines: list[str] = []
+    for group in parser._action_groups:
+        shown = [action for action in group._group_actions if action.help not in (None, argparse.SUPPRESS)]
+        if not shown:
+            continue
+        lines += [f"**{group.title}**", "", "| flag | meaning |", "|---|---|"]
+        for action in shown:
+            names = " ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
+            choices = f" {' / '.join(map(str, action.choices))}." if action.choices else ""
+            lines.append(f"| {names} |{choices} {cell(formatter._expand_help(action))} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    """``text`` as it stands in a table, on one line."""
+    return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
 
 
 @dataclass(frozen=True)
@@ -100,3 +127,61 @@ def _type(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "array" and schema.get("items"):
         return f"list of {_type(schema['items'])}"
     return str(schema.get("type", "any"))
+
+
+def constants_section(root: Path, choices: Mapping[str, Sequence[Choice]] = CHOICES) -> str:
+    """Every tuning constant with its value and what chose it, a table a subject, behind it those that nothing chose.
+
+    Raises SystemExit where a constant is not what its choice speaks of: who changes one says what chose the new value.
+    """
+    lines: list[str] = []
+    for subject, members in choices.items():
+        for choice in members:
+            _check(choice, root / "ssd" / choice.file)
+        lines += [f"## {subject}", "", "| constant | value | decides | chosen by |", "|---|---|---|---|"]
+        lines += [_row(choice) for choice in members if choice.chosen_by]
+        guesses = [_guess(choice) for choice in members if not choice.chosen_by]
+        lines += ["", *([f"Not measured: {'; '.join(guesses)}.", ""] if guesses else [])]
+    return "\n".join(lines)
+
+
+def _check(choice: Choice, path: Path) -> None:
+    there = _values(path)
+    for name, value in choice.values.items():
+        if there.get(name) != value:
+            raise SystemExit(
+                f"{path}: {name} is {there.get(name)}, benchmarks/report/choices.py says what chose {value}"
+            )
+
+
+def _row(choice: Choice) -> str:
+    values = ", ".join(f"`{value}`" for value in choice.values.values())
+    where = "" if choice.file == "config.py" else f"<br>{choice.file}"
+    return f"| {', '.join(map(_shown, choice.values))}{where} | {values} | {choice.decides} | {choice.chosen_by} |"
+
+
+def _guess(choice: Choice) -> str:
+    values = ", ".join(f"{_shown(name)} {value}" for name, value in choice.values.items())
+    return f"{values} ({choice.file}: {choice.decides})"
+
+
+def _shown(name: str) -> str:
+    return f"`{name.rpartition('.')[2]}`"
+
+
+def _values(path: Path) -> dict[str, str]:
+    """The text of what a file assigns to names: of the module, and of its classes as ``Class.name``."""
+    values: dict[str, str] = {}
+
+    def collect(body: Sequence[ast.stmt], prefix: str) -> None:
+        for statement in body:
+            if isinstance(statement, ast.ClassDef):
+                collect(statement.body, f"{statement.name}.")
+            elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        values[prefix + target.id] = ast.unparse(statement.value)
+
+    collect(ast.parse(path.read_text()).body, "")
+    return values

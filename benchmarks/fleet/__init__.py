@@ -1,1 +1,0 @@
-"""How well do replicas draft from one log, and what breaks first? See ``python -m benchmarks.fleet --help``."""
