@@ -31,7 +31,7 @@ from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.manifest import read_manifest
+from ssd.retrieval.files import read_manifest
 from ssd.retrieval.search import longest_match
 
 KINDS = ("npy", "parquet", "jsonl", "text")

@@ -25,7 +25,7 @@ from ssd.retrieval.segment import Segment
 from ssd.retrieval.snapshot import Snapshot
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_REBUILD_PROCESS = b"ssd.retrieval.rebuild_process"
+_REBUILD_PROCESS = b"ssd.retrieval.merge_worker"
 _INTERVAL_S = 0.01
 _SAMPLING_SHARE = 0.1  # of one core: the kernel walks all pages for every sample
 

@@ -17,9 +17,8 @@ from benchmarks.index.asked import Context, Prober, Spread, spread
 from benchmarks.index.fill import FINGERPRINT, is_working, processor_s, rebuild_process, upkeep_threads
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import DEFAULT_NAMESPACE, CacheSet, SuffixCache
-from ssd.retrieval.merge_worker import MergeWorker
+from ssd.retrieval.merge_worker import MergeJob, MergeWorker
 from ssd.retrieval.names import new_segment_id
-from ssd.retrieval.rebuild_process import MergeJob
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_array import build_segment
 
