@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mismatches=comparison.num_mismatches,
         rows=run.rows,
         **found,
-        failed=comparison.num_mismatches > 0,
+        is_wrong=comparison.num_mismatches > 0,
     )
 
 

@@ -15,9 +15,7 @@ a new directory and all on one. Ends stdout with one JSON line, and with exit st
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import logging
 import os
 import random
@@ -37,7 +35,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.environment import head
+from benchmarks.run import Option, Run
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked
 from ssd.retrieval.cache import DEFAULT_NAMESPACE, CacheSet
@@ -456,14 +454,17 @@ def _calibrate(setting: Setting, store: Store, tally: Tally, chance: random.Rand
     return moments[1] - moments[0], moments[3] - moments[2]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Kill, check, print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.crash", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200, help="kills at random moments")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--capacity", type=int, default=1 << 18, help="tokens; merges beyond 16384 need the process")
-    parser.add_argument("--json", action="store_true", help="end stdout with one JSON line")
-    args = parser.parse_args(argv)
+OPTIONS = {
+    "kills": Option(default=200, help="at random moments"),
+    "seed": 0,
+    "capacity": Option(default=1 << 18, help="tokens; merges beyond 16384 need the process"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Kill, check, print; returns the exit status."""
+    run = Run("crash", __doc__, argv, OPTIONS)
+    args = run.args
     index = IndexConfig(
         capacity_tokens=args.capacity,
         seal_tokens=max(64, args.capacity // 128),
@@ -472,34 +473,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         rebuild_interval_s=0.05,
     )
     tally = Tally()
-    begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="crash-", ignore_cleanup_errors=True) as home:
         num_operations = kill_at_every_operation(args.seed, Path(home), tally)
-        print(f"killed before each of {num_operations} file operations")
+        run.say(f"killed before each of {num_operations} file operations")
         tally.seen.clear()  # what follows is about the random moments
         kill_at_random(Setting(args.seed, index), args.kills, Path(home), tally)
-    result = {
-        **head("crash"),
-        "parameters": {"capacity": args.capacity, "seal_tokens": index.seal_tokens, "seed": args.seed},
-        "kills": args.kills,
-        "kills_at_file_operations": num_operations,
+    return run.end(
+        kills=args.kills,
+        kills_at_file_operations=num_operations,
         **{name: tally.problems[name] for name in PROBLEMS},
-        "checked_sequences": tally.num_checked_sequences,
-        "checked_counts": tally.num_checked_counts,
-        "lock_waits": tally.num_lock_waits,
-        "seen": dict(sorted(tally.seen.items())),
-        "seconds": round(time.monotonic() - begin, 1),
-    }
-    for name, value in result.items():
-        if name not in ("environment", "seen"):
-            print(f"{name:>28}  {value}")
-    for name, count in tally.seen.items():
-        print(f"{name:>28}  {count}")
-    if args.json:
-        print(json.dumps(result))
-    if any(tally.problems.values()):
-        raise SystemExit(1)
+        checked_sequences=tally.num_checked_sequences,
+        checked_counts=tally.num_checked_counts,
+        lock_waits=tally.num_lock_waits,
+        seen=dict(sorted(tally.seen.items())),
+        is_wrong=any(tally.problems.values()),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         changed_outputs=num_changed,
         rows=run.rows,
         baselines=baselines,
-        failed=num_changed > 0 and target.dtype == torch.float32,
+        is_wrong=num_changed > 0 and target.dtype == torch.float32,
     )
 
 

@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.say(f"median error {error:.1%}")
     facts = model_facts(model_name(args.model), model)
     failed = any(row["mismatches"] for row in run.rows)
-    return run.end(**facts, workloads=run.rows, median_error=round(error, 4), failed=failed)
+    return run.end(**facts, workloads=run.rows, median_error=round(error, 4), is_wrong=failed)
 
 
 def open_workload(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plot(found, args.out / f"{args.name}.png")
         args.out /= f"{args.name}.json"
     facts = model_facts(model_name(args.model), model)
-    return run.end(**facts, repeated_requests=again, runs=run.rows, failed=failed)
+    return run.end(**facts, repeated_requests=again, runs=run.rows, is_wrong=failed)
 
 
 def open_stream(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:

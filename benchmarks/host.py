@@ -335,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for traffic, found in runs.items():
             is_right = is_right and all(each.is_right for each in found)
             run.row(_row(traffic, batch, found))
-    return run.end(is_right=is_right, rows=run.rows, failed=not is_right)
+    return run.end(is_right=is_right, rows=run.rows, is_wrong=not is_right)
 
 
 def texts_of(text: Text, count: int, length: int) -> list[Text]:

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.say(json.dumps(joined))
         moved = measure_moving(Path(directory), server.url, run.args.pushed) if run.args.pushed else {}
         run.say(json.dumps(moved))
-    return run.end(**joined, **moved, failed=not (joined["is_same"] and moved.get("is_whole", True)))
+    return run.end(**joined, **moved, is_wrong=not (joined["is_same"] and moved.get("is_whole", True)))
 
 
 def measure_joining(url: str, num_tokens: int) -> dict[str, Any]:

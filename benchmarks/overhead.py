@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mismatches = sum(row["mismatches"] for row in run.rows)
     facts = model_facts(model_name(args.model), model)
     failed = mismatches > 0 and model.dtype == torch.float32
-    return run.end(**facts, mismatches=mismatches, rows=run.rows, failed=failed)
+    return run.end(**facts, mismatches=mismatches, rows=run.rows, is_wrong=failed)
 
 
 def compare(

@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.say(_line(contender, runs[contender][-1], args.epochs))
     found = _result(plan, runs)
     facts: dict[str, Any] = {"model": model_name(args.model), "threads": torch.get_num_threads()}
-    return run.end(**facts, **found, failed=not found["same_answers_without_speculation"])
+    return run.end(**facts, **found, is_wrong=not found["same_answers_without_speculation"])
 
 
 def _result(plan: Plan, runs: Mapping[str, Sequence[Training]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ A program names its options with their defaults, makes rows, and says what came 
     run = Run("overhead", __doc__, argv, OPTIONS, COLUMNS, has_model=True)
     for row in rows_of(run.args):
         run.row(row)
-    return run.end(**facts, failed=...)
+    return run.end(**facts, is_wrong=...)
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Run:
             self.say(" | ".join(cells_of(self._columns, row)))
         return row
 
-    def end(self, *, failed: bool = False, indent: int | None = None, **facts: Any) -> int:
+    def end(self, *, is_wrong: bool = False, indent: int | None = None, **facts: Any) -> int:
         """Write and print the result: ``facts`` behind head and parameters. Returns the exit status."""
         result = {**head(self.name), "parameters": self.parameters, **facts}
         line = json.dumps(result, default=str)
@@ -123,7 +123,7 @@ class Run:
             text = line if indent is None else json.dumps(result, indent=indent, default=str)
             self.args.out.write_text(text + "\n")
         print(line)
-        return int(failed)
+        return int(is_wrong)
 
 
 def _add(parser: argparse.ArgumentParser, key: str, option: Option) -> None:

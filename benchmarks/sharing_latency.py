@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             others = max(1, args.replicas - 1)
             found["steps"] = measure(server.url, others, args.tokens_per_second, args.pairs, args.max_tokens)
             run.say(json.dumps(found["steps"]))
-    return run.end(**found, failed=not found["latency"]["is_whole"])
+    return run.end(**found, is_wrong=not found["latency"]["is_whole"])
 
 
 def latency(url: str, replicas: int, tokens_per_s: float, seconds: float) -> dict[str, Any]:

@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for failure in tally.failures:
         run.say(f"failed: {failure}")
     failed = tally.different or result["failed"] or left_behind or result["tracebacks"] or not closed_in_order
-    return run.end(**result, failed=bool(failed) or result["growth"] > args.most_growth, indent=1)
+    return run.end(**result, is_wrong=bool(failed) or result["growth"] > args.most_growth, indent=1)
 
 
 def _soak(

@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
         )
     facts = model_facts(model_name(args.model), next(iter(engines.values())).target)
-    return run.end(**facts, runs=runs, failed=any(each["mismatches"] for each in runs))
+    return run.end(**facts, runs=runs, is_wrong=any(each["mismatches"] for each in runs))
 
 
 def ways(head: Path | None, draft_model: str | None) -> list[Way]:

@@ -9,7 +9,6 @@ first start and read from disk by the others, of which medians are shown.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.environment import head, model_name
-from ssd.bundled import MODEL_PATH
+from benchmarks.environment import model_name
+from benchmarks.run import Option, Run
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma3-270m": {
@@ -55,46 +54,41 @@ SHAPES: dict[str, dict[str, Any]] = {
 _SLOTS, _LENGTH = 8, 2048
 
 
+OPTIONS = {
+    "shape": Option(default=None, choices=sorted(SHAPES), help="random weights of this shape, no model"),
+    "rounds": Option(default=3, help="starts after the first"),
+}
+COLUMNS = (
+    ("phase", "{phase}"),
+    (">seconds", "{seconds:.2f}"),
+    (">CPU s", "{cpu_s:.2f}"),
+    (">bytes then", "{rss_bytes:,}"),
+    (">at most", "{peak_bytes:,}"),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.start", description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("model", nargs="?", default=str(MODEL_PATH), help="directory or id (default: bundled)")
-    add("--shape", choices=sorted(SHAPES), help="random weights of this shape instead")
-    add("--rounds", type=int, default=3, help="starts after the first (default: %(default)s)")
-    add("--phases-of", metavar="DIRECTORY", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.phases_of is not None:
-        print(json.dumps(phases(args.phases_of)))
+    if argv is None and sys.argv[1:2] == ["phases-of"]:
+        print(json.dumps(phases(sys.argv[2])))
         return 0
+    run = Run("start", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("shape",))
+    args = run.args
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model
         if args.shape is not None:
-            model = folder
             write_random_model(args.shape, Path(folder))
-        starts = [_start(model) for _ in range(1 + args.rounds)]
-    name = f"random weights, shape {args.shape}" if args.shape else model_name(args.model)
-    parameters = {"rounds": args.rounds, "slots": _SLOTS, "length": _LENGTH}
-    print(f"start: {name}, {json.dumps(parameters)}")
-    print(f"{'phase':>16} {'seconds':>8} {'CPU s':>6} {'RSS GB':>7} {'peak GB':>8}")
-    rows = [_medians(phase) for phase in zip(*(start["phases"] for start in starts[1:]), strict=True)]
-    for row in rows:
-        print(
-            f"{row['phase']:>16} {row['seconds']:>8.2f} {row['cpu_s']:>6.2f} {row['rss_bytes'] / 1e9:>7.2f} "
-            f"{row['peak_bytes'] / 1e9:>8.2f}"
-        )
-    result = {
-        **head("start"),
-        "model": name,
-        "parameters": parameters,
-        "weight_bytes": starts[0]["weight_bytes"],
-        "kv_cache_bytes": starts[0]["kv_cache_bytes"],
-        "seconds": [round(sum(phase["seconds"] for phase in start["phases"]), 2) for start in starts],
-        "cpu_s": [round(sum(phase["cpu_s"] for phase in start["phases"]), 2) for start in starts],
-        "rows": rows,
-    }
-    print(json.dumps(result))
-    return 0
+        starts = [_start(str(args.model) if args.shape is None else folder) for _ in range(1 + args.rounds)]
+    for phase in zip(*(start["phases"] for start in starts[1:]), strict=True):
+        run.row(_medians(phase))
+    run.parameters |= {"slots": _SLOTS, "length": _LENGTH}
+    return run.end(
+        model=f"random weights, shape {args.shape}" if args.shape else model_name(args.model),
+        weight_bytes=starts[0]["weight_bytes"],
+        kv_cache_bytes=starts[0]["kv_cache_bytes"],
+        seconds=[round(sum(phase["seconds"] for phase in start["phases"]), 2) for start in starts],
+        cpu_s=[round(sum(phase["cpu_s"] for phase in start["phases"]), 2) for start in starts],
+        rows=run.rows,
+    )
 
 
 def phases(model_path: str) -> dict[str, Any]:
@@ -154,7 +148,7 @@ def write_random_model(shape: str, out: Path) -> None:
 
 
 def _start(model: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.start", "--phases-of", model]
+    command = [sys.executable, "-m", "benchmarks.start", "phases-of", model]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

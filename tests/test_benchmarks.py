@@ -123,7 +123,7 @@ def test_a_run_refuses_what_is_below_its_least_and_says_its_parameters(capsys: p
     options = {"rounds": 3, "draft": Option(default=[0, 1], least=0), "out_of_it": 5}
     run = Run("made", "Is it?\n\nSo.", ["--rounds", "2", "--draft", "4"], options, unsaid=("out_of_it",))
     assert run.parameters == {"rounds": 2, "draft": [4]}
-    assert run.end(value=1, failed=True) == 1
+    assert run.end(value=1, is_wrong=True) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["value"] == 1
     for wrong in (["--rounds", "0"], ["--draft", "-1"]):
         with pytest.raises(SystemExit):

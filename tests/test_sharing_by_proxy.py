@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from redis.exceptions import InvalidResponse
 
-from benchmarks.fleet_faults.network import OVERSIZED_ANSWERS, WRONG_ANSWERS
+from benchmarks.fleet_faults.faults import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from benchmarks.fleet_faults.proxy import CLEAR, FaultProxy, Weather
 from ssd.sharing import bounded_parser
 from ssd.sharing.connection import connect

@@ -1,20 +1,141 @@
-"""Concurrent clients that verify every answer."""
+"""Concurrent clients that verify every answer, and notes: texts with a number, found again as they lie in a cache."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import random
+import shutil
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from benchmarks.faults.history import History
-from benchmarks.faults.questions import Question
-from benchmarks.faults.store import note
 from benchmarks.processes import Server, headers_of
+from ssd.config import CacheConfig, IndexConfig
+from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.files import MANIFEST_NAME
+from ssd.retrieval.segment import SEPARATOR
+from ssd.text.codec import TextCodec
+
+PROMPTS = (
+    "import os\n",
+    "def read_lines(path):\n",
+    "class Connection:\n    def close(self):\n",
+    "for name, value in options.items():\n    ",
+    "# A queue for several threads\nclass Queue:\n",
+    "def test_an_empty_list():\n    assert ",
+    "try:\n    import json\nexcept ImportError:\n",
+    "SELECT name FROM users WHERE ",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request's body and what it must be answered with."""
+
+    body: dict[str, Any]
+    text: str
+    finish_reason: str
+
+    def judge(self, text: str, finish_reason: str) -> str:
+        """ "right" or "changed"."""
+        return "right" if (text, finish_reason) == (self.text, self.finish_reason) else "changed"
+
+
+def ask_all(server: Server, num_tokens: int, seeds: Sequence[int]) -> list[Question]:
+    """Every prompt greedily and with each seed, answered by a server that does not speculate."""
+    questions = []
+    for prompt in PROMPTS:
+        bodies: list[dict[str, Any]] = [
+            {"temperature": 0},
+            *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in seeds),
+        ]
+        for fields in bodies:
+            body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, **fields}
+            choice = server.post(body)["choices"][0]
+            questions.append(Question(body, choice["text"], choice["finish_reason"]))
+    return questions
+
+
+_NOTE = "# note {} of this log\n"
+_MARGIN = 24  # characters of a sequence that may hold a note's number
+
+
+def note(number: int) -> str:
+    """The prompt of a note; no other text begins like it."""
+    return _NOTE.format(number)
+
+
+def number_of(text: str) -> int | None:
+    """The number of the note that ``text`` begins with; None for other text."""
+    words = text[:_MARGIN].split(" ", 4)
+    is_note = len(words) > 3 and words[:2] == ["#", "note"] and words[3].startswith("of") and words[2].isdecimal()
+    return int(words[2]) if is_note else None
+
+
+def sequences(cache: SuffixCache) -> Iterator[npt.NDArray[np.int32]]:
+    """The sequences a cache holds."""
+    snapshot = cache.snapshot()
+    tail = snapshot.ring[np.arange(snapshot.tail_start, snapshot.tail_stop) & (len(snapshot.ring) - 1)]
+    text = np.concatenate([*(segment.tokens for segment in snapshot.segments), tail])
+    return (part[part != SEPARATOR] for part in np.split(text, np.flatnonzero(text == SEPARATOR) + 1))
+
+
+def notes_in(cache: SuffixCache, codec: TextCodec) -> list[int]:
+    """The number of each note that a cache holds, as often as it does."""
+    texts = (
+        codec.decode(sequence[:_MARGIN].tolist(), skip_special_tokens=True)
+        for sequence in sequences(cache)
+        if len(sequence)
+    )
+    return [number for text in texts if (number := number_of(text)) is not None]
+
+
+def notes_on_disk(directory: Path, codec: TextCodec, num_tokens: int) -> list[tuple[str, int]]:
+    """(namespace, number) of every note in the files of a cache directory, whether a server writes it or not.
+
+    Reads a copy. ``num_tokens`` : the cache's capacity.
+    """
+    found: list[tuple[str, int]] = []
+    with tempfile.TemporaryDirectory(prefix="faults-copy-") as copy:
+        for namespace in _copy(directory, Path(copy)):
+            config = CacheConfig(directory=Path(copy), index=IndexConfig(capacity_tokens=num_tokens))
+            with CacheSet(config, codec.fingerprint, inline=True) as caches:
+                found += ((namespace, number) for number in notes_in(caches.get(namespace), codec))
+    return found
+
+
+def _copy(directory: Path, copy: Path) -> Iterable[str]:
+    """Copies each namespace as its manifest has it; files of a merge come and go meanwhile."""
+    namespaces = [path.parent.name for path in directory.glob(f"*/{MANIFEST_NAME}")]
+    for namespace in namespaces:
+        for _ in range(50):
+            target = copy / namespace
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+            manifest = (directory / namespace / MANIFEST_NAME).read_bytes()
+            names = [segment["id"] for segment in json.loads(manifest)["manifest"]["segments"]]
+            try:
+                for name in names:
+                    shutil.copyfile(directory / namespace / f"{name}.seg", target / f"{name}.seg")
+                (target / MANIFEST_NAME).write_bytes(manifest)
+                break
+            except FileNotFoundError:
+                time.sleep(0.02)
+        else:
+            raise TimeoutError(f"{namespace} changed faster than it could be copied")
+    return namespaces
+
 
 _NOTE_TOKENS = 4
 

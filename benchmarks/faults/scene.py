@@ -1,32 +1,30 @@
-"""Where a fault happens: a server with a durable cache, a load, and a Redis with another replica where it needs one."""
+"""Where a fault happens: a server with a durable cache under a load; and the faults, each a few lines that do it."""
 
 from __future__ import annotations
 
+import http.client
+import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
+
+import numpy as np
+import xxhash
 
 from benchmarks.faults.history import History
-from benchmarks.faults.load import Load
-from benchmarks.faults.questions import Question
-from benchmarks.faults.store import notes_in, notes_on_disk
-from benchmarks.processes import Redis, Server
-from ssd.config import CacheConfig
-from ssd.retrieval.cache import CacheSet
-from ssd.sharing.keys import stream_key
-from ssd.sharing.redis_log import RedisLog
+from benchmarks.faults.load import Load, Question, notes_on_disk
+from benchmarks.processes import Server
 from ssd.text.codec import TextCodec
 
-if TYPE_CHECKING:
-    import redis
-
 NAMESPACE = "faults"
-OTHER_NAMESPACE = "elsewhere"  # followed as well, and nothing may ever arrive there
 
 _CACHE_TOKENS = 1 << 20
 _DISK_BYTES = 32 << 20
@@ -55,13 +53,11 @@ class Scene:
         self.is_damaged = False
         """Whether a fault destroyed files: what was in them may be missing."""
         self.is_on_small_disk = False
-        self.redis: Redis | None = None
         self.server: Server
         self.load: Load
         self._home = home
         self._codec = codec
         self._questions = questions
-        self._replica: CacheSet | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -70,15 +66,13 @@ class Scene:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def open(self, *, with_redis: bool, with_small_disk: bool) -> None:
+    def open(self, *, with_small_disk: bool) -> None:
         """Start what the faults need. Raises SkippedError."""
         self.directory.mkdir(parents=True)
         if with_small_disk:
             self._mount()
         options = ["--cache-dir", str(self.directory), "--namespace", NAMESPACE]
         options += ["--cache-tokens", str(_CACHE_TOKENS), "--rebuild-interval", "0.3"]
-        if with_redis:
-            options += ["--redis", self._open_redis()]
         self.server = server(self._home / "server.log", *options)
         self.load = Load(self.server, self._questions, self.history, NAMESPACE)
         self._stack.callback(self.server.kill)
@@ -112,54 +106,6 @@ class Scene:
         """(namespace, number) of each note in the cache directory."""
         return notes_on_disk(self.directory, self._codec, _CACHE_TOKENS)
 
-    def notes_shared(self) -> list[tuple[str, int]]:
-        """(namespace, number) of each note that the other replica received."""
-        if self._replica is None:
-            return []
-        caches = {name: self._replica.get(name) for name in (NAMESPACE, OTHER_NAMESPACE)}
-        return [(name, number) for name, cache in caches.items() for number in notes_in(cache, self._codec)]
-
-    def sharing_returns(self, within_s: float) -> float | None:
-        """Seconds until a note asked for now reaches the other replica; None if it does not."""
-        begin = time.monotonic()
-        number = self.load.take_note()
-        while time.monotonic() - begin < within_s:
-            if (NAMESPACE, number) in self.notes_shared():
-                return time.monotonic() - begin
-            time.sleep(0.05)
-        return None
-
-    @property
-    def stream(self) -> str:
-        """The key of the shared log."""
-        return stream_key(self._codec.fingerprint, NAMESPACE)
-
-    @contextmanager
-    def redis_client(self) -> Iterator[redis.Redis]:
-        """Somebody else who may write to Redis."""
-        import redis
-
-        assert self.redis is not None
-        client = redis.Redis.from_url(self.redis.url, socket_timeout=30)
-        try:
-            yield client
-        finally:
-            client.close()
-
-    def _open_redis(self) -> str:
-        try:
-            self.redis = Redis(self._home)
-        except FileNotFoundError as error:
-            raise SkippedError(str(error)) from None
-        self._stack.callback(self.redis.kill)
-        self.redis.start()
-        log = RedisLog(self.redis.url, fingerprint=self._codec.fingerprint, vocab_size=self._codec.vocab_size)
-        self._stack.callback(log.close)
-        self._replica = CacheSet(CacheConfig(), self._codec.fingerprint, inline=True, on_open=log.attach)
-        self._stack.callback(self._replica.close)
-        self.notes_shared()  # opens both namespaces
-        return self.redis.url
-
     def _mount(self) -> None:
         if shutil.which("mount") is None or not _works(
             ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(self.directory)]
@@ -173,4 +119,197 @@ def _works(command: list[str]) -> bool:
     return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
-Inject = Callable[[Scene], Any]
+def server_loading(scene: Scene) -> None:
+    """Killed while it loads, then started again."""
+    with scene.load.outage():
+        scene.promise_committed()
+        scene.kill_server()
+        scene.server.start(wait=False)
+        time.sleep(scene.chance.uniform(0.0, 6.0))
+        scene.kill_server()
+        scene.server.start()
+
+
+def server_serving(scene: Scene) -> None:
+    """Killed while it serves."""
+    with scene.load.outage():
+        scene.promise_committed()
+        scene.kill_server()
+        scene.server.start()
+
+
+def server_closing(scene: Scene) -> None:
+    """Killed while it closes in order."""
+    with scene.load.outage():
+        scene.promise_committed()
+        scene.close_server(kill_after_s=scene.chance.uniform(0.0, 1.0))
+        scene.server.start()
+
+
+def worker(scene: Scene) -> None:
+    """The merge worker is killed whenever it is back."""
+    for _ in range(5):
+        for process_id in scene.server.workers():
+            with suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        scene.hold(0.5)
+
+
+def worker_stopped(scene: Scene) -> None:
+    """The merge worker hangs for a while."""
+    stopped = scene.server.workers()
+    for process_id in stopped:
+        os.kill(process_id, signal.SIGSTOP)
+    scene.hold(4.0)
+    for process_id in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGCONT)
+
+
+_HEADER = 256  # bytes of a segment file
+_LEARNED_HEADER = 32
+
+
+def full(scene: Scene) -> None:
+    """No byte left on the disk for a while."""
+    filler = scene.directory / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError:
+            pass
+        scene.hold(4.0)
+    filler.unlink()
+
+
+def immutable(scene: Scene) -> None:
+    """Nothing can be created, renamed or removed in the directory for a while."""
+    directory = scene.directory / NAMESPACE
+    if os.geteuid() != 0:
+        directory.chmod(0o500)
+        scene.hold(4.0)
+        directory.chmod(0o700)
+        return
+    if not _chattr("+i", directory):
+        raise SkippedError("root writes to every directory, and chattr +i does not work on this file system")
+    try:
+        scene.hold(4.0)
+    finally:
+        _chattr("-i", directory)
+
+
+def segment_truncated(scene: Scene) -> None:
+    """Mapped segments lose their second half."""
+    for path in _segments(scene):
+        os.truncate(path, path.stat().st_size // 2)
+    scene.hold(3.0)
+
+
+def segment_overwritten(scene: Scene) -> None:
+    """All but the header of mapped segments is written over with random bytes."""
+    for path in _segments(scene):
+        with path.open("r+b") as file:
+            file.seek(_HEADER)
+            file.write(scene.chance.randbytes(path.stat().st_size - _HEADER))
+    scene.hold(3.0)
+
+
+def learned_hostile(scene: Scene) -> None:
+    """Between two lives, what was learned is replaced by numbers of the worst kind under a right checksum."""
+    with scene.load.outage():
+        scene.promise_committed()
+        scene.close_server()
+        path = scene.directory / NAMESPACE / "learned.bin"
+        if path.exists():
+            content = path.read_bytes()[:-8]
+            num_floats = (len(content) - _LEARNED_HEADER) // 4
+            worst = scene.chance.choice([float("nan"), float("inf"), 1e30, -1e30, 0.0, 1e-30])
+            content = content[:_LEARNED_HEADER] + np.full(num_floats, worst, "<f4").tobytes()
+            path.write_bytes(content + xxhash.xxh3_64_intdigest(content).to_bytes(8, "little"))
+        scene.server.start()
+
+
+def _segments(scene: Scene) -> list[Path]:
+    """The segments of the server, once there is one; what they held is not promised any more."""
+    deadline = time.monotonic() + 20
+    while not (found := list((scene.directory / NAMESPACE).glob("*.seg"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    scene.is_damaged = True
+    return found
+
+
+def _chattr(flag: str, directory: Path) -> bool:
+    if shutil.which("chattr") is None:
+        return False
+    return subprocess.run(["chattr", flag, str(directory)], capture_output=True, check=False).returncode == 0
+
+
+_PROMPT = {"prompt": "x", "max_tokens": 4}
+_PATH = "/v1/completions"
+
+_BODIES: tuple[tuple[str, bytes], ...] = (
+    (_PATH, json.dumps({**_PROMPT, "top_k": 1 << 63}).encode()),
+    (_PATH, json.dumps({**_PROMPT, "seed": 1 << 80}).encode()),
+    (_PATH, json.dumps({**_PROMPT, "max_tokens": 1 << 70}).encode()),
+    (_PATH, json.dumps({**_PROMPT, "n": 1 << 40}).encode()),
+    (_PATH, json.dumps({**_PROMPT, "temperature": 1e308}).encode()),
+    (_PATH, json.dumps({**_PROMPT, "logit_bias": {"9" * 5000: 1}}).encode()),
+    (_PATH, json.dumps({**_PROMPT, "logit_bias": {str(token): -1 for token in range(4096)}}).encode()),
+    (_PATH, json.dumps({**_PROMPT, "bad_words": ["x" * 50] * 100}).encode()),
+    (_PATH, json.dumps({**_PROMPT, "stop": ["a"] * 1000}).encode()),
+    (_PATH, json.dumps({**_PROMPT, "allowed_token_ids": list(range(20_000))}).encode()),
+    (_PATH, json.dumps({"prompt": [[1]] * 20_000, "n": 8, "max_tokens": 1}).encode()),
+    (_PATH, json.dumps({"prompt": [-1, 1 << 70], "max_tokens": 1}).encode()),
+    (_PATH, json.dumps({**_PROMPT, **{f"unknown{number}": number for number in range(20_000)}}).encode()),
+    (_PATH, b"[" * 100_000),
+    (_PATH, b'{"prompt": "\xff\xfe"}'),
+    (_PATH, b""),
+    ("/tokenize", json.dumps({"prompt": "x " * 500_000}).encode()),
+    ("/detokenize", json.dumps({"tokens": list(range(1000)) * 200}).encode()),
+    ("/no/such/path", b"{}"),
+)
+
+
+def hostile(scene: Scene) -> None:
+    """Each of them in turn; a 5xx or no answer counts as a failed one."""
+    for path, body in _BODIES:
+        try:
+            status, _ = scene.server.ask("POST", path, body)
+            outcome = "refused" if status < 500 else "failed"
+            reason = str(status)
+        except (OSError, http.client.HTTPException) as error:
+            outcome, reason = "failed", f"{type(error).__name__}: {error}"
+        scene.load.counts[outcome] += 1
+        if outcome == "failed":
+            scene.load.failures.append(f"{path} {body[:80]!r}: {reason}")
+        scene.revive_server()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``inject`` returns when the fault is over; the load runs meanwhile.
+
+    ``is_alone`` : never combined with others, as it destroys what they are judged by.
+    """
+
+    name: str
+    inject: Callable[[Scene], None]
+    needs_small_disk: bool = False
+    is_alone: bool = False
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("server-kill-loading", server_loading),
+    Fault("server-kill-serving", server_serving),
+    Fault("server-kill-closing", server_closing),
+    Fault("worker-kill", worker),
+    Fault("worker-stop", worker_stopped),
+    Fault("disk-full", full, needs_small_disk=True),
+    Fault("disk-immutable", immutable),
+    Fault("segment-truncated", segment_truncated, is_alone=True),
+    Fault("segment-overwritten", segment_overwritten, is_alone=True),
+    Fault("learned-hostile", learned_hostile),
+    Fault("requests-hostile", hostile),
+)
+NAMES = tuple(fault.name for fault in FAULTS)

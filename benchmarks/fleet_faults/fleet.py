@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from benchmarks.faults.history import History, family
-from benchmarks.faults.load import Load
-from benchmarks.faults.questions import Question
+from benchmarks.faults.load import Load, Question, note, notes_on_disk
 from benchmarks.faults.scene import server
-from benchmarks.faults.store import note, notes_on_disk
 from benchmarks.fleet_faults.proxy import FaultProxy
 from benchmarks.processes import Redis, Server, headers_of
 from server.tenants.namespace_names import NamespaceNames
