@@ -35,6 +35,8 @@ def exact_section(results: Sequence[dict[str, Any]]) -> str:
 def changes_section(result: dict[str, Any]) -> str:
     """A row an engine, type and comparison."""
     lines = [
+        "## What others change",
+        "",
         "| engine | type | compared with one at a time, plain | tokens | changed per 10,000 |",
         "|---|---|---|--:|--:|",
     ]
