@@ -81,7 +81,6 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.mixed --out benchmarks/results/mixed.json
 	$(BIN)/python -m benchmarks.profile --out benchmarks/results/profile.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
-	$(BIN)/python -m benchmarks.siblings --out benchmarks/results/siblings.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	$(BIN)/python -m benchmarks.coupled --windows 1 2 4 8 16 32 --requests 30 --out benchmarks/results/coupled-window.json
 	$(BIN)/python -m benchmarks.prefix_reuse --json | tail -n 1 >benchmarks/results/prefix-reuse.json

@@ -108,10 +108,6 @@ class DraftConfig:
     """Whether drafts are made of what the target held likely before, after the same token or pair of tokens: its most
     probable tokens of every scored position, and its choices behind a wrong token. It helps where text is new."""
 
-    live: bool = True
-    """Whether what requests of a namespace have said is drafted for its others before they end: samples of one prompt
-    that run together say much alike. Requests that are not to be learned from are not drafted from either."""
-
     retrieval: bool = True
     """Whether the context's end is looked up in the request's own text, its prediction and what its namespace has
     learned. Without, only what other sources offer is drafted: to see what each brings."""

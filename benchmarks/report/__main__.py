@@ -38,7 +38,6 @@ from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, others_section, replay_section
 from benchmarks.report.rollouts import rollouts_section
 from benchmarks.report.service import connections_section, http_section, side_channels_section, soak_section
-from benchmarks.report.siblings import siblings_section
 from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
@@ -117,8 +116,6 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "mixed", mixed_section(mixed))
     if sources := _results("sources", "sources-gemma"):
         put(BENCHMARKS, "sources", sources_section(sources))
-    if (siblings := _result("siblings")) is not None:
-        put(BENCHMARKS, "siblings", siblings_section(siblings))
     for name, section in (("coupled", coupled_section), ("coupled-window", window_section)):
         if found := _results(name, f"{name}-gemma"):
             put(COUPLED, name, section(found))

@@ -228,19 +228,6 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         ),
         Choice("drafting/suffix/gather.py", {"MAX_SCANNED_SAMPLES": "32"}, "places sampled, unsorted text"),
         Choice(
-            "drafting/suffix/live.py",
-            {"LEAST_LIVE": "2", "MAX_LIVE_HITS": "256"},
-            "places in what running requests say",
-            "64 rows of 300 tokens of output each: 0.17 ms more a call of 0.25, texts copied and indexed anew; no "
-            "other value tried",
-        ),
-        Choice(
-            "drafting/suffix/live_memory.py",
-            {"MAX_LIVE_TOKENS": "1 << 16"},
-            "how much of them is looked into",
-            "time: at that many, of 64 rows, 0.4 to 0.5 ms more a call",
-        ),
-        Choice(
             "drafting/suffix/gather.py",
             {"IN_STEP": "8"},
             "contexts looked up in step",

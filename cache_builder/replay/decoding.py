@@ -59,7 +59,6 @@ class OutputDecoder:
         self._costs = curve.upto(limit + 1)[1:]
         self._more = rising(self._costs)
         self._workspace, self._model = Workspace(), AcceptanceModel()
-        self._workspace.look_into(None)
         self._state, _ = self._workspace.state_of("")
         self._memory = Records(Decoder)
         self._decoder = decoder = self._memory[0]

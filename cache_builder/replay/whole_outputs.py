@@ -62,7 +62,7 @@ def _begin(decoder: Decoder, ask: Ask, text: int, prompt_length: int, state: int
     """Ask as `Workspace.ask` does for a request without sampling, predictions and offers."""
     ask.context, ask.prompt_length, ask.state, ask.limit = text, prompt_length, state, decoder.limit
     ask.is_tree, ask.num_prices = decoder.is_tree, decoder.num_more
-    ask.prediction_length, ask.num_offered, ask.warmth, ask.own_live = 0, 0, 0, -1
+    ask.prediction_length, ask.num_offered, ask.warmth = 0, 0, 0
     ask.temperature, ask.noise, ask.choices, ask.may_teach = 0.0, 0, 0, 0
     ask.successors, ask.no_lookup = 0, 0
 

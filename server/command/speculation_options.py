@@ -58,11 +58,6 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         help="do not draft what the model held likely before, after the same tokens",
     )
     add(
-        "--no-live",
-        action="store_true",
-        help="do not draft what other requests of the namespace have said while they still run",
-    )
-    add(
         "--no-retrieval",
         action="store_true",
         help="look nothing up: draft from other sources alone",
@@ -83,7 +78,6 @@ def speculation_options_of(found: argparse.Namespace) -> SpeculationOptions:
             lookup_threads=found.lookup_threads,
             draft_shape=found.draft_shape,
             recycling=not found.no_recycling,
-            live=not found.no_live,
             retrieval=not found.no_retrieval,
         ),
     )

@@ -42,8 +42,6 @@ def carry(
             sampling=request.sampling,
             learned=request.learned,
             may_teach=request.may_teach,
-            live=request.live,
-            live_number=request.live_number,
         )
         for depth, i in enumerate(chain, 1)
     ]

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import SamplingParams
-from ssd.drafting.live_texts import LiveTexts
 from ssd.drafting.noise_keys import UInt64
 from ssd.drafting.offers import Offers
 from ssd.drafting.sequence_noise import SequenceNoise
@@ -44,8 +43,6 @@ class DraftRequest:
     ``slot`` : the target's, which holds the context but for its last token; None where there is no target.
     ``offers`` : what other sources propose after the context, to be judged with all else; None for nothing.
     ``may_teach`` : whether what it says may reach other requests of its namespace.
-    ``live`` : what running requests of the namespace have said so far, one object for all that may draft from it; None
-        for nothing. ``live_number`` : which of its texts is this request's own, -1 for none.
     """
 
     request_id: str
@@ -61,8 +58,6 @@ class DraftRequest:
     slot: int | None = None
     offers: Offers | None = None
     may_teach: bool = False
-    live: LiveTexts | None = None
-    live_number: int = -1
 
 
 @dataclass(slots=True)
@@ -72,9 +67,8 @@ class Draft:
     ``token_ids`` : int32[k], k <= the request's limit; empty when nothing was found.
     ``match_length`` : tokens of the context's tail that the evidence matched.
     ``source`` : where its first token came from: "own" text, a "prediction", of the index its "tail", a "segment" or
-        one that is static and hence "warm", what another request says that is still running and hence "live", a
-        "model", a draft "head", of the target itself what is "recycled" or a "guess", "coupled" where the same noise
-        chose it before, or "none".
+        one that is static and hence "warm", a "model", a draft "head", of the target itself what is "recycled" or a
+        "guess", "coupled" where the same noise chose it before, or "none".
     ``probabilities`` : float64[k], estimated chance that each token is accepted once those before it are; None when the
         drafter has no estimate.
     ``parents`` : int32[k], of each token the index of the one before it, smaller than its own; -1 after the context.

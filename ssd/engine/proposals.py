@@ -15,7 +15,6 @@ from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoreObserver
 from ssd.engine.audience import Audience
 from ssd.engine.faults import BestEffort
-from ssd.engine.live import NOTHING_LENT, Lent, lend
 from ssd.engine.sequence import Sequence
 from ssd.engine.verify import Pass, Verdict, branches, possible_shape, usable
 from ssd.model.target import Target
@@ -66,7 +65,6 @@ class Proposals:
         self._best_effort = best_effort
         self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._shape = possible_shape(draft.draft_shape, target)
-        self._lead_in = draft.max_match_length if draft.live and draft.retrieval else 0
         self._audience: Audience | None = None
         self._observer = drafter if draft.recycling and self._limit and isinstance(drafter, ScoreObserver) else None
         self._price_list = PriceList()
@@ -105,9 +103,7 @@ class Proposals:
         by_temperature = {temperature: self._kept_shares.share(temperature) for temperature in set(temperatures)}
         shares = [by_temperature[temperature] for temperature in temperatures]
         started = time.perf_counter()
-        lent = lend(batch, self._lead_in) if self._lead_in and len(batch) > 1 else [NOTHING_LENT] * len(batch)
-        rows = zip(batch, shares, lent, due, strict=True)
-        asked = [(sequence, share, live) for sequence, share, live, is_due in rows if is_due]
+        asked = [(sequence, share) for sequence, share, is_due in zip(batch, shares, due, strict=True) if is_due]
         found = iter(self._ask(asked, len(batch)) if asked else ())
         seconds = time.perf_counter() - started
         kept = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
@@ -158,14 +154,14 @@ class Proposals:
         self._asked.forget(sequence.request.request_id)
         self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 
-    def _ask(self, asked: list[tuple[Sequence, float, Lent]], num_rows: int) -> list[Draft]:
-        """A draft for each sequence with its share and what it is lent, in a pass of ``num_rows``."""
+    def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
+        """A draft for each sequence with its share, in a pass of ``num_rows``."""
         is_priced = self._price_list.pass_time is not None
         price = self._price_list.price(num_rows)
-        prices = {share: np.array([price / share]) if is_priced else None for share in {share for _, share, _ in asked}}
+        prices = {share: np.array([price / share]) if is_priced else None for share in {share for _, share in asked}}
         may_branch = branches(self._shape, num_rows)
         requests = []
-        for sequence, share, (live, live_number) in asked:
+        for sequence, share in asked:
             cache = None if sequence.namespace is None else sequence.namespace.cache
             sequence.note_context()
             requests.append(
@@ -182,8 +178,6 @@ class Proposals:
                     sampling=sequence.sampling,
                     slot=sequence.slot,
                     may_teach=sequence.request.learn,
-                    live=live,
-                    live_number=live_number,
                 )
             )
         drafts = self._best_effort(lambda: self._asked.propose(requests))
@@ -193,7 +187,7 @@ class Proposals:
             self._usable(draft, request)
             if len(draft.token_ids) and (sequence.stats.num_verify_steps or _is_sure(draft, share))
             else EMPTY_DRAFT
-            for draft, request, (sequence, share, _) in zip(drafts, requests, asked, strict=True)
+            for draft, request, (sequence, share) in zip(drafts, requests, asked, strict=True)
         ]
 
     def _usable(self, draft: Draft, request: DraftRequest) -> Draft:

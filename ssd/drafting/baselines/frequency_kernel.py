@@ -75,7 +75,7 @@ def propose_frequency(
         ask, out = asks[row], drafts[row]
         context, limit = int32_array(ask.context, ask.context_length), ask.limit
         clear(out)
-        if limit < 1 or begin_lookup(lookups.lookups[0], context, max_length, -1, at) < min_length:
+        if limit < 1 or begin_lookup(lookups.lookups[0], context, max_length, at) < min_length:
             continue
         look_up(searched, lookups, 1, min_length, 1, False)
         texts = Texts(context, ring, searched.tail_start, searched.tail_stop)

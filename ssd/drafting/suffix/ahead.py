@@ -75,7 +75,7 @@ def _look_up_group(
             if evidence.num_levels > 0:
                 continue
         ask.is_looked_up = 1
-        count += begin_lookup(lookups.lookups[count], context, max_length, ask.own_live, at) >= min_length
+        count += begin_lookup(lookups.lookups[count], context, max_length, at) >= min_length
     if count > 0:
         look_up(snapshot, lookups, count, min_length, MAX_LEVELS, True)
     fetch_add(finished_of(frame, group), 1)

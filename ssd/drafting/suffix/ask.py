@@ -18,17 +18,16 @@ from ssd.drafting.suffix.prediction import PredictionPlace
 from ssd.drafting.suffix.vote import votes_by_source
 
 SOURCES: Final = (
-    "warm", "segment", "tail", "own", "prediction", "head", "model", "guess", "recycled", "coupled", "live",
+    "warm", "segment", "tail", "own", "prediction", "head", "model", "guess", "recycled", "coupled",
 )  # fmt: skip
-"""By the number in a draft; those of the index first, numbered as `gather.origin_of` has it, whose last number
-is what running requests say; offers as `Offers` has their kinds."""
+"""By the number in a draft; those of the index first, numbered as `gather.origin_of` has it; offers as `Offers` has
+their kinds."""
 
 _OWN: Final = 3
 _PREDICTION: Final = 4
 _OFFERED: Final = 5
 _RECYCLED: Final = 8
 _COUPLED: Final = 9
-_LIVE: Final = 10
 
 
 class Ask(Record):
@@ -40,10 +39,9 @@ class Ask(Record):
     is known of the context has been looked up ahead and is the row's evidence. ``warmth`` : how the target chooses: 0
     greedily or in a way not known, 1 at a temperature up to 0.5, 2 above. ``num_offered`` : of an `Offers`, whose
     arrays are the ``offered`` ones. ``successors`` : of a `SuccessorTable`, 0 for none. ``no_lookup`` : whether nothing
-    is looked up, neither in the index nor in own text. ``own_live`` : the context's number among the texts of running
-    requests, -1 for none. ``temperature`` : the request's where the target draws with noise that is known, else 0;
-    ``noise`` : of a `NoiseRecord` then. ``choices`` : of the `ChoiceTable` that such a request drafts from, 0 for none;
-    ``may_teach`` : whether what it says is entered there.
+    is looked up, neither in the index nor in own text. ``temperature`` : the request's where the target draws with
+    noise that is known, else 0; ``noise`` : of a `NoiseRecord` then. ``choices`` : of the `ChoiceTable` that such a
+    request drafts from, 0 for none; ``may_teach`` : whether what it says is entered there.
     """
 
     context: Address
@@ -66,7 +64,6 @@ class Ask(Record):
     num_offered: Int64
     successors: Address
     no_lookup: Int64
-    own_live: Int64
     temperature: Float64
     noise: Address
     choices: Address
@@ -96,9 +93,9 @@ def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int,
     """Note the length of the longest match, and which source gave most of a candidate's votes.
 
     The last count was of all samples. Of the index it is the place of the longest match that says the candidate: where
-    that lies, in a static segment, one born in the ring, the ring's tail or what a running request says. Without votes
-    it is who offers it, or the target itself. What the same noise chose before has no other source, places or not: of
-    all that is there it says most. O(samples).
+    that lies, in a static segment, one born in the ring or the ring's tail. Without votes it is who offers it, or the
+    target itself. What the same noise chose before has no other source, places or not: of all that is there it says
+    most. O(samples).
     """
     token = found.votes.tokens[row]
     index, own = votes_by_source(found.votes, row)
@@ -111,8 +108,7 @@ def name_source(found: Candidates, row: int, evidence: Evidence, predicted: int,
     elif own < index:
         for sample in range(num_samples(evidence)):
             if found.votes.nexts[sample] == token and not is_own(evidence, sample):
-                origin = origin_of(evidence.recency[sample])
-                out.source = origin if origin < _OWN else _LIVE
+                out.source = origin_of(evidence.recency[sample])
                 break
     elif own == 0.0:
         child = child_of(found.forest, ROOT, token)

@@ -12,19 +12,19 @@ from ssd.retrieval.snapshot import Snapshot
 def propose_by_snapshot(
     requests: Sequence[DraftRequest], propose: Callable[[Snapshot, Sequence[DraftRequest]], list[Draft]]
 ) -> list[Draft]:
-    """Call ``propose`` once for the requests of each snapshot, ``learned`` and ``live``; no snapshot is an empty one.
+    """Call ``propose`` once for the requests of each snapshot and ``learned``; no snapshot is an empty one.
 
     Drafts in order. What is learned is a namespace's own also where requests bring no snapshot.
     """
     if not requests:
         return []
     first = requests[0]
-    snapshot, learned, live = first.snapshot, first.learned, first.live
-    if all(each.snapshot is snapshot and each.learned is learned and each.live is live for each in requests):
+    snapshot, learned = first.snapshot, first.learned
+    if all(each.snapshot is snapshot and each.learned is learned for each in requests):
         return propose(snapshot or NO_SNAPSHOT, requests)
-    members: dict[tuple[int, int, int], list[int]] = {}
+    members: dict[tuple[int, int], list[int]] = {}
     for i, request in enumerate(requests):
-        members.setdefault((id(request.snapshot), id(request.learned), id(request.live)), []).append(i)
+        members.setdefault((id(request.snapshot), id(request.learned)), []).append(i)
     drafts = [EMPTY_DRAFT] * len(requests)
     for indices in members.values():
         same = [requests[i] for i in indices]

@@ -42,11 +42,10 @@ def search(
     context: TokenIds,
     max_length: int,
     min_length: int,
-    own_live: int,
     found_at: int,
 ) -> None:
     """Make what stands after the context's last tokens elsewhere the evidence at an address."""
-    if begin_lookup(lookups.lookups[0], context, max_length, own_live, found_at) >= min_length:
+    if begin_lookup(lookups.lookups[0], context, max_length, found_at) >= min_length:
         look_up(snapshot, lookups, 1, min_length, MAX_LEVELS, True)
 
 

@@ -36,7 +36,7 @@ class SuffixDrafter:
     shared. What no place has said for a while is looked up again.
 
     The model is the namespace's and learns from every token that was tested, of drafts that were and were not made.
-    Deterministic given its calls. Owned by one thread. Bounded work: at most 144 places are looked at per request, see
+    Deterministic given its calls. Owned by one thread. Bounded work: at most 112 places are looked at per request, see
     `gather.look_up`.
     """
 
@@ -90,7 +90,6 @@ class SuffixDrafter:
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
         workspace.room_for(1, snapshot)
-        workspace.look_into(request.live)
         model, context = self._models.of(request.learned), contiguous(request.context)
         successors, choices = self._successors_of(request), self._choices_of(request)
         held = workspace.ask(0, request, self._price, successors, self._looks_up, choices)
@@ -115,7 +114,6 @@ class SuffixDrafter:
     def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
         workspace, count = self._workspace, len(requests)
         workspace.room_for(count, snapshot)
-        workspace.look_into(requests[0].live)
         learned = requests[0].learned
         if learned is None:  # each from what it said itself
             successors = [self._successors_of(request) for request in requests]

@@ -13,11 +13,10 @@ import numpy as np
 
 from ssd.compiled.addresses import TokenIds, inlined, kernel
 from ssd.compiled.records import Int64, Record
-from ssd.drafting.suffix.gather import Evidence, Texts, is_live, is_lost, move_sample, next_token
+from ssd.drafting.suffix.gather import Evidence, Texts, is_lost, move_sample, next_token
 
 MAX_FOLLOWED: Final = 8
-"""Places kept: those of the longest match, the first of them but those in what running requests say, which is looked up
-at every step."""
+"""Places kept: those of the longest match, the first of them."""
 
 _COMPARED: Final = 8  # last tokens by which a context is known again
 
@@ -101,18 +100,11 @@ def keep(followed: Followed, table: int, texts: Texts, evidence: Evidence) -> No
     followed.table = NO_TABLE
     if evidence.num_levels == 0:
         return
-    count = 0
-    for i in range(evidence.ends[0]):
-        if count == MAX_FOLLOWED:
-            break
-        if is_live(evidence, i):
-            continue
-        place = followed.places[count]
+    count = min(evidence.ends[0], MAX_FOLLOWED)
+    for i in range(count):
+        place = followed.places[i]
         place.kind, place.at, place.width = evidence.kind[i], evidence.at[i], evidence.width[i]
         place.recency, place.weight = evidence.recency[i], int(evidence.weights[i] * _WEIGHT_ONE)
-        count += 1
-    if count == 0:
-        return
     length = len(texts.context)
     followed.table, followed.length, followed.ends_with = table, length, _end_of(texts.context, length)
     followed.agreeing, followed.count = evidence.lengths[0], count

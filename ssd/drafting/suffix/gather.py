@@ -22,7 +22,6 @@ from ssd.compiled.addresses import (
     prefetch,
 )
 from ssd.compiled.records import Address, Float64, Int64, Record, dtype_of, view_of
-from ssd.drafting.suffix.live import LIVE_WIDTH, find_live, live_at
 from ssd.retrieval.lanes import (
     MAX_MATCH_LENGTH,
     PATTERNS_BYTES,
@@ -53,18 +52,17 @@ ENOUGH_SUPPORT: Final = 16.0
 """No shorter match is looked up once one has this many occurrences: it would only be less specific."""
 
 MAX_SCANNED_SAMPLES: Final = 32
-"""Places taken from one scanned text (tail, own, those of running requests together)."""
+"""Places taken from one scanned text (tail, own)."""
 
 MAX_SEGMENT_SAMPLES: Final = 24
 """Places taken from all segments together, or one of each where there are more segments than that."""
 
-MAX_SAMPLES: Final = 3 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES
+MAX_SAMPLES: Final = 2 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES
 
 IN_STEP: Final = 8
 """Contexts looked up in step: enough to hide the memory's latency, few enough for the nearest cache."""
 
 _OWN_RECENCY: Final = 1 << 62
-_LIVE_RECENCY: Final = 3 << 60
 _TAIL_RECENCY: Final = 1 << 61
 _RING_RECENCY: Final = 1 << 60  # of ring-born segments; static ones are older than anything
 _SEGMENT_BITS: Final = 40
@@ -78,8 +76,7 @@ class Evidence(Record):
     """Sampled places, MAX_SAMPLES at most; those of a longer match come before those of a shorter one.
 
     ``kind`` : where a place lies; ``at`` : address of the code there (segment) or the position (tail, own text);
-    ``width`` : bytes of a code (segment). The texts of running requests have codes as segments do. ``recency`` :
-    greater is later; own text after that of running requests after tail after segments.
+    ``width`` : bytes of a code (segment). ``recency`` : greater is later; own text after tail after segments.
     ``weights`` : occurrences a sample stands for.
 
     Up to MAX_LEVELS match lengths, longest first: level i of ``num_levels`` has ``lengths[i]`` tokens and is the first
@@ -118,16 +115,15 @@ class Scanned(Record):
 class Lookup(Record):
     """One context that is looked up.
 
-    ``context`` : int32[context_length]. ``longest`` : tokens of its tail that are looked up. ``own_live`` : its own
-    number among the texts of running requests, -1 for none. ``evidence`` : where what is found goes. The
-    rest is scratch: ``num_possible`` : levels that there may be, their lengths are those of the evidence. ``support`` :
-    occurrences so far. ``first`` : the first sample of a level's segments. ``taken`` : samples of segments.
+    ``context`` : int32[context_length]. ``longest`` : tokens of its tail that are looked up. ``evidence`` : where what
+    is found goes. The rest is scratch: ``num_possible`` : levels that there may be, their lengths are those of the
+    evidence. ``support`` : occurrences so far. ``first`` : the first sample of a level's segments. ``taken`` : samples
+    of segments.
     """
 
     context: Address
     context_length: Int64
     longest: Int64
-    own_live: Int64
     evidence: Address
     num_possible: Int64
     support: Float64
@@ -136,24 +132,21 @@ class Lookup(Record):
     taken: Int64
     own: Scanned
     tail: Scanned
-    live: Scanned
 
 
 class LookupScratch(Record):
     """Memory that lookups take turns with, and of those in step.
 
     ``lanes`` : Lane[IN_STEP * num_lanes], ``walkers`` : Walker[2 * IN_STEP * num_lanes], ``patterns`` :
-    uint8[IN_STEP * PATTERNS_BYTES]. ``running`` : of a `LiveRecord`, what running requests have said; 0 for nothing.
+    uint8[IN_STEP * PATTERNS_BYTES].
     """
 
     num_lanes: Int64
     lanes: Address
     walkers: Address
     patterns: Address
-    running: Address
     own: Hits
     tail: Hits
-    live: Hits
     lookups: Annotated[Sequence[Lookup], Lookup, IN_STEP]
 
 
@@ -217,9 +210,8 @@ def move_sample(evidence: Evidence, sample: int, tokens: int) -> None:
 
 @inlined
 def origin_of(recency: int) -> int:
-    """Where a place lies that is not own text, by its recency: 0 static segment, 1 segment born in the ring, 2 tail, 3
-    the text of a running request."""
-    return int(recency >= _RING_RECENCY) + int(recency >= _TAIL_RECENCY) + int(recency >= _LIVE_RECENCY)
+    """Where a place lies that is not own text, by its recency: 0 static segment, 1 segment born in the ring, 2 tail."""
+    return int(recency >= _RING_RECENCY) + int(recency >= _TAIL_RECENCY)
 
 
 @inlined
@@ -238,12 +230,6 @@ def is_lost(evidence: Evidence, sample: int, texts: Texts) -> bool:
 def is_own(evidence: Evidence, sample: int) -> bool:
     """Whether a sample comes from the request's own text."""
     return bool(evidence.kind[sample] == _OWN)
-
-
-@inlined
-def is_live(evidence: Evidence, sample: int) -> bool:
-    """Whether a sample is what a running request says."""
-    return bool(_LIVE_RECENCY <= evidence.recency[sample] < _OWN_RECENCY)
 
 
 @inlined
@@ -290,16 +276,13 @@ def _scan(
 ) -> None:
     """Say which levels there may be, now that the longest match in segments is known, and scan the other texts."""
     context, ring = int32_array(lookup.context, lookup.context_length), int32_array(searched.ring, searched.ring_size)
-    own, tail, live, longest = scratch.own, scratch.tail, scratch.live, lookup.longest
-    num_own, own_length, num_live, evidence = 0, 0, 0, evidence_at(lookup.evidence)
+    own, tail, longest = scratch.own, scratch.tail, lookup.longest
+    num_own, own_length, evidence = 0, 0, evidence_at(lookup.evidence)
     if with_own:
         num_own = scan(context, 0, len(context) - 1, context, longest, own.positions, own.lengths)
         own_length = _count_lengths(own, num_own, longest)
     num_tail = scan(ring, searched.tail_start, searched.tail_stop, context, longest, tail.positions, tail.lengths)
     index_length = max(in_segments, _count_lengths(tail, num_tail, longest))
-    if scratch.running != 0:
-        num_live = find_live(live_at(scratch.running), lookup.own_live, context, longest, live.positions, live.lengths)
-        index_length = max(index_length, _count_lengths(live, num_live, longest))
     length, other, num_possible = max(own_length, index_length), min(own_length, index_length), 0
     while length >= max(1, min_length) and num_possible < max_levels:
         evidence.lengths[num_possible] = length
@@ -310,18 +293,15 @@ def _scan(
     lookup.num_possible = num_possible
     _choose_scanned(own, num_own, lookup, evidence, lookup.own)
     _choose_scanned(tail, num_tail, lookup, evidence, lookup.tail)
-    _choose_scanned(live, num_live, lookup, evidence, lookup.live)
 
 
 @inlined
-def _take_scanned(
-    lookup: Lookup, scanned: Scanned, level: int, kind: int, recency: int, begin: int, width: int, evidence: Evidence
-) -> None:
-    """Add the chosen hits of a level. Position p is to be found at ``begin + width * p`` in a text of this kind."""
+def _take_scanned(lookup: Lookup, scanned: Scanned, level: int, kind: int, recency: int, evidence: Evidence) -> None:
+    """Add the chosen hits of a level."""
     size = lookup.size
     for i in range(scanned.ends[level - 1] if level > 0 else 0, scanned.ends[level]):
         evidence.kind[size] = kind
-        evidence.at[size], evidence.width[size] = begin + width * scanned.positions[i], width
+        evidence.at[size], evidence.width[size] = scanned.positions[i], 1
         evidence.recency[size] = np.int64(recency) + scanned.positions[i]
         evidence.weights[size] = scanned.weights[level]
         size += 1
@@ -373,15 +353,11 @@ def _resolve(lanes: Lanes, num_static: int, lookup: Lookup, evidence: Evidence) 
 
 
 @inlined
-def begin_lookup(lookup: Lookup, context: TokenIds, max_length: int, own_live: int, evidence: int) -> int:
-    """Say what is looked up, and at which address the evidence goes; how many tokens of the context that are.
-
-    ``own_live`` : the context's number among the texts of running requests, -1 for none.
-    """
+def begin_lookup(lookup: Lookup, context: TokenIds, max_length: int, evidence: int) -> int:
+    """Say what is looked up, and at which address the evidence goes; how many tokens of the context that are."""
     evidence_at(evidence).num_levels = 0
     lookup.context, lookup.context_length = data_of(context), len(context)
     lookup.longest, lookup.evidence = pattern_length(context, max_length), evidence
-    lookup.own_live = own_live
     return lookup.longest
 
 
@@ -391,16 +367,14 @@ def look_up(
 ) -> None:
     """Sample the places where the last tokens of ``count`` contexts stand, at up to ``max_levels`` match lengths each.
 
-    The contexts are those of the first lookups of ``scratch``. ``with_own`` : also in the request's own text. What
-    running requests say counts as the index does. The levels are the longest match of own text and index, then shorter
-    ones by halves and the longest of the other, until one has ENOUGH_SUPPORT occurrences.
+    The contexts are those of the first lookups of ``scratch``. ``with_own`` : also in the request's own text. The
+    levels are the longest match of own text and index, then shorter ones by halves and the longest of the other, until
+    one has ENOUGH_SUPPORT occurrences.
 
-    Up to MAX_SCANNED_SAMPLES places of own text, of the tail and of what running requests say are taken, the most
-    recent of each level, and up to MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands
-    for as many as were left out.
+    Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
+    MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.
     """
     each, lookups = searched.num_segments, scratch.lookups
-    codes = live_at(scratch.running).codes if scratch.running != 0 else 0
     segments = segments_at(searched.segments, each)
     lanes, walkers = lanes_at(scratch.lanes, count * each), walkers_at(scratch.walkers, 2 * count * each)
     for i in range(count):
@@ -436,9 +410,8 @@ def look_up(
                 lookup.first = lookup.size
                 continue
             first = lookup.size
-            _take_scanned(lookup, lookup.own, level, _OWN, _OWN_RECENCY, 0, 1, evidence)
-            _take_scanned(lookup, lookup.live, level, IN_SEGMENT, _LIVE_RECENCY, codes, LIVE_WIDTH, evidence)
-            _take_scanned(lookup, lookup.tail, level, _IN_TAIL, _TAIL_RECENCY, 0, 1, evidence)
+            _take_scanned(lookup, lookup.own, level, _OWN, _OWN_RECENCY, evidence)
+            _take_scanned(lookup, lookup.tail, level, _IN_TAIL, _TAIL_RECENCY, evidence)
             _take_segments(lanes[i * each :], walkers[2 * i * each :], each, lookup, evidence)
             for sample in range(first, lookup.size):
                 lookup.support += evidence.weights[sample]

@@ -46,7 +46,7 @@ def _search(
     if ask.no_lookup == 1:
         evidence_at(spare_at).num_levels = 0
     else:
-        search(snapshot, scratch_at(frame.lookups), context, max_length, min_length, ask.own_live, spare_at)
+        search(snapshot, scratch_at(frame.lookups), context, max_length, min_length, spare_at)
 
 
 @inlined
@@ -78,7 +78,6 @@ def _draft_tree(
         evidence_of(frame, frame.num_rows + 1),
         max_length,
         max(min_length, LEAST_CONTINUED),
-        ask.own_live,
     )
     evidence, out.is_tree = evidence_at(found_at), 1
     grow_tree(texts, evidence, carrying, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)

@@ -103,7 +103,6 @@ class Carrying(NamedTuple):
     evidences_at: int
     max_length: int
     min_length: int
-    own_live: int
 
 
 @inlined
@@ -179,7 +178,6 @@ def _look_up_again(
         text[: kept + depth + 1],
         carrying.max_length,
         carrying.min_length,
-        carrying.own_live,
         found_at,
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 from ssd.compiled.addresses import Float64s, Int64s, inlined, kernel
 from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.offers import MAX_OFFERED
-from ssd.drafting.suffix.gather import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_live, is_own, next_token
+from ssd.drafting.suffix.gather import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_own, next_token
 from ssd.drafting.suffix.offered import MAX_GUESSED, Forest, child_of, has_children
 
 MAX_VOTED: Final = 12
@@ -160,8 +160,7 @@ def count_votes(
     """Let the samples ``alive[:num_alive]`` vote for what stands ``passed`` places on; how many tokens there are.
 
     ``alive`` : samples that agree with the draft so far, those of longer matches first. A sample whose sequence has
-    ended is support for none; that of a running request says nothing yet, and does not count. ``predicted`` : a token
-    without votes, NOTHING for none. O(samples * tokens).
+    ended is support for none. ``predicted`` : a token without votes, NOTHING for none. O(samples * tokens).
     """
     votes.index_support[:] = 0.0
     votes.own_support[:] = 0.0
@@ -177,8 +176,6 @@ def count_votes(
             evidence.recency[sample],
         )
         votes.nexts[i] = token
-        if token < 0 and is_live(evidence, sample):
-            continue
         own = is_own(evidence, sample)
         if own:
             votes.own_support[level] += weight

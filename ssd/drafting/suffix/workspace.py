@@ -12,7 +12,6 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Int64s, TokenIds, address, data_of, inlined, kernel
 from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
 from ssd.compiled.registry import CHECKED, name_memory
-from ssd.drafting.live_texts import LiveTexts
 from ssd.drafting.offers import MAX_OFFERED, Offers
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass
 from ssd.drafting.sequence_noise import SequenceNoise
@@ -25,7 +24,6 @@ from ssd.drafting.suffix.gather import EVIDENCE_BYTES, IN_STEP, Evidence, Hits, 
 from ssd.drafting.suffix.guesses import Guesses, keep_guesses
 from ssd.drafting.suffix.judge import Candidates
 from ssd.drafting.suffix.learn import JudgedDraft, forget_draft
-from ssd.drafting.suffix.live_memory import LiveMemory
 from ssd.drafting.suffix.prediction import PredictionPlace, begin_prediction
 from ssd.drafting.suffix.tree import MOST_CARRIED, TreeScratch
 from ssd.errors import ConfigError
@@ -166,10 +164,6 @@ class LookupMemory:
         self.address = self._memory.address
         self._memory[0].patterns = address(self._patterns)
 
-    def say_running(self, live: int) -> None:
-        """Where what running requests have said is to be found, 0 for nowhere."""
-        self._memory[0].running = live
-
     def make_lanes(self, count: int) -> None:
         """For so many segments."""
         self._lanes, self._walkers = Records(Lane, IN_STEP * count), Records(Walker, 2 * IN_STEP * count)
@@ -189,7 +183,6 @@ class Workspace:
         self.helpers = [lookups.address for lookups in self._lookups[1:]]
         """Of each helper, where its ``LookupScratch`` lies."""
         self._frame.lookups = self._lookups[0].address
-        self._live = LiveMemory()
         self._num_open = np.zeros(1, np.int64)
         self._frame.num_open_at = address(self._num_open)
         self._make_lanes(32)
@@ -247,12 +240,6 @@ class Workspace:
                 self._make_states(min(most, 2 * len(self.states) + num_requests))
             if len(self._free_states) < num_requests:
                 self._forget_all()
-
-    def look_into(self, live: LiveTexts | None) -> None:
-        """Have all rows looked up in these too, until another call says otherwise. O(tokens)."""
-        at = self._live.write(live)
-        for lookups in self._lookups:
-            lookups.say_running(at)
 
     def say_open(self, num_rows: int) -> None:
         """Say with how many rows threads may help: 0 for not yet, less for none."""
@@ -323,7 +310,7 @@ class Workspace:
             prices = np.ascontiguousarray(prices, np.float64)
             ask.prices, ask.num_prices = address(prices), len(prices)
             held += (prices,)
-        ask.successors, ask.no_lookup, ask.own_live = successors, not looks_up, request.live_number
+        ask.successors, ask.no_lookup = successors, not looks_up
         if prediction is not None and looks_up:
             prediction = contiguous(prediction)
             ask.prediction, ask.prediction_length = address(prediction), len(prediction)
