@@ -112,8 +112,6 @@ bench: $(READY)
 		| tail -n 1 >benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --json \
 		| tail -n 1 >benchmarks/results/index-256m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --rows 1,8,64,256 --threads 1,2 --json \
-		| tail -n 1 >benchmarks/results/rows-16m.json
 	$(BIN)/python -m benchmarks.push --tokens 16000000 | tail -n 1 >benchmarks/results/push.json
 	$(BIN)/python -m benchmarks.building --out benchmarks/results/building.json
 	$(BIN)/python -m benchmarks.building --tokens 256000000 --kinds npy --jobs 2 \

@@ -30,7 +30,7 @@ from benchmarks.report.growth import growth_figure, growth_section, growth_table
 from benchmarks.report.heads import heads_section
 from benchmarks.report.host import host_section, mixed_section
 from benchmarks.report.hybrid import hybrid_section
-from benchmarks.report.index import index_section, rows_section, stored_tokens
+from benchmarks.report.index import index_section, stored_tokens
 from benchmarks.report.joining import joining_section
 from benchmarks.report.plan import plan_section
 from benchmarks.report.profile import profile_section
@@ -137,8 +137,6 @@ def pages() -> dict[str, str]:
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]
     if runs:
         put(BENCHMARKS, "index", index_section(sorted(runs, key=stored_tokens)))
-    if (rows := _result("rows-16m")) is not None:
-        put(BENCHMARKS, "rows", rows_section(rows))
     if (start := _result("start")) is not None:
         put(BENCHMARKS, "start", start_section(start))
     if (faults := _result("faults")) is not None:

@@ -37,12 +37,6 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         ),
         Choice(
             "config.py",
-            {"DraftConfig.lookup_threads": "2"},
-            "threads that look up large batches",
-            "`benchmarks.index --rows`, see `LEAST_HELPED`; more were not tried: two cores",
-        ),
-        Choice(
-            "config.py",
             {"DraftConfig.max_match_length": "32", "DraftConfig.min_match_length": "1"},
             "tail that is looked up",
             "one search answers for all lengths, the acceptance model judges them",
@@ -227,19 +221,6 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "tokens a step within 0.4 % of 64; with fewer calls 17.8 us at 16M tokens, was 18.7",
         ),
         Choice("drafting/suffix/gather.py", {"MAX_SCANNED_SAMPLES": "32"}, "places sampled, unsorted text"),
-        Choice(
-            "drafting/suffix/gather.py",
-            {"IN_STEP": "8"},
-            "contexts looked up in step",
-            "searching 14 segments of 16M tokens together: 4.1 us a context at 1, 3.3 at 4, 3.7 at 8, 4.0 at 16",
-        ),
-        Choice(
-            "drafting/suffix/ahead.py",
-            {"LEAST_HELPED": "64"},
-            "rows that wake a thread",
-            "`benchmarks.index --rows`, 1M tokens, a processor free: 64 rows 10.7 -> 9.3 us each, 256 rows 9.2 -> 6.9",
-        ),
-        Choice("drafting/suffix/ahead.py", {"_PATIENCE": "50000"}, "how long a thread waits for another"),
         Choice(
             "drafting/suffix/agreement.py",
             {"MOST_IN_COMMON": "8"},

@@ -33,11 +33,6 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         help="longest context tail looked up, in tokens (default: %(default)s)",
     )  # fmt: skip
     add(
-        "--lookup-threads", type=int, default=draft.lookup_threads, metavar="N",
-        help="threads that look up the sequences of a batch of 64 or more, the engine's own among them (default: "
-        "%(default)s)",
-    )  # fmt: skip
-    add(
         "--draft-model",
         metavar="MODEL",
         help="smaller model with the same tokenizer that drafts where the cache does not",
@@ -75,7 +70,6 @@ def speculation_options_of(found: argparse.Namespace) -> SpeculationOptions:
         draft=DraftConfig(
             num_speculative_tokens=0 if found.no_speculation else limit,
             max_match_length=found.max_match_length,
-            lookup_threads=found.lookup_threads,
             draft_shape=found.draft_shape,
             recycling=not found.no_recycling,
             retrieval=not found.no_retrieval,

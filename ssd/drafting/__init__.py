@@ -26,7 +26,6 @@ _MAKERS: dict[str, Callable[[DraftConfig], Drafter]] = {
     "ssd": lambda config: SuffixDrafter(
         max_match_length=config.max_match_length,
         min_match_length=config.min_match_length,
-        lookup_threads=config.lookup_threads,
         recycling=config.recycling,
         retrieval=config.retrieval,
     ),

@@ -11,14 +11,12 @@ from ssd.drafting.suffix.draft_record import MAX_DRAFT, clear, drafts_at
 from ssd.drafting.suffix.gather import (
     MAX_SAMPLES,
     NOTHING,
-    Texts,
-    begin_lookup,
     evidence_at,
     look_up,
     next_token,
-    scratch_at,
+    texts_of,
 )
-from ssd.drafting.suffix.workspace import evidence_of, frame_at
+from ssd.drafting.suffix.workspace import frame_at
 from ssd.retrieval.snapshot import snapshot_at
 
 
@@ -69,16 +67,15 @@ def propose_frequency(
     """
     frame, searched = frame_at(workspace), snapshot_at(snapshot)
     asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
-    ring, at = int32_array(searched.ring, searched.ring_size), evidence_of(frame, frame.num_rows)
-    evidence, lookups = evidence_at(at), scratch_at(frame.lookups)
+    evidence = evidence_at(frame.evidences)
     for row in range(num_rows):
         ask, out = asks[row], drafts[row]
         context, limit = int32_array(ask.context, ask.context_length), ask.limit
         clear(out)
-        if limit < 1 or begin_lookup(lookups.lookups[0], context, max_length, at) < min_length:
+        if limit < 1:
             continue
-        look_up(searched, lookups, 1, min_length, 1, False)
-        texts = Texts(context, ring, searched.tail_start, searched.tail_stop)
+        look_up(searched, frame.lookups, context, max_length, min_length, 1, False, evidence)
+        texts = texts_of(context, searched)
         if evidence.num_levels == 0:
             continue
         for sample in range(evidence.ends[0]):

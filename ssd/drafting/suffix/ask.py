@@ -35,13 +35,12 @@ class Ask(Record):
 
     ``context`` : int32[context_length]. ``state`` : number of the request's state in the workspace. ``prediction`` :
     int32[prediction_length], the client's text. ``price`` : of every token, where ``num_prices`` is 0; else ``prices``
-    : float64[num_prices], of the i-th token, not falling; the last one holds beyond. ``is_looked_up`` : whether what
-    is known of the context has been looked up ahead and is the row's evidence. ``warmth`` : how the target chooses: 0
-    greedily or in a way not known, 1 at a temperature up to 0.5, 2 above. ``num_offered`` : of an `Offers`, whose
-    arrays are the ``offered`` ones. ``successors`` : of a `SuccessorTable`, 0 for none. ``no_lookup`` : whether nothing
-    is looked up, neither in the index nor in own text. ``temperature`` : the request's where the target draws with
-    noise that is known, else 0; ``noise`` : of a `NoiseRecord` then. ``choices`` : of the `ChoiceTable` that such a
-    request drafts from, 0 for none; ``may_teach`` : whether what it says is entered there.
+    : float64[num_prices], of the i-th token, not falling; the last one holds beyond. ``warmth`` : how the
+    target chooses: 0 greedily or in a way not known, 1 at a temperature up to 0.5, 2 above. ``num_offered`` : of an
+    `Offers`, whose arrays are the ``offered`` ones. ``successors`` : of a `SuccessorTable`, 0 for none. ``no_lookup`` :
+    whether nothing is looked up, neither in the index nor in own text. ``temperature`` : the request's where the target
+    draws with noise that is known, else 0; ``noise`` : of a `NoiseRecord` then. ``choices`` : of the `ChoiceTable` that
+    such a request drafts from, 0 for none; ``may_teach`` : whether what it says is entered there.
     """
 
     context: Address
@@ -55,7 +54,6 @@ class Ask(Record):
     num_prices: Int64
     prediction: Address
     prediction_length: Int64
-    is_looked_up: Int64
     warmth: Int64
     offered_tokens: Address
     offered_parents: Address

@@ -6,9 +6,8 @@ from typing import Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.drafting.suffix.gather import MAX_LEVELS, Evidence, LookupScratch, Texts, begin_lookup, look_up, next_token
-from ssd.retrieval.snapshot import SnapshotRecord
+from ssd.compiled.addresses import Int64s, TokenIds, inlined
+from ssd.drafting.suffix.gather import Evidence, Texts, next_token
 
 CONTINUED_CONTEXT: Final = 4096
 """Tokens of a context that are looked at where a draft is carried on past the end of its sources."""
@@ -33,20 +32,6 @@ def wants_places(texts: Texts, evidence: Evidence, alive: Int64s, num_alive: int
         if next_token(evidence, alive[i], passed, texts) >= 0:
             return False
     return num_alive > 0 or passed >= _LEAST_NEW
-
-
-@kernel
-def search(
-    snapshot: SnapshotRecord,
-    lookups: LookupScratch,
-    context: TokenIds,
-    max_length: int,
-    min_length: int,
-    found_at: int,
-) -> None:
-    """Make what stands after the context's last tokens elsewhere the evidence at an address."""
-    if begin_lookup(lookups.lookups[0], context, max_length, found_at) >= min_length:
-        look_up(snapshot, lookups, 1, min_length, MAX_LEVELS, True)
 
 
 @inlined

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass, TokenIds
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
 from ssd.drafting.suffix.keyed_choices import warm_up as warm_up_choices
 from ssd.drafting.suffix.namespace_choices import NamespaceChoices
@@ -46,23 +44,20 @@ class SuffixDrafter:
         max_match_length: int = 32,
         min_match_length: int = 1,
         price: float = 0.1,
-        lookup_threads: int = 1,
         recycling: bool = True,
         retrieval: bool = True,
         keyed: bool = True,
     ) -> None:
         """``price`` : of a drafted token in expected accepted tokens, for requests that bring none.
 
-        ``lookup_threads`` : that look up the rows of a large call, the caller's among them; drafts are the same.
-        ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether
-        index, own text and predictions are looked up; without, what other sources offer is judged all the same.
+        ``recycling`` : whether what the target held likely before is drafted. ``retrieval`` : whether index, own text
+        and predictions are looked up; without, what other sources offer is judged all the same.
         ``keyed`` : whether it is kept what coupled noise chose.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
         self._price = price
-        self._workspace = Workspace(lookup_threads - 1)
-        self._helpers = Helpers(self._workspace)
+        self._workspace = Workspace()
         self._models = NamespaceModels()
         self._looks_up = retrieval
         self._successors = NamespaceSuccessors() if recycling else None
@@ -124,8 +119,7 @@ class SuffixDrafter:
         model = self._models.of(learned)
         self._learned.update((request.request_id, learned) for request in requests)
         longest, shortest = self._longest, self._shortest
-        draft = partial(propose_suffix, workspace.address, snapshot.address, model.address, count, longest, shortest)
-        self._helpers.beside(draft, count, snapshot, longest, shortest)
+        propose_suffix(workspace.address, snapshot.address, model.address, count, longest, shortest)
         del held
         return workspace.drafts(count)
 
@@ -178,7 +172,6 @@ class SuffixDrafter:
         request = DraftRequest("", np.zeros(2, np.int32), 2, None, 1)
         draft = self.propose([request])[0]
         self.propose([request, request])
-        self._helpers.warm_up()
         if self._choices is not None:
             warm_up_choices()
         self.observe("", draft, 0)

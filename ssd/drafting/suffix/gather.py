@@ -1,11 +1,7 @@
-"""What followed contexts where they occurred before: a bounded sample of places, those that agree longest first.
-
-Several contexts go in step: what one waits for in memory is brought near while the others are worked on.
-"""
+"""What followed a context where it occurred before: a bounded sample of places, those that agree longest first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Final, NamedTuple
 
 import numpy as np
@@ -21,10 +17,9 @@ from ssd.compiled.addresses import (
     load_uint32,
     prefetch,
 )
-from ssd.compiled.records import Address, Float64, Int64, Record, dtype_of, view_of
+from ssd.compiled.records import Address, Int64, Record, dtype_of, view_of
 from ssd.retrieval.lanes import (
     MAX_MATCH_LENGTH,
-    PATTERNS_BYTES,
     Lanes,
     Walkers,
     ask_to_widen,
@@ -58,9 +53,6 @@ MAX_SEGMENT_SAMPLES: Final = 24
 """Places taken from all segments together, or one of each where there are more segments than that."""
 
 MAX_SAMPLES: Final = 2 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES
-
-IN_STEP: Final = 8
-"""Contexts looked up in step: enough to hide the memory's latency, few enough for the nearest cache."""
 
 _OWN_RECENCY: Final = 1 << 62
 _TAIL_RECENCY: Final = 1 << 61
@@ -112,46 +104,27 @@ class Scanned(Record):
     weights: Annotated[Float64s, np.float64, MAX_LEVELS]
 
 
-class Lookup(Record):
-    """One context that is looked up.
+class LookupScratch(Record):
+    """Memory that lookups take turns with.
 
-    ``context`` : int32[context_length]. ``longest`` : tokens of its tail that are looked up. ``evidence`` : where what
-    is found goes. The rest is scratch: ``num_possible`` : levels that there may be, their lengths are those of the
-    evidence. ``support`` : occurrences so far. ``first`` : the first sample of a level's segments. ``taken`` : samples
-    of segments.
+    ``lanes`` : Lane[num_lanes], ``walkers`` : Walker[2 * num_lanes], ``patterns`` : uint8[PATTERNS_BYTES]. ``own``,
+    ``tail`` : what a scan found in them, of which ``own_taken`` and ``tail_taken`` are evidence. ``context`` :
+    int32[context_length], what was looked up last, for `seen`.
     """
 
     context: Address
     context_length: Int64
-    longest: Int64
-    evidence: Address
-    num_possible: Int64
-    support: Float64
-    size: Int64
-    first: Int64
-    taken: Int64
-    own: Scanned
-    tail: Scanned
-
-
-class LookupScratch(Record):
-    """Memory that lookups take turns with, and of those in step.
-
-    ``lanes`` : Lane[IN_STEP * num_lanes], ``walkers`` : Walker[2 * IN_STEP * num_lanes], ``patterns`` :
-    uint8[IN_STEP * PATTERNS_BYTES].
-    """
-
     num_lanes: Int64
     lanes: Address
     walkers: Address
     patterns: Address
     own: Hits
     tail: Hits
-    lookups: Annotated[Sequence[Lookup], Lookup, IN_STEP]
+    own_taken: Scanned
+    tail_taken: Scanned
 
 
 evidence_at = view_of(Evidence)
-scratch_at = view_of(LookupScratch)
 
 
 class Texts(NamedTuple):
@@ -244,10 +217,12 @@ def _count_lengths(hits: Hits, found: int, longest: int) -> int:
 
 
 @kernel
-def _choose_scanned(hits: Hits, found: int, lookup: Lookup, evidence: Evidence, scanned: Scanned) -> None:
+def _choose_scanned(
+    hits: Hits, found: int, longest: int, num_possible: int, evidence: Evidence, scanned: Scanned
+) -> None:
     """Choose of each level the most recent hits that agree on its length or more but fewer than the level before."""
-    taken, below = 0, lookup.longest + 1
-    for level in range(lookup.num_possible):
+    taken, below = 0, longest + 1
+    for level in range(num_possible):
         length, new = evidence.lengths[level], 0
         if found > 0:
             for agreeing in range(length, below):
@@ -267,17 +242,18 @@ def _choose_scanned(hits: Hits, found: int, lookup: Lookup, evidence: Evidence, 
 @kernel
 def _scan(
     searched: SnapshotRecord,
-    lookup: Lookup,
+    context: TokenIds,
+    longest: int,
     in_segments: int,
     min_length: int,
     max_levels: int,
     with_own: bool,
     scratch: LookupScratch,
-) -> None:
-    """Say which levels there may be, now that the longest match in segments is known, and scan the other texts."""
-    context, ring = int32_array(lookup.context, lookup.context_length), int32_array(searched.ring, searched.ring_size)
-    own, tail, longest = scratch.own, scratch.tail, lookup.longest
-    num_own, own_length, evidence = 0, 0, evidence_at(lookup.evidence)
+    evidence: Evidence,
+) -> int:
+    """Say how many levels there may be, now that the longest match in segments is known; scan the other texts."""
+    ring, own, tail = int32_array(searched.ring, searched.ring_size), scratch.own, scratch.tail
+    num_own, own_length = 0, 0
     if with_own:
         num_own = scan(context, 0, len(context) - 1, context, longest, own.positions, own.lengths)
         own_length = _count_lengths(own, num_own, longest)
@@ -290,44 +266,43 @@ def _scan(
         shorter = min(length - 1, length // 2)
         # The other source's own longest match is a level of its own: nothing more specific is known from there.
         length = other if shorter < other < length else shorter
-    lookup.num_possible = num_possible
-    _choose_scanned(own, num_own, lookup, evidence, lookup.own)
-    _choose_scanned(tail, num_tail, lookup, evidence, lookup.tail)
+    _choose_scanned(own, num_own, longest, num_possible, evidence, scratch.own_taken)
+    _choose_scanned(tail, num_tail, longest, num_possible, evidence, scratch.tail_taken)
+    return num_possible
 
 
 @inlined
-def _take_scanned(lookup: Lookup, scanned: Scanned, level: int, kind: int, recency: int, evidence: Evidence) -> None:
-    """Add the chosen hits of a level."""
-    size = lookup.size
+def _take_scanned(scanned: Scanned, level: int, kind: int, recency: int, evidence: Evidence, size: int) -> int:
+    """Add the chosen hits of a level to the first ``size`` samples; how many there are then."""
     for i in range(scanned.ends[level - 1] if level > 0 else 0, scanned.ends[level]):
         evidence.kind[size] = kind
         evidence.at[size], evidence.width[size] = scanned.positions[i], 1
         evidence.recency[size] = np.int64(recency) + scanned.positions[i]
         evidence.weights[size] = scanned.weights[level]
         size += 1
-    lookup.size = size
+    return size
 
 
 @kernel
-def _take_segments(lanes: Lanes, walkers: Walkers, num_lanes: int, lookup: Lookup, evidence: Evidence) -> None:
-    """Add the places that were new at the last widening, evenly strided if they are too many.
+def _take_segments(lanes: Lanes, walkers: Walkers, num_lanes: int, taken: int, evidence: Evidence, size: int) -> int:
+    """Add the places that were new at the last widening, evenly strided if they are too many, to the first ``size``.
 
-    Only where their ranks lie: ``_resolve`` says where the places are, once that has been brought near.
+    ``taken`` : places of segments that are there already. Returns how many samples there are then. Only where their
+    ranks lie: ``_resolve`` says where the places are, once that has been brought near.
     """
     new = 0
-    lookup.first = lookup.size
     for lane in range(num_lanes):
         new += num_new(walkers, lane)
     if new == 0:
-        return
-    room = max(1, MAX_SEGMENT_SAMPLES - lookup.taken)
-    stride, size = (new + room - 1) // room, lookup.size
+        return size
+    room = max(1, MAX_SEGMENT_SAMPLES - taken)
+    stride = (new + room - 1) // room
     for lane in range(num_lanes - 1, -1, -1):
         here = num_new(walkers, lane)
         if here == 0:
             continue
         samples = (here + stride - 1) // stride
-        if lookup.taken + samples > 2 * MAX_SEGMENT_SAMPLES:
+        if taken + samples > 2 * MAX_SEGMENT_SAMPLES:
             continue
         for i in range(samples):
             number = i if stride == 1 else i * here // samples
@@ -336,14 +311,14 @@ def _take_segments(lanes: Lanes, walkers: Walkers, num_lanes: int, lookup: Looku
             prefetch(evidence.at[size])
             evidence.weights[size] = here / samples
             size += 1
-        lookup.taken += samples
-    lookup.size = size
+        taken += samples
+    return size
 
 
 @kernel
-def _resolve(lanes: Lanes, num_static: int, lookup: Lookup, evidence: Evidence) -> None:
-    """Say where the places are that ``_take_segments`` took last, and have what follows there brought near."""
-    for sample in range(lookup.first, lookup.size):
+def _resolve(lanes: Lanes, num_static: int, first: int, size: int, evidence: Evidence) -> None:
+    """Say where the samples ``[first, size)`` of segments lie, and have what follows there brought near."""
+    for sample in range(first, size):
         number = evidence.recency[sample]
         lane, base = lanes[number], np.int64(_RING_RECENCY if number >= num_static else 0)
         position = min(load_uint32(evidence.at[sample]), lane.num_tokens)
@@ -352,70 +327,51 @@ def _resolve(lanes: Lanes, num_static: int, lookup: Lookup, evidence: Evidence) 
         evidence.recency[sample] = base + (np.int64(number) << _SEGMENT_BITS) + position
 
 
-@inlined
-def begin_lookup(lookup: Lookup, context: TokenIds, max_length: int, evidence: int) -> int:
-    """Say what is looked up, and at which address the evidence goes; how many tokens of the context that are."""
-    evidence_at(evidence).num_levels = 0
-    lookup.context, lookup.context_length = data_of(context), len(context)
-    lookup.longest, lookup.evidence = pattern_length(context, max_length), evidence
-    return lookup.longest
-
-
 @kernel
 def look_up(
-    searched: SnapshotRecord, scratch: LookupScratch, count: int, min_length: int, max_levels: int, with_own: bool
+    searched: SnapshotRecord,
+    scratch: LookupScratch,
+    context: TokenIds,
+    max_length: int,
+    min_length: int,
+    max_levels: int,
+    with_own: bool,
+    evidence: Evidence,
 ) -> None:
-    """Sample the places where the last tokens of ``count`` contexts stand, at up to ``max_levels`` match lengths each.
+    """Sample the places where the last tokens of a context stand, at up to ``max_levels`` match lengths.
 
-    The contexts are those of the first lookups of ``scratch``. ``with_own`` : also in the request's own text. The
-    levels are the longest match of own text and index, then shorter ones by halves and the longest of the other, until
-    one has ENOUGH_SUPPORT occurrences.
+    ``with_own`` : also in the request's own text. The levels are the longest match of own text and index, then shorter
+    ones by halves and the longest of the other, until one has ENOUGH_SUPPORT occurrences.
 
     Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
     MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.
     """
-    each, lookups = searched.num_segments, scratch.lookups
-    segments = segments_at(searched.segments, each)
-    lanes, walkers = lanes_at(scratch.lanes, count * each), walkers_at(scratch.walkers, 2 * count * each)
-    for i in range(count):
-        lookup = lookups[i]
-        context = int32_array(lookup.context, lookup.context_length)
-        patterns = scratch.patterns + i * PATTERNS_BYTES
-        open_lanes(segments, context, lookup.longest, patterns, lanes[i * each :], walkers[2 * i * each :])
-    search_lanes(lanes, count * each)
-    for i in range(count):
-        lookup = lookups[i]
-        in_segments = longest_in_lanes(lanes[i * each :], each)
-        _scan(searched, lookup, in_segments, min_length, max_levels, with_own, scratch)
-        lookup.size, lookup.taken, lookup.support = 0, 0, 0.0
-        evidence_at(lookup.evidence).num_levels = 0
-    for level in range(max_levels):
-        num_open = 0
-        for i in range(count):
-            lookup = lookups[i]
-            is_open = level < lookup.num_possible and lookup.support < ENOUGH_SUPPORT
-            length = evidence_at(lookup.evidence).lengths[level]
-            for lane in range(i * each, (i + 1) * each):
-                if is_open:
-                    ask_to_widen(lanes[lane], length)
-                else:
-                    lanes[lane].length = 0
-            num_open += is_open
-        if num_open == 0:
+    scratch.context, scratch.context_length = data_of(context), len(context)
+    evidence.num_levels, longest = 0, pattern_length(context, max_length)
+    if longest < min_length:
+        return
+    num_lanes = searched.num_segments
+    segments = segments_at(searched.segments, num_lanes)
+    lanes, walkers = lanes_at(scratch.lanes, num_lanes), walkers_at(scratch.walkers, 2 * num_lanes)
+    open_lanes(segments, context, longest, scratch.patterns, lanes, walkers)
+    search_lanes(lanes, num_lanes)
+    in_segments = longest_in_lanes(lanes, num_lanes)
+    num_possible = _scan(searched, context, longest, in_segments, min_length, max_levels, with_own, scratch, evidence)
+    size, taken, support = 0, 0, 0.0
+    for level in range(num_possible):
+        if support >= ENOUGH_SUPPORT:
             break
-        widen(lanes, walkers, count * each, MAX_SEGMENT_SAMPLES)
-        for i in range(count):
-            lookup, evidence = lookups[i], evidence_at(lookups[i].evidence)
-            if level >= lookup.num_possible or lookup.support >= ENOUGH_SUPPORT:
-                lookup.first = lookup.size
-                continue
-            first = lookup.size
-            _take_scanned(lookup, lookup.own, level, _OWN, _OWN_RECENCY, evidence)
-            _take_scanned(lookup, lookup.tail, level, _IN_TAIL, _TAIL_RECENCY, evidence)
-            _take_segments(lanes[i * each :], walkers[2 * i * each :], each, lookup, evidence)
-            for sample in range(first, lookup.size):
-                lookup.support += evidence.weights[sample]
-            evidence.ends[level] = lookup.size
-            evidence.num_levels = level + 1
-        for i in range(count):
-            _resolve(lanes[i * each :], searched.num_static, lookups[i], evidence_at(lookups[i].evidence))
+        for lane in range(num_lanes):
+            ask_to_widen(lanes[lane], evidence.lengths[level])
+        widen(lanes, walkers, num_lanes, MAX_SEGMENT_SAMPLES)
+        begin = size
+        size = _take_scanned(scratch.own_taken, level, _OWN, _OWN_RECENCY, evidence, size)
+        size = _take_scanned(scratch.tail_taken, level, _IN_TAIL, _TAIL_RECENCY, evidence, size)
+        scanned = size
+        size = _take_segments(lanes, walkers, num_lanes, taken, evidence, size)
+        taken += size - scanned
+        for sample in range(begin, size):
+            support += evidence.weights[sample]
+        evidence.ends[level] = size
+        evidence.num_levels = level + 1
+        _resolve(lanes, searched.num_static, scanned, size, evidence)

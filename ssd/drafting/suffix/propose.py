@@ -6,17 +6,18 @@ from typing import Final
 
 from ssd.compiled.addresses import TokenIds, inlined, int32_array, kernel
 from ssd.drafting.suffix.acceptance import Model, model_at
-from ssd.drafting.suffix.ahead import look_up_ahead, open_rows
 from ssd.drafting.suffix.ask import Ask, asks_at, foresee, plant_offers
-from ssd.drafting.suffix.carry_on import LEAST_CONTINUED, begin_text, search
+from ssd.drafting.suffix.carry_on import LEAST_CONTINUED, begin_text
 from ssd.drafting.suffix.chain import chain
 from ssd.drafting.suffix.draft_record import DraftRecord, clear, drafts_at
 from ssd.drafting.suffix.follow import NO_TABLE, follow, keep
 from ssd.drafting.suffix.gather import (
-    IN_STEP,
+    EVIDENCE_BYTES,
+    MAX_LEVELS,
+    Evidence,
     Texts,
     evidence_at,
-    scratch_at,
+    look_up,
     texts_of,
 )
 from ssd.drafting.suffix.guesses import offer_guesses
@@ -26,7 +27,6 @@ from ssd.drafting.suffix.tree import Carrying, grow_tree
 from ssd.drafting.suffix.workspace import (
     Frame,
     RequestState,
-    evidence_of,
     frame_at,
     place,
     states_at,
@@ -39,14 +39,19 @@ _MOST_CONTINUED: Final = 4
 
 @kernel
 def _search(
-    frame: Frame, snapshot: SnapshotRecord, ask: Ask, context: TokenIds, max_length: int, min_length: int
+    frame: Frame,
+    snapshot: SnapshotRecord,
+    ask: Ask,
+    context: TokenIds,
+    max_length: int,
+    min_length: int,
+    evidence: Evidence,
 ) -> None:
-    """Make what stands after the context's last tokens elsewhere the spare evidence."""
-    spare_at = evidence_of(frame, frame.num_rows)
+    """Make what stands after the context's last tokens elsewhere the evidence."""
     if ask.no_lookup == 1:
-        evidence_at(spare_at).num_levels = 0
+        evidence.num_levels = 0
     else:
-        search(snapshot, scratch_at(frame.lookups), context, max_length, min_length, spare_at)
+        look_up(snapshot, frame.lookups, context, max_length, min_length, MAX_LEVELS, True, evidence)
 
 
 @inlined
@@ -61,7 +66,6 @@ def _continued(frame: Frame, context: TokenIds, out: DraftRecord) -> TokenIds:
 def _draft_tree(
     frame: Frame,
     snapshot: SnapshotRecord,
-    found_at: int,
     texts: Texts,
     ask: Ask,
     state: RequestState,
@@ -70,16 +74,10 @@ def _draft_tree(
     min_length: int,
     out: DraftRecord,
 ) -> None:
-    if found_at == evidence_of(frame, frame.num_rows):
-        _search(frame, snapshot, ask, texts.context, max_length, min_length)
-    carrying = Carrying(
-        snapshot,
-        scratch_at(frame.lookups),
-        evidence_of(frame, frame.num_rows + 1),
-        max_length,
-        max(min_length, LEAST_CONTINUED),
-    )
-    evidence, out.is_tree = evidence_at(found_at), 1
+    evidence, out.is_tree = evidence_at(frame.evidences), 1
+    _search(frame, snapshot, ask, texts.context, max_length, min_length, evidence)
+    further_at, least = frame.evidences + EVIDENCE_BYTES, max(min_length, LEAST_CONTINUED)
+    carrying = Carrying(snapshot, frame.lookups, further_at, max_length, least)
     grow_tree(texts, evidence, carrying, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
     state.followed.table = NO_TABLE
 
@@ -88,7 +86,6 @@ def _draft_tree(
 def _draft_chain(
     frame: Frame,
     snapshot: SnapshotRecord,
-    found_at: int,
     texts: Texts,
     ask: Ask,
     state: RequestState,
@@ -98,8 +95,7 @@ def _draft_chain(
     out: DraftRecord,
 ) -> None:
     prediction, judged, found, space = state.prediction, state.judged, frame.candidates, frame.chain
-    spare_at = evidence_of(frame, frame.num_rows)
-    evidence = evidence_at(spare_at)
+    evidence = evidence_at(frame.evidences)
     follow(state.followed, snapshot.table_number, texts, max_length, evidence)
     has_ended, may_look_up = True, ask.no_lookup == 0
     if evidence.num_levels > 0:
@@ -107,9 +103,7 @@ def _draft_chain(
     if out.size < ask.limit:  # there is nothing to follow, or it does not lead far enough
         begin_draft(judged, len(texts.context))
         clear(out)
-        if found_at == spare_at:
-            _search(frame, snapshot, ask, texts.context, max_length, min_length)
-        evidence = evidence_at(found_at)
+        _search(frame, snapshot, ask, texts.context, max_length, min_length, evidence)
         has_ended = chain(texts, evidence, 0, may_look_up, ask, prediction, model, found, space, judged, out)
     keep(state.followed, snapshot.table_number, texts, evidence)
     context = texts.context
@@ -119,9 +113,9 @@ def _draft_chain(
         if not has_ended or drafted == 0 or drafted == ask.limit:
             break
         texts = texts_of(_continued(frame, context, out), snapshot)
-        evidence, may_look_up = evidence_at(spare_at), may_look_up and number < _MOST_CONTINUED
+        may_look_up = may_look_up and number < _MOST_CONTINUED
         if may_look_up:
-            _search(frame, snapshot, ask, texts.context, max_length, max(min_length, LEAST_CONTINUED))
+            _search(frame, snapshot, ask, texts.context, max_length, max(min_length, LEAST_CONTINUED), evidence)
         else:
             evidence.num_levels = 0
         has_ended = chain(texts, evidence, drafted, may_look_up, ask, prediction, model, found, space, judged, out)
@@ -139,11 +133,7 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
     frame, searched, learned = frame_at(workspace), snapshot_at(snapshot), model_at(model)
     asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
     states = states_at(frame.states, frame.num_states)
-    open_rows(frame, num_rows)
-    is_ahead = False
     for row in range(num_rows):
-        if row % IN_STEP == 0:
-            is_ahead = look_up_ahead(frame, searched, row // IN_STEP, num_rows, max_length, min_length)
         ask, out = asks[row], drafts[row]
         context, state = int32_array(ask.context, ask.context_length), states[ask.state]
         clear(out)
@@ -159,11 +149,10 @@ def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max
         plant_offers(ask, frame.candidates.forest)
         offer_guesses(state.guesses, context, frame.candidates.forest)
         texts = texts_of(context, searched)
-        found_at = evidence_of(frame, row if is_ahead and ask.is_looked_up else frame.num_rows)
         if ask.is_tree:
-            _draft_tree(frame, searched, found_at, texts, ask, state, learned, max_length, min_length, out)
+            _draft_tree(frame, searched, texts, ask, state, learned, max_length, min_length, out)
         else:
-            _draft_chain(frame, searched, found_at, texts, ask, state, learned, max_length, min_length, out)
+            _draft_chain(frame, searched, texts, ask, state, learned, max_length, min_length, out)
 
 
 @kernel

@@ -8,17 +8,15 @@ told when a row holds another text than before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import address
 from ssd.compiled.records import Records
-from ssd.drafting.suffix.ahead import Helpers
 from ssd.drafting.suffix.draft_record import MAX_DRAFT
 from ssd.drafting.suffix.namespace_models import NamespaceModels
-from ssd.drafting.suffix.rows import NO_ROOM, NOT_SEATED, Batch, TextRecord, draft_rows, goes_on, take_over
+from ssd.drafting.suffix.rows import NOT_SEATED, Batch, TextRecord, draft_rows, goes_on, take_over
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
 from ssd.pricing.price_list import PriceList
 from ssd.retrieval.segment_store import LearnedState
@@ -113,20 +111,16 @@ class RowDrafter:
         end_of_text_ids: Iterable[int] = (),
         max_match_length: int = 32,
         min_match_length: int = 1,
-        lookup_threads: int = 2,
         learned: LearnedState | None = None,
     ) -> None:
         """``limit`` : most tokens of a draft. ``max_length`` : of a text; drafts leave room for the target's own token.
 
         ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of ``end_of_text_ids``.
         ``learned`` : where what is learned about the namespace is published; None keeps it to itself.
-        ``lookup_threads`` : that look up the rows of a large batch, the caller's among them; drafts are the same.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         longest, shortest = checked_lengths(max_match_length, min_match_length)
-        self._workspace, self._price_list = Workspace(lookup_threads - 1), PriceList()
-        self._helpers = Helpers(self._workspace)
-        self._longest, self._shortest = longest, shortest
+        self._workspace, self._price_list = Workspace(), PriceList()
         self._models, self._learned = NamespaceModels(), learned
         self._memory = Records(Batch)
         self._batch = self._memory[0]
@@ -175,10 +169,8 @@ class RowDrafter:
             return None
         for row in range(num_rows):
             counts[row] = len(sampled[row])
-        size = self._draft(num_rows, snapshot, seconds, is_seated, by_text)
-        if size == NO_ROOM:
-            self._workspace.room_for(0, snapshot)
-            size = self._draft(num_rows, snapshot, seconds, is_seated, by_text)
+        self._workspace.room_for(0, snapshot)
+        size = draft_rows(self._memory.address, snapshot.address, num_rows, seconds, is_seated, by_text)
         if size == NOT_SEATED:
             return None
         written: list[int] = self._out[:size].tolist()
@@ -189,10 +181,6 @@ class RowDrafter:
         if num_rows < len(sampled):
             drafts += [[] for _ in sampled[num_rows:]]
         return drafts
-
-    def _draft(self, num_rows: int, snapshot: Snapshot, seconds: float, is_seated: bool, by_text: bool) -> int:
-        draft = partial(draft_rows, self._memory.address, snapshot.address, num_rows, seconds, is_seated, by_text)
-        return self._helpers.beside(draft, num_rows, snapshot, self._longest, self._shortest)
 
     def seat(self, texts: Sequence[Text | None], lengths: Sequence[int]) -> bool:
         """Say whose text, of ``lengths[i]`` tokens now, is in row i. Returns whether it is as it was. O(rows)."""
@@ -228,7 +216,6 @@ class RowDrafter:
         self.seat([text], [2])
         self.draft([[0]], lengths, rows, NO_SNAPSHOT, 0.0, is_seated=True)
         self.forget([text])
-        self._helpers.warm_up()
         self._batch.num_proposals = 0
         self._batch.model = self._models.of(self._learned).address
 

@@ -6,17 +6,13 @@ from typing import Final, NamedTuple
 
 from ssd.compiled.addresses import Int64s, TokenIds, float64_array, inlined, int32_array, int64_array, kernel
 from ssd.compiled.records import Address, Int64, Record, view_of
-from ssd.drafting.suffix.ahead import NO_ROWS, open_rows
 from ssd.drafting.suffix.ask import asks_at
 from ssd.drafting.suffix.draft_record import MAX_DRAFT, drafts_at
-from ssd.drafting.suffix.gather import scratch_at
 from ssd.drafting.suffix.propose import propose_suffix
 from ssd.drafting.suffix.workspace import Frame, frame_at
 from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
-from ssd.retrieval.snapshot import snapshot_at
 
 NOT_SEATED: Final = -1
-NO_ROOM: Final = -2
 
 _PRICE_UNKNOWN: Final = 0.1
 """Of a drafted token, in expected accepted tokens, while it is not known what steps cost."""
@@ -209,7 +205,7 @@ def draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float,
     ``by_text`` also at their last tokens.
 
     Returns how many words were written: where each row's draft ends among them, then the drafts. NOT_SEATED where a row
-    does not hold the text it held, NO_ROOM where the workspace has too few lanes; nothing was done then.
+    does not hold the text it held; nothing was done then.
     """
     batch = batch_at(batch_address)
     rows = Rows(
@@ -220,11 +216,7 @@ def draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float,
     )
     frame = frame_at(batch.workspace)
     if not is_seated and not _are_seated(rows, by_text):
-        open_rows(frame, NO_ROWS)
         return NOT_SEATED
-    if snapshot_at(snapshot).num_segments > scratch_at(frame.lookups).num_lanes:
-        open_rows(frame, NO_ROWS)
-        return NO_ROOM
     num_asked, num_tokens = _ask(frame, rows)
     if seconds > 0.0 and num_asked == num_rows and batch.last_asked == num_rows:
         observe_pass(batch.cost, batch.last_positions, False, num_tokens, seconds)

@@ -36,12 +36,11 @@ from ssd.drafting.suffix.acceptance import (
     TOKEN,
     Model,
 )
-from ssd.drafting.suffix.ask import Ask
 from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT
 from ssd.drafting.suffix.chain import CHAIN_CANDIDATES
 from ssd.drafting.suffix.draft_record import MAX_DRAFT
 from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.gather import IN_SEGMENT, Evidence, LookupScratch
+from ssd.drafting.suffix.gather import IN_SEGMENT, Evidence
 from ssd.drafting.suffix.vote import MAX_VOTED
 from ssd.drafting.suffix.workspace import Frame
 from ssd.retrieval.packed import GUARD_BYTES, unpack
@@ -273,21 +272,20 @@ class _Reader:
     def _last_lookup(self, frame: Any, path: list[int], known: Sequence[Lookup]) -> tuple[int, int, Any, Any]:
         """Which lookup the places come from: its number among ``known`` or the next one, the node it is behind, its
         evidence, and the text whose own places are meant."""
-        rows, depth, spare = int(frame["num_rows"]), 0, 0
+        depth = spare = 0
         if self._request.tree:
             if path:
                 last = frame["tree"]["nodes"][path[-1]]
                 depth, spare = int(last["looked_up_at"]), int(last["lookup"])
         else:
-            looked_up = _record_at(LookupScratch, int(frame["lookups"]))["lookups"][0]
+            looked_up = frame["lookups"]
             continued = self._drafter.workspace_address + _offset_of(Frame, "continued")
             if int(looked_up["context"]) == continued:
                 depth = int(looked_up["context_length"]) - min(len(self._context), CONTINUED_CONTEXT)
                 spare = 1
         after = path[depth - 1] if depth else CONTEXT_END
-        is_looked_up = int(_record_at(Ask, int(frame["asks"]))["is_looked_up"])
-        row = (0 if is_looked_up else rows) if spare == 0 else rows + (spare if self._request.tree else 0)
-        evidence = _record_at(Evidence, int(frame["evidences"]) + row * dtype_of(Evidence).itemsize)
+        number = spare if self._request.tree else 0
+        evidence = _record_at(Evidence, int(frame["evidences"]) + number * dtype_of(Evidence).itemsize)
         if spare == 0:
             text: Any = self._context
         elif self._request.tree:

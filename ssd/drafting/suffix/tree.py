@@ -11,16 +11,18 @@ from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
 from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.suffix.acceptance import INPUTS, Model
 from ssd.drafting.suffix.ask import Ask, name_source, predicted_token, price_of
-from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT, begin_text, search, wants_places
+from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT, begin_text, wants_places
 from ssd.drafting.suffix.draft_record import MAX_DRAFT, DraftRecord
 from ssd.drafting.suffix.gather import (
     EVIDENCE_BYTES,
+    MAX_LEVELS,
     MAX_SAMPLES,
     NOTHING,
     Evidence,
     LookupScratch,
     Texts,
     evidence_at,
+    look_up,
     next_token,
     num_samples,
     token_before,
@@ -171,14 +173,15 @@ def _look_up_again(
         text[kept + place] = out.tokens[node]
         node = out.parents[node]
     space.lengths[number] = kept + depth + 1
-    found_at = carrying.evidences_at + EVIDENCE_BYTES * number
-    search(
+    look_up(
         carrying.snapshot,
         carrying.lookups,
         text[: kept + depth + 1],
         carrying.max_length,
         carrying.min_length,
-        found_at,
+        MAX_LEVELS,
+        True,
+        evidence_at(carrying.evidences_at + EVIDENCE_BYTES * number),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -20,7 +19,7 @@ from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT
 from ssd.drafting.suffix.chain import ChainScratch
 from ssd.drafting.suffix.draft_record import MAX_DRAFT, DraftRecord
 from ssd.drafting.suffix.follow import NO_TABLE, Followed
-from ssd.drafting.suffix.gather import EVIDENCE_BYTES, IN_STEP, Evidence, Hits, LookupScratch
+from ssd.drafting.suffix.gather import Evidence, Hits, LookupScratch
 from ssd.drafting.suffix.guesses import Guesses, keep_guesses
 from ssd.drafting.suffix.judge import Candidates
 from ssd.drafting.suffix.learn import JudgedDraft, forget_draft
@@ -53,11 +52,8 @@ class Frame(Record):
     """What kernels find in a workspace.
 
     ``asks`` : Ask[num_rows]; ``drafts`` : DraftRecord[num_rows]. ``states`` : RequestState[num_states].
-    ``evidences`` : Evidence[num_rows + 1 + MOST_CARRIED], of each row what was looked up ahead, a spare one, and those
-    of a tree's further lookups. ``lookups`` : the caller's LookupScratch. All else is scratch.
-
-    ``groups`` : int64[groups of rows, 2]: of each IN_STEP rows how many threads wanted to look them up, and whether
-    one has. ``num_open_at`` : where it is said how many rows threads may help with: an int64, 0 for not yet.
+    ``evidences`` : Evidence[1 + MOST_CARRIED], of the row that is drafted for, and of a tree's further lookups. All
+    else is scratch.
     """
 
     num_rows: Int64
@@ -66,9 +62,7 @@ class Frame(Record):
     num_states: Int64
     states: Address
     evidences: Address
-    lookups: Address
-    groups: Address
-    num_open_at: Address
+    lookups: LookupScratch
     prediction_hits: Hits
     candidates: Candidates
     chain: ChainScratch
@@ -80,24 +74,6 @@ frame_at = view_of(Frame)
 
 
 states_at = views_of(RequestState)
-
-
-@inlined
-def evidence_of(frame: Frame, row: int) -> int:
-    """Where the evidence of a row lies; that of ``num_rows`` is the spare one, then come a tree's."""
-    return frame.evidences + EVIDENCE_BYTES * row
-
-
-@inlined
-def claims_of(frame: Frame, group: int) -> int:
-    """Where it is counted how many threads wanted to look up a group of rows."""
-    return frame.groups + 16 * group
-
-
-@inlined
-def finished_of(frame: Frame, group: int) -> int:
-    """Where it is said that a group of rows has been looked up."""
-    return frame.groups + 16 * group + 8
 
 
 @inlined
@@ -156,35 +132,15 @@ def keep_all_guesses(
             keep_guesses(kept[states[b]].guesses, fed[b], parents[b], is_tree, counts[b], chosen[b], ends[b])
 
 
-class LookupMemory:
-    """Memory of one thread that looks up. ``address`` : of its ``LookupScratch``."""
-
-    def __init__(self) -> None:
-        self._memory, self._patterns = Records(LookupScratch), np.zeros(IN_STEP * PATTERNS_BYTES, np.uint8)
-        self.address = self._memory.address
-        self._memory[0].patterns = address(self._patterns)
-
-    def make_lanes(self, count: int) -> None:
-        """For so many segments."""
-        self._lanes, self._walkers = Records(Lane, IN_STEP * count), Records(Walker, 2 * IN_STEP * count)
-        scratch = self._memory[0]
-        scratch.num_lanes, scratch.lanes, scratch.walkers = count, self._lanes.address, self._walkers.address
-
-
 class Workspace:
     """Rows, drafts and scratch memory of one drafter; grows, never shrinks. ``address`` : of its ``Frame``."""
 
-    def __init__(self, num_helpers: int = 0) -> None:
-        """``num_helpers`` : threads beside the caller's that look up; no more than there are other processors."""
-        num_helpers = max(0, min(num_helpers, (os.cpu_count() or 1) - 1))
+    def __init__(self) -> None:
         self._memory = Records(Frame)
         self._frame, self.address = self._memory[0], self._memory.address
-        self._lookups = [LookupMemory() for _ in range(1 + num_helpers)]
-        self.helpers = [lookups.address for lookups in self._lookups[1:]]
-        """Of each helper, where its ``LookupScratch`` lies."""
-        self._frame.lookups = self._lookups[0].address
-        self._num_open = np.zeros(1, np.int64)
-        self._frame.num_open_at = address(self._num_open)
+        self._patterns, self._evidences = np.zeros(PATTERNS_BYTES, np.uint8), Records(Evidence, 1 + MOST_CARRIED)
+        self._frame.lookups.patterns = address(self._patterns)
+        self._frame.evidences = self._evidences.address
         self._make_lanes(32)
         self._make_rows(16)
         self.states: Records[RequestState] = Records(RequestState, 0)
@@ -193,9 +149,9 @@ class Workspace:
         self._make_states(32)
 
     def _make_lanes(self, count: int) -> None:
-        self._num_lanes = count
-        for lookups in self._lookups:
-            lookups.make_lanes(count)
+        self._lanes, self._walkers = Records(Lane, count), Records(Walker, 2 * count)
+        lookups = self._frame.lookups
+        lookups.num_lanes, lookups.lanes, lookups.walkers = count, self._lanes.address, self._walkers.address
 
     def _make_states(self, count: int) -> None:
         """Memory for so many states, the first those that there are."""
@@ -218,11 +174,8 @@ class Workspace:
 
     def _make_rows(self, count: int) -> None:
         self._asks, self._drafts = Records(Ask, count), Records(DraftRecord, count)
-        self._evidences = Records(Evidence, count + 1 + MOST_CARRIED)
         frame = self._frame
         frame.num_rows, frame.asks, frame.drafts = count, self._asks.address, self._drafts.address
-        self._groups = np.zeros((1 + count // IN_STEP, 2), np.int64)
-        frame.evidences, frame.groups = self._evidences.address, address(self._groups)
         # Views of each row, made once: they are read at every step.
         self._tokens, self._parents, self._probabilities = (
             list(self._drafts.array[name]) for name in ("tokens", "parents", "probabilities")
@@ -232,7 +185,7 @@ class Workspace:
         """Grow, if a call for so many requests of ``snapshot`` asks for it."""
         if num_requests > len(self._asks):
             self._make_rows(2 * num_requests)
-        if len(snapshot.segments) > self._num_lanes:
+        if len(snapshot.segments) > len(self._lanes):
             self._make_lanes(2 * len(snapshot.segments))
         if len(self._free_states) < num_requests:
             most = max(_MAX_STATES, num_requests)
@@ -240,10 +193,6 @@ class Workspace:
                 self._make_states(min(most, 2 * len(self.states) + num_requests))
             if len(self._free_states) < num_requests:
                 self._forget_all()
-
-    def say_open(self, num_rows: int) -> None:
-        """Say with how many rows threads may help: 0 for not yet, less for none."""
-        self._num_open[0] = num_rows
 
     def state_of(self, request_id: str) -> tuple[int, bool]:
         """Where what is kept of a request lies, and whether nothing is yet."""
