@@ -222,12 +222,6 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         ),
         Choice("drafting/suffix/gather.py", {"MAX_SCANNED_SAMPLES": "32"}, "places sampled, unsorted text"),
         Choice(
-            "drafting/suffix/agreement.py",
-            {"MOST_IN_COMMON": "8"},
-            "tokens compared at once",
-            "two words of packed text; with prefetching 13.2 -> 13.0 us a draft at 1M tokens",
-        ),
-        Choice(
             "drafting/suffix/follow.py",
             {"MAX_FOLLOWED": "8"},
             "places kept to the next step",

@@ -161,16 +161,6 @@ def leading_zeros(_typing: Any, value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic
-def trailing_zeros(_typing: Any, value: Any) -> Any:
-    """Zero bits below the lowest one of a uint64; 64 for zero."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), generate
-
-
 @inlined
 def data_of(array: npt.NDArray[Any]) -> int:
     """Where the data of ``array`` begin, for kernels. It must outlive what is done with that, see `name_memory`."""

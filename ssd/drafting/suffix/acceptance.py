@@ -228,12 +228,6 @@ def when(depth: int) -> int:
 
 
 @inlined
-def deeper_set(chosen: int, depth: int) -> int:
-    """The weight set of the same evidence at another depth."""
-    return chosen - chosen % WHEN_SETS + when(depth)
-
-
-@inlined
 def _mixed(model: Model, inputs: Int64s, chosen: int) -> float:
     """Log odds that a candidate is accepted, as the mixer sees them."""
     total = model.weights[chosen, INPUTS]

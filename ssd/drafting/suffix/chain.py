@@ -9,19 +9,16 @@ import numpy as np
 from ssd.compiled.addresses import Int64s, kernel
 from ssd.compiled.records import Float64, Int64, Record
 from ssd.drafting.suffix.acceptance import Model
-from ssd.drafting.suffix.agreement import num_unanimous
 from ssd.drafting.suffix.ask import Ask, name_source, predicted_token, price_of
 from ssd.drafting.suffix.carry_on import wants_places
 from ssd.drafting.suffix.draft_record import DraftRecord
-from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, next_token, num_samples, token_before
-from ssd.drafting.suffix.judge import Candidates, Position, bring_near, judge, judge_again
+from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, Evidence, Texts, num_samples, token_before
+from ssd.drafting.suffix.judge import Candidates, Position, judge
 from ssd.drafting.suffix.keyed import begin_node
 from ssd.drafting.suffix.learn import JudgedDraft, error_bucket, keep_judged
-from ssd.drafting.suffix.offered import ROOT, child_of, has_children
+from ssd.drafting.suffix.offered import ROOT, child_of
 from ssd.drafting.suffix.prediction import PredictionPlace
-from ssd.drafting.suffix.recycled import NOT_ASKED
 from ssd.drafting.suffix.seek import seek
-from ssd.drafting.suffix.vote import count_again
 
 CHAIN_CANDIDATES: Final = 4
 """Tokens judged at a position: the best of them is hardly ever one with fewer votes."""
@@ -69,9 +66,7 @@ def chain(
     product = 1.0 if begin == 0 else space.product
     before, earlier = int(np.int64(texts.context[-1])), token_before(texts)
     offered = ROOT if begin == 0 else space.offered
-    error, votes, size = error_bucket(judged), found.votes, 0
-    was_right = prediction.was_wrong == 0
-    is_unanimous, run = False, 0  # the last count found one token; so many more it is known to find one
+    error, votes, was_right = error_bucket(judged), found.votes, prediction.was_wrong == 0
     for depth in range(begin, ask.limit + 1):
         begin_node(found.keyed, found.foreseen, out, depth - 1, depth)
         predicted = predicted_token(ask, prediction, depth) if follows else NOTHING
@@ -88,21 +83,12 @@ def chain(
             error_bucket=error,
             prompt_length=ask.prompt_length,
         )
-        if is_unanimous and run == 0:
-            run = num_unanimous(texts, evidence, alive, count, depth - begin, ask.limit + 1 - depth)
-            bring_near(texts, evidence, alive[0], depth - begin, run, before, model, found)
-        is_again = is_unanimous and run > 0
-        if is_again:
-            size, run = 1, run - 1
-            count_again(next_token(evidence, alive[0], depth - begin, texts), votes)
-            judge_again(evidence, at, model, found)
-        else:
-            looks_up = may_look_up and depth < ask.limit and found.keyed.token < 0
-            if looks_up and wants_places(texts, evidence, alive, count, at.passed, predicted):
-                space.product, space.follows, space.offered = product, int(follows), offered
-                return True
-            size = seek(texts, evidence, alive, count, at, CHAIN_CANDIDATES, CHAIN_RECYCLED, found)
-            judge(evidence, size, at, model, found)
+        looks_up = may_look_up and depth < ask.limit and found.keyed.token < 0
+        if looks_up and wants_places(texts, evidence, alive, count, at.passed, predicted):
+            space.product, space.follows, space.offered = product, int(follows), offered
+            return True
+        size = seek(texts, evidence, alive, count, at, CHAIN_CANDIDATES, CHAIN_RECYCLED, found)
+        judge(evidence, size, at, model, found)
         if size == 0:
             space.product, space.follows, space.offered = product, int(follows), offered
             return True
@@ -123,12 +109,9 @@ def chain(
         out.tokens[depth], out.probabilities[depth] = token, chance
         out.size = depth + 1
         follows = follows and predicted == token
-        if not is_again:
-            kept = 0
-            for i in range(count):
-                alive[kept] = alive[i]
-                kept += votes.nexts[i] == token
-            is_alone = predicted < 0 and found.recycled.count == NOT_ASKED and not has_children(found.forest, offered)
-            is_unanimous = kept == count and count > 0 and is_alone and found.keyed.choices == 0
-            count, offered = kept, child_of(found.forest, offered, token)
+        kept = 0
+        for i in range(count):
+            alive[kept] = alive[i]
+            kept += votes.nexts[i] == token
+        count, offered = kept, child_of(found.forest, offered, token)
     return False

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64s, Int64s, data_of, inlined, prefetch
+from ssd.compiled.addresses import Float64s, Int64s, inlined
 from ssd.compiled.records import Address, Record
 from ssd.drafting.suffix.acceptance import (
     AGREEMENTS,
@@ -38,7 +38,6 @@ from ssd.drafting.suffix.acceptance import (
     chance_of,
     coarse_length,
     coarse_share,
-    deeper_set,
     hash_of,
     hash_of_pair,
     length_bucket,
@@ -49,7 +48,7 @@ from ssd.drafting.suffix.acceptance import (
     when,
 )
 from ssd.drafting.suffix.foreseen import HEIGHTS, Foreseen, height_of, verdict_on
-from ssd.drafting.suffix.gather import MAX_LEVELS, NOTHING, Evidence, Texts, next_token, origin_of, own_position
+from ssd.drafting.suffix.gather import MAX_LEVELS, NOTHING, Evidence, origin_of, own_position
 from ssd.drafting.suffix.keyed import RUNS, Keyed, run_bucket
 from ssd.drafting.suffix.offered import Forest, best_child, child_of, has_children
 from ssd.drafting.suffix.recycled import Recycled, rank_of
@@ -217,43 +216,3 @@ def judge(evidence: Evidence, size: int, at: Position, model: Model, found: Cand
         if found.keyed.token >= 0:
             inputs[KEYED] = OFFSETS[KEYED] + keyed_key * 2 + int(token == found.keyed.token)
         found.sets[row], found.chances[row] = chosen, chance_of(model, inputs, chosen)
-
-
-@inlined
-def bring_near(
-    texts: Texts, evidence: Evidence, sample: int, passed: int, run: int, before: int, model: Model, found: Candidates
-) -> None:
-    """Have what ``judge_again`` looks up at the next ``run`` positions brought near, where all say what a sample says.
-
-    The tables are larger than the near caches. ``before`` : the token before the first of them.
-    """
-    rows, log_odds = COARSE_LENGTHS * COARSE_SHARES, data_of(model.log_odds)
-    coarse = (found.inputs[0, TOKEN] - OFFSETS[TOKEN]) % rows
-    for ahead in range(run):
-        token = next_token(evidence, sample, passed + ahead, texts)
-        prefetch(log_odds + 8 * (OFFSETS[TOKEN] + hash_of(token) * rows + coarse))
-        prefetch(log_odds + 8 * (OFFSETS[BEFORE] + hash_of(before) * rows + coarse))
-        prefetch(log_odds + 8 * (OFFSETS[PAIR] + hash_of_pair(before, token) * rows + coarse))
-        before = token
-
-
-@inlined
-def judge_again(evidence: Evidence, at: Position, model: Model, found: Candidates) -> None:
-    """``judge`` where the same places, one token further, again are unanimous: few views see a difference.
-
-    Not where keyed choices are looked up.
-    """
-    for level in range(evidence.num_levels):
-        agreeing = evidence.lengths[level] + at.passed
-        if length_bucket(agreeing) != length_bucket(agreeing - 1):
-            judge(evidence, 1, at, model, found)
-            return
-    token, inputs, rows = found.votes.tokens[0], found.inputs[0], COARSE_LENGTHS * COARSE_SHARES
-    coarse = (inputs[TOKEN] - OFFSETS[TOKEN]) % rows
-    inputs[TOKEN] = OFFSETS[TOKEN] + hash_of(token) * rows + coarse
-    inputs[BEFORE] = OFFSETS[BEFORE] + hash_of(at.before) * rows + coarse
-    inputs[PAIR] = OFFSETS[PAIR] + hash_of_pair(at.before, token) * rows + coarse
-    if found.foreseen.is_known:
-        inputs[NOISE] = _noise_entry(found, token, SUCCESSORS, coarse)
-    found.sets[0] = deeper_set(found.sets[0], at.depth)
-    found.chances[0] = chance_of(model, inputs, found.sets[0])

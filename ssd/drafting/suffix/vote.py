@@ -213,11 +213,3 @@ def add_offered(forest: Forest, offered: int, size: int, votes: Votes) -> int:
         size = add_voteless(forest.tokens[child], size, votes)
         child = forest.next[child]
     return size
-
-
-@inlined
-def count_again(token: int, votes: Votes) -> None:
-    """Where the last count was of the same samples and found one token: all of them say ``token`` now."""
-    votes.tokens[0] = token
-    votes.index_says = token if votes.index_top < NOWHERE else NOTHING
-    votes.own_says = token if votes.own_top < NOWHERE else NOTHING
