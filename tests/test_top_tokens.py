@@ -165,7 +165,7 @@ def test_a_drafter_is_told_what_every_pass_said(way: str, shape: Any, overlap: b
     assert (witness.num_branches > 0) == (shape == "tree" and architecture == "Llama")
 
 
-@pytest.mark.parametrize("drafter", ["none", "frequency"])
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup"])
 def test_where_nobody_learns_from_it_nothing_is_looked_for(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(_output: PassOutput, _counts: Sequence[int]) -> None:
         raise AssertionError

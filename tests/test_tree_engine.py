@@ -188,7 +188,7 @@ def test_what_is_no_tree_is_a_counter_and_changes_nothing() -> None:
     assert engine.metrics.num_draft_tokens > 0  # the one that was too big was cut
 
 
-@pytest.mark.parametrize("drafter", ["ssd", "frequency", "prompt-lookup"])
+@pytest.mark.parametrize("drafter", ["ssd", "prompt-lookup"])
 @pytest.mark.parametrize(("temperature", "is_coupled"), [(0.0, False), (0.9, False), (0.9, True)])
 def test_every_drafter_may_be_asked_for_trees(drafter: str, temperature: float, is_coupled: bool) -> None:
     prompts = [prompt_of(seed % 3, 12) for seed in range(9)]

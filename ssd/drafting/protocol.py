@@ -223,3 +223,17 @@ class Drafter(Protocol):
     def finish(self, request_id: str) -> None:
         """Forget a request: it has ended."""
         ...
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """An empty draft per request."""
+        return [EMPTY_DRAFT] * len(requests)
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Nothing to learn."""
+
+    def finish(self, request_id: str) -> None:
+        """Nothing to forget."""

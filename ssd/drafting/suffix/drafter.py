@@ -8,7 +8,6 @@ import numpy as np
 
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, ScoredPass, TokenIds
 from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.drafting.suffix.by_snapshot import propose_by_snapshot
 from ssd.drafting.suffix.keyed_choices import warm_up as warm_up_choices
 from ssd.drafting.suffix.namespace_choices import NamespaceChoices
 from ssd.drafting.suffix.namespace_models import NamespaceModels
@@ -16,7 +15,6 @@ from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
 from ssd.drafting.suffix.propose import end_request, propose_suffix, propose_suffix_one
 from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths, contiguous
 from ssd.retrieval.segment_store import LearnedState
-from ssd.retrieval.snapshot import Snapshot
 
 
 class SuffixDrafter:
@@ -75,12 +73,19 @@ class SuffixDrafter:
         return self._models.of(learned)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft per request, in order; one kernel call per snapshot."""
+        """One draft per request, in order; one kernel call for all with the same snapshot and ``learned``."""
         if self._choices is not None:
             self._choices.begin_pass()
         if len(requests) == 1:
             return [self._propose_one(requests[0])]
-        return propose_by_snapshot(requests, self._propose)
+        members: dict[tuple[int, int], list[int]] = {}
+        for i, request in enumerate(requests):  # what is learned is a namespace's own also where there is no snapshot
+            members.setdefault((id(request.snapshot), id(request.learned)), []).append(i)
+        drafts = [EMPTY_DRAFT] * len(requests)
+        for indices in members.values():
+            for i, draft in zip(indices, self._propose([requests[i] for i in indices]), strict=True):
+                drafts[i] = draft
+        return drafts
 
     def _propose_one(self, request: DraftRequest) -> Draft:
         workspace, snapshot = self._workspace, request.snapshot or NO_SNAPSHOT
@@ -104,10 +109,10 @@ class SuffixDrafter:
             self._shortest,
         )
         del held
-        return workspace.draft(0, with_probabilities=True)
+        return workspace.draft(0)
 
-    def _propose(self, snapshot: Snapshot, requests: Sequence[DraftRequest]) -> list[Draft]:
-        workspace, count = self._workspace, len(requests)
+    def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        workspace, count, snapshot = self._workspace, len(requests), requests[0].snapshot or NO_SNAPSHOT
         workspace.room_for(count, snapshot)
         learned = requests[0].learned
         if learned is None:  # each from what it said itself

@@ -246,21 +246,17 @@ def _scan(
     longest: int,
     in_segments: int,
     min_length: int,
-    max_levels: int,
-    with_own: bool,
     scratch: LookupScratch,
     evidence: Evidence,
 ) -> int:
     """Say how many levels there may be, now that the longest match in segments is known; scan the other texts."""
     ring, own, tail = int32_array(searched.ring, searched.ring_size), scratch.own, scratch.tail
-    num_own, own_length = 0, 0
-    if with_own:
-        num_own = scan(context, 0, len(context) - 1, context, longest, own.positions, own.lengths)
-        own_length = _count_lengths(own, num_own, longest)
+    num_own = scan(context, 0, len(context) - 1, context, longest, own.positions, own.lengths)
+    own_length = _count_lengths(own, num_own, longest)
     num_tail = scan(ring, searched.tail_start, searched.tail_stop, context, longest, tail.positions, tail.lengths)
     index_length = max(in_segments, _count_lengths(tail, num_tail, longest))
     length, other, num_possible = max(own_length, index_length), min(own_length, index_length), 0
-    while length >= max(1, min_length) and num_possible < max_levels:
+    while length >= max(1, min_length) and num_possible < MAX_LEVELS:
         evidence.lengths[num_possible] = length
         num_possible += 1
         shorter = min(length - 1, length // 2)
@@ -334,14 +330,12 @@ def look_up(
     context: TokenIds,
     max_length: int,
     min_length: int,
-    max_levels: int,
-    with_own: bool,
     evidence: Evidence,
 ) -> None:
-    """Sample the places where the last tokens of a context stand, at up to ``max_levels`` match lengths.
+    """Sample the places where the last tokens of a context stand, in itself and in the index, at some match lengths.
 
-    ``with_own`` : also in the request's own text. The levels are the longest match of own text and index, then shorter
-    ones by halves and the longest of the other, until one has ENOUGH_SUPPORT occurrences.
+    The levels are the longest match of own text and index, then shorter ones by halves and the longest of the other,
+    until one has ENOUGH_SUPPORT occurrences, MAX_LEVELS at most.
 
     Up to MAX_SCANNED_SAMPLES places of own text and of the tail are taken, the most recent of each level, and up to
     MAX_SEGMENT_SAMPLES in segments, evenly strided over those of a level; each stands for as many as were left out.
@@ -356,7 +350,7 @@ def look_up(
     open_lanes(segments, context, longest, scratch.patterns, lanes, walkers)
     search_lanes(lanes, num_lanes)
     in_segments = longest_in_lanes(lanes, num_lanes)
-    num_possible = _scan(searched, context, longest, in_segments, min_length, max_levels, with_own, scratch, evidence)
+    num_possible = _scan(searched, context, longest, in_segments, min_length, scratch, evidence)
     size, taken, support = 0, 0, 0.0
     for level in range(num_possible):
         if support >= ENOUGH_SUPPORT:

@@ -13,7 +13,6 @@ from ssd.drafting.suffix.draft_record import DraftRecord, clear, drafts_at
 from ssd.drafting.suffix.follow import NO_TABLE, follow, keep
 from ssd.drafting.suffix.gather import (
     EVIDENCE_BYTES,
-    MAX_LEVELS,
     Evidence,
     Texts,
     evidence_at,
@@ -51,7 +50,7 @@ def _search(
     if ask.no_lookup == 1:
         evidence.num_levels = 0
     else:
-        look_up(snapshot, frame.lookups, context, max_length, min_length, MAX_LEVELS, True, evidence)
+        look_up(snapshot, frame.lookups, context, max_length, min_length, evidence)
 
 
 @inlined

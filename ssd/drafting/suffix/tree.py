@@ -15,7 +15,6 @@ from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT, begin_text, wants_pl
 from ssd.drafting.suffix.draft_record import MAX_DRAFT, DraftRecord
 from ssd.drafting.suffix.gather import (
     EVIDENCE_BYTES,
-    MAX_LEVELS,
     MAX_SAMPLES,
     NOTHING,
     Evidence,
@@ -179,8 +178,6 @@ def _look_up_again(
         text[: kept + depth + 1],
         carrying.max_length,
         carrying.min_length,
-        MAX_LEVELS,
-        True,
         evidence_at(carrying.evidences_at + EVIDENCE_BYTES * number),
     )
 

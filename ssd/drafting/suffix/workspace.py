@@ -233,9 +233,9 @@ class Workspace:
         row: int,
         request: DraftRequest,
         price: float,
-        successors: int = 0,
-        looks_up: bool = True,
-        choices: int = 0,
+        successors: int,
+        looks_up: bool,
+        choices: int,
     ) -> tuple[npt.NDArray[Any] | SequenceNoise, ...]:
         """Write what is asked for in a row, but for what ``place`` writes. ``price`` : where the request has none.
 
@@ -284,9 +284,9 @@ class Workspace:
         self,
         requests: Sequence[DraftRequest],
         price: float,
-        successors: Sequence[int] | None = None,
-        looks_up: bool = True,
-        choices: Sequence[int] | None = None,
+        successors: Sequence[int],
+        looks_up: bool,
+        choices: Sequence[int],
     ) -> list[tuple[npt.NDArray[Any] | SequenceNoise, ...]]:
         """Write a row for every request, see ``ask``.
 
@@ -295,24 +295,22 @@ class Workspace:
         held = []
         for row, request in enumerate(requests):
             context, (state, is_new) = contiguous(request.context), self.state_of(request.request_id)
-            known = 0 if successors is None else successors[row]
-            chosen = 0 if choices is None else choices[row]
-            held.append((context, *self.ask(row, request, price, known, looks_up, chosen)))
+            held.append((context, *self.ask(row, request, price, successors[row], looks_up, choices[row])))
             place(self.address, row, context, request.limit, state, is_new, request.prompt_length)
         return held
 
-    def draft(self, row: int, *, with_probabilities: bool = False) -> Draft:
+    def draft(self, row: int) -> Draft:
         """The draft that a kernel wrote in ``row``."""
         written = self._drafts[row]
         size = written.size
         if size == 0:
             return EMPTY_DRAFT
-        estimates = self._probabilities[row][:size].copy() if with_probabilities else None
+        estimates = self._probabilities[row][:size].copy()
         parents = self._parents[row][:size].copy() if written.is_tree else None
         return Draft(self._tokens[row][:size].copy(), written.match_length, SOURCES[written.source], estimates, parents)
 
     def drafts(self, count: int) -> list[Draft]:
-        """Those that a kernel wrote in the first ``count`` rows, with probabilities; copied once for all of them."""
+        """Those that a kernel wrote in the first ``count`` rows, copied once for all of them."""
         written = self._drafts.array[:count]
         sizes, lengths, sources, trees = (
             written[name].tolist() for name in ("size", "match_length", "source", "is_tree")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
 from ssd.retrieval.search import MAX_SCAN_HITS, pattern_length, scan
+
+LOOKUP_LENGTH: Final = 10
+"""Longest tail that is looked up, whatever the configuration allows beyond it."""
 
 
 @kernel
@@ -29,7 +33,7 @@ class PromptLookupDrafter:
     Prompt lookup decoding (Saxena, 2023), with the longest match instead of a fixed n-gram. O(context) per request.
     """
 
-    def __init__(self, *, max_match_length: int = 10, min_match_length: int = 1) -> None:
+    def __init__(self, *, max_match_length: int = LOOKUP_LENGTH, min_match_length: int = 1) -> None:
         self._max_length = max_match_length
         self._min_length = min_match_length
         self._hits = np.empty((2, MAX_SCAN_HITS), np.int64)
