@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from ssd.config import SamplingParams
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.coupling import secret_of
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.sampler import argmax_with_noise

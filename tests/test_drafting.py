@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from benchmarks.peers.frequency import FrequencyDrafter
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.lookup import MAX_SAMPLES, MAX_SEGMENT_SAMPLES
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.gather import MAX_SAMPLES, MAX_SEGMENT_SAMPLES
 from ssd.errors import ConfigError
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
@@ -169,7 +169,7 @@ def test_unknown_drafter_is_refused_with_the_known_names() -> None:
 
 
 def test_warm_up_leaves_nothing_to_compile() -> None:
-    from ssd.drafting.suffix.propose import propose_suffix, propose_suffix_one
+    from ssd.drafting.propose import propose_suffix, propose_suffix_one
 
     kernels: tuple[Any, ...] = propose_suffix, propose_suffix_one
     drafter = make_drafter("ssd", DraftConfig())

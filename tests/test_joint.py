@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.drafting.arbiter import Arbiter
-from ssd.drafting.grafting import Graft, depth_of, walked
-from ssd.drafting.offers import HEAD
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.drafting.trials import TRIAL_EVERY
+from ssd.drafting.arbiter import Arbiter, Graft, depth_of, walked
+from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftRequest
+from ssd.drafting.source import TRIAL_EVERY
 from ssd.pricing.excess import Excess
 from tests.reference.pricing import mean_excess
 

@@ -11,7 +11,7 @@ from benchmarks.exactness import Makers, Report, Setting, compare, covering_sett
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
-from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.drafting import make_snapshot
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import EngineConfig, SamplingParams
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import NoDrafter
-from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.engine.prefix_reuse import PrefixReuse
 from ssd.engine.scheduler import AGEING_STEPS, Scheduler

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.successors import SUCCESSORS
+from ssd.drafting.successors import SUCCESSORS
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.pass_output import PassOutput

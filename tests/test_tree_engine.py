@@ -15,8 +15,8 @@ from benchmarks.exactness import RandomDrafter
 from server.command.arguments import parse_arguments
 from ssd.config import CacheConfig, DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.errors import ConfigError
 from ssd.model.loading.load_target import open_target

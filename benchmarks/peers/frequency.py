@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
+from ssd.drafting.ask import MAX_DRAFT
+from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, contiguous
+from ssd.drafting.lookup import MAX_SAMPLES, NOTHING, evidence_at, look_up, next_token, texts_of
+from ssd.drafting.propose import frame_at
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.drafting.suffix.draft_record import MAX_DRAFT
-from ssd.drafting.suffix.gather import MAX_SAMPLES, NOTHING, evidence_at, look_up, next_token, texts_of
-from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, contiguous, frame_at
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.snapshot import Snapshot, snapshot_at
 

@@ -36,8 +36,8 @@ from cache_builder.replay.rows import Row, TokenIds
 from cache_builder.replay.stream import replay_stream
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Draft, Drafter, DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.row_drafter import RowDrafter, Text
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.rows import RowDrafter, Text
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.segment_store import LearnedState
 

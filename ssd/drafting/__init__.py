@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from ssd.config import DraftConfig
 from ssd.drafting.arbiter import Arbiter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.prompt_lookup import LOOKUP_LENGTH, PromptLookupDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, SamplingRow
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.errors import ConfigError
 
 _MAKERS: dict[str, Callable[[DraftConfig], Drafter]] = {

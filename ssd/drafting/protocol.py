@@ -4,20 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import UInt64
-from ssd.drafting.offers import Offers
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise, UInt64
 from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 if TYPE_CHECKING:  # it brings a tokenizer library with it
     from ssd.text.grammar import GrammarState
+
+HEAD: Final = 0
+"""A draft head, reading the target's hidden states."""
+
+MODEL: Final = 1
+"""A draft model."""
+
+GUESS: Final = 2
+"""The target itself, at positions behind a token that was wrong."""
+
+KINDS: Final = 3
+
+MAX_OFFERED: Final = 64
+"""Tokens offered for one draft; what is more is left out."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offers:
+    """A forest of proposed tokens.
+
+    ``token_ids`` : int32[n], n <= MAX_OFFERED. ``parents`` : int32[n], of each the index of the one it goes on from,
+    smaller than its own; -1 after the context. ``chances`` : float64[n], the chance that its source gives each once
+    those before it came; the acceptance model learns what that is worth. ``kinds`` : int32[n], who says so.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    parents: npt.NDArray[np.int32]
+    chances: npt.NDArray[np.float64]
+    kinds: npt.NDArray[np.int32]
+
 
 TokenIds = npt.NDArray[np.int32]
 Prices = npt.NDArray[np.float64]

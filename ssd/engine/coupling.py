@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ssd.drafting.noise_keys import request_key
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.engine.request import Request
 
 

@@ -11,8 +11,8 @@ from itertools import product
 import numpy as np
 
 from ssd.config import DraftConfig
-from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoreObserver
+from ssd.drafting.source import OneByOne
 from ssd.engine.audience import Audience
 from ssd.engine.faults import BestEffort
 from ssd.engine.sequence import Sequence

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.target_tokens import drawn_scores

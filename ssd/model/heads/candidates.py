@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.compiled.addresses import inlined, kernel
-from ssd.drafting.noise_keys import UInt64, gumbel_at
+from ssd.drafting.noise import UInt64, gumbel_at
 from ssd.drafting.protocol import SamplingRow
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE
 from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from ssd.config import SamplingParams
-from ssd.drafting.offers import HEAD, MAX_OFFERED
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, MAX_OFFERED, Draft, DraftRequest, Prices, SamplingRow
 from ssd.model.heads.candidates import Candidates, candidates
 from ssd.model.heads.head import Head, ParallelHead, RecurrentHead
 from ssd.model.heads.shapes import SOURCE, Floats, Ints, comb, product

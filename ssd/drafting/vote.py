@@ -9,9 +9,9 @@ import numpy as np
 
 from ssd.compiled.addresses import Float64s, Int64s, inlined, kernel
 from ssd.compiled.records import Float64, Int64, Record
-from ssd.drafting.offers import MAX_OFFERED
-from ssd.drafting.suffix.gather import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_own, next_token
-from ssd.drafting.suffix.offered import MAX_GUESSED, Forest, child_of, has_children
+from ssd.drafting.lookup import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_own, next_token
+from ssd.drafting.offered import MAX_GUESSED, Forest, child_of, has_children
+from ssd.drafting.protocol import MAX_OFFERED
 
 MAX_VOTED: Final = 12
 """Most tokens judged at one position that places say or other sources offer: those with the greatest share of the votes

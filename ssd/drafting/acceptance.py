@@ -18,15 +18,13 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, inlined, kernel
 from ssd.compiled.records import Float64, Record, view_of
-from ssd.drafting.offers import KINDS
-from ssd.drafting.suffix.foreseen import HEIGHTS, TYPICAL_SHARE, VERDICTS
-from ssd.drafting.suffix.keyed import RUNS
-from ssd.drafting.suffix.keyed_choices import MOST_CONFIRMED
-from ssd.drafting.suffix.successors import SHARES as SUCCESSOR_SHARES
-from ssd.drafting.suffix.successors import SUCCESSORS
+from ssd.drafting.choices import MOST_CONFIRMED
+from ssd.drafting.foreseen import HEIGHTS, RUNS, TYPICAL_SHARE, VERDICTS
+from ssd.drafting.protocol import KINDS
+from ssd.drafting.successors import SHARES as SUCCESSOR_SHARES
+from ssd.drafting.successors import SUCCESSORS
 
 Floats = npt.NDArray[np.float64]
-
 # The views of a candidate. Lengths, supports and shares are bucketed.
 OWN: Final = 0  # the longest match in the request's own text: length, support, share, newest vote, is that output
 INDEX: Final = 1  # the same in the index, and where its newest place lies
@@ -46,12 +44,13 @@ KEYED: Final = (
 )
 INPUTS: Final = 14
 LEVEL_VIEWS: Final = 3
-
 LENGTHS: Final = 13
 SUPPORTS: Final = 6
 SHARES: Final = 9
+
 ORIGINS: Final = 4
-"""See `gather.origin_of`, which tells three: the fourth stands in published models, and none has it any more."""
+"""See `lookup.origin_of`, which tells three: the fourth stands in published models, and none has it any more."""
+
 ERROR_BUCKETS: Final = 8
 HASHES: Final = 1024
 PAIR_HASHES: Final = 8192
@@ -59,10 +58,11 @@ COARSE_LENGTHS: Final = 4
 COARSE_SHARES: Final = 3
 OFFERED_CHANCES: Final = 8
 WARMTHS: Final = 3
+
 AGREEMENTS: Final = 3
 """Of places with what the same noise chose: there are none, the newest say something else, one of them says so."""
-WHEN_SETS: Final = 3
 
+WHEN_SETS: Final = 3
 _SHAPES: Final = (
     (LENGTHS, SUPPORTS, SHARES, 2, 2),
     (LENGTHS, SUPPORTS, SHARES, 2, ORIGINS),
@@ -82,6 +82,7 @@ _SHAPES: Final = (
 OFFSETS: Final = np.cumsum([0, *(math.prod(shape) for shape in _SHAPES)])
 ENTRIES: Final = int(OFFSETS[-1])
 _SOURCES: Final = 7
+
 SETS: Final = 2**_SOURCES * LEVEL_VIEWS * WHEN_SETS
 """Sets of mixer weights: own text, index, prediction, offers, recycled ones, noise and what it chose before there or
 not, how many levels, how deep."""
@@ -90,20 +91,24 @@ _NUM_WEIGHTS: Final = SETS * (INPUTS + 1)
 
 KNOTS: Final = 33
 """Of a curve: from log odds of -8 to 8, 1 / KNOTS_PER_UNIT apart, straight between."""
+
 KNOTS_PER_UNIT: Final = 2.0
+
 NUM_LEARNED: Final = _NUM_WEIGHTS + WHEN_SETS * KNOTS
 """Numbers behind the tables: weights and curves."""
-MODEL_FLOATS: Final = 3 * ENTRIES + NUM_LEARNED + 1
 
+MODEL_FLOATS: Final = 3 * ENTRIES + NUM_LEARNED + 1
 _MIXER_RATE: Final = 0.01
 _CONSTANT_RATE: Final = 0.003
 _KNOT_RATE: Final = 0.02
+
 _LEAST_RATE: Final = 0.01
 """A table entry forgets: it weighs the last hundred candidates or so, to follow traffic that shifts."""
 
 _PRIOR_COUNT: Final = 2.0
 _MOST_COUNT: Final = 1.0 / _LEAST_RATE  # a greater one would make no difference
 _LEAST_CHANCE: Final = 1e-4
+
 _MOST_WEIGHT: Final = 4.0
 """Four times what replays of recorded outputs reach. From end to end an entry at the edge of its range moves a weight
 in 2 * _MOST_WEIGHT / (_MIXER_RATE * 9.2) = 87 candidates whose outcome surprises."""

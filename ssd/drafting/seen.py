@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import address
 from ssd.compiled.records import Record, dtype_of
-from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix.acceptance import (
+from ssd.drafting.acceptance import (
     BEFORE,
     INDEX,
     INPUTS,
@@ -36,13 +35,13 @@ from ssd.drafting.suffix.acceptance import (
     TOKEN,
     Model,
 )
-from ssd.drafting.suffix.carry_on import CONTINUED_CONTEXT
-from ssd.drafting.suffix.chain import CHAIN_CANDIDATES
-from ssd.drafting.suffix.draft_record import MAX_DRAFT
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.gather import IN_SEGMENT, Evidence
-from ssd.drafting.suffix.vote import MAX_VOTED
-from ssd.drafting.suffix.workspace import Frame
+from ssd.drafting.ask import MAX_DRAFT
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.grow import CHAIN_CANDIDATES, CONTINUED_CONTEXT
+from ssd.drafting.lookup import IN_SEGMENT, Evidence
+from ssd.drafting.propose import Frame
+from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.vote import MAX_VOTED
 from ssd.retrieval.packed import GUARD_BYTES, unpack
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.snapshot import Snapshot
@@ -57,9 +56,7 @@ _TOO_MUCH: Final = 2.0
 """A price that no token can pay: chances are below 1."""
 
 _CONTINUATION: Final = 2 * MAX_DRAFT
-
 Ended = Literal["limit", "price", "nothing"]
-
 _VIEW_NAMES: Final = {
     OWN: "own text",
     INDEX: "index",
@@ -361,7 +358,7 @@ def _after(segment: Segment, position: int) -> tuple[int, ...]:
 
 
 def _repeated(text: npt.NDArray[np.int32], position: int) -> tuple[int, ...]:
-    """What follows in own text, which is taken to go on from its own begin, see `gather.next_token`."""
+    """What follows in own text, which is taken to go on from its own begin, see `lookup.next_token`."""
     tail = text[position:].tolist()
     return _to_its_end((tail * (_CONTINUATION // len(tail) + 1))[:_CONTINUATION])
 

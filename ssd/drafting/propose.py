@@ -1,36 +1,143 @@
-"""The kernel of the suffix drafter: learn from what came since, gather evidence, draft."""
+"""The kernel of the suffix drafter: learn from what came since, look up, draft."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
-from ssd.compiled.addresses import TokenIds, inlined, int32_array, kernel
-from ssd.drafting.suffix.acceptance import Model, model_at
-from ssd.drafting.suffix.ask import Ask, asks_at, foresee, plant_offers
-from ssd.drafting.suffix.carry_on import LEAST_CONTINUED, begin_text
-from ssd.drafting.suffix.chain import chain
-from ssd.drafting.suffix.draft_record import DraftRecord, clear, drafts_at
-from ssd.drafting.suffix.follow import NO_TABLE, follow, keep
-from ssd.drafting.suffix.gather import (
+import numpy as np
+
+from ssd.compiled.addresses import Int64s, TokenIds, data_of, inlined, int32_array, kernel
+from ssd.compiled.records import Address, Int64, Record, view_of, views_of
+from ssd.drafting.acceptance import Model, model_at
+from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, asks_at, clear, drafts_at
+from ssd.drafting.foreseen import foresee
+from ssd.drafting.grow import (
+    CONTINUED_CONTEXT,
+    LEAST_CONTINUED,
+    Carrying,
+    ChainScratch,
+    TreeScratch,
+    begin_text,
+    chain,
+    grow_tree,
+)
+from ssd.drafting.judge import Candidates, JudgedDraft, begin_draft, forget_draft, learn_from_context, learn_from_path
+from ssd.drafting.lookup import (
     EVIDENCE_BYTES,
+    NO_TABLE,
     Evidence,
+    Followed,
+    Hits,
+    LookupScratch,
     Texts,
     evidence_at,
+    follow,
+    keep,
     look_up,
     texts_of,
 )
-from ssd.drafting.suffix.guesses import offer_guesses
-from ssd.drafting.suffix.learn import begin_draft, learn_from_context, learn_from_path
-from ssd.drafting.suffix.prediction import follow_prediction
-from ssd.drafting.suffix.tree import Carrying, grow_tree
-from ssd.drafting.suffix.workspace import (
-    Frame,
-    RequestState,
-    frame_at,
-    place,
-    states_at,
+from ssd.drafting.offered import (
+    Guesses,
+    PredictionPlace,
+    begin_prediction,
+    follow_prediction,
+    keep_guesses,
+    offer_guesses,
+    plant_offers,
 )
 from ssd.retrieval.snapshot import SnapshotRecord, snapshot_at
+
+
+class RequestState(Record):
+    """What is kept of a request from one step to the next."""
+
+    followed: Followed
+    judged: JudgedDraft
+    prediction: PredictionPlace
+    guesses: Guesses
+
+
+class Frame(Record):
+    """What kernels find in a workspace.
+
+    ``asks`` : Ask[num_rows]; ``drafts`` : DraftRecord[num_rows]. ``states`` : RequestState[num_states].
+    ``evidences`` : Evidence[1 + MOST_CARRIED], of the row that is drafted for, and of a tree's further lookups. All
+    else is scratch.
+    """
+
+    num_rows: Int64
+    asks: Address
+    drafts: Address
+    num_states: Int64
+    states: Address
+    evidences: Address
+    lookups: LookupScratch
+    prediction_hits: Hits
+    candidates: Candidates
+    chain: ChainScratch
+    tree: TreeScratch
+    continued: Annotated[TokenIds, np.int32, CONTINUED_CONTEXT + MAX_DRAFT]
+
+
+frame_at = view_of(Frame)
+states_at = views_of(RequestState)
+
+
+@inlined
+def begin_state(state: RequestState, prompt_length: int) -> None:
+    """Forget what was kept of another request."""
+    state.followed.table = NO_TABLE
+    forget_draft(state.judged)
+    begin_prediction(state.prediction, prompt_length)
+    state.guesses.count = 0
+
+
+@kernel
+def begin_request(workspace: int, state: int, prompt_length: int) -> None:
+    """Begin a state of the workspace at an address, for a request of which nothing is kept yet."""
+    frame = frame_at(workspace)
+    begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
+
+
+@kernel
+def place(
+    workspace: int, row: int, context: TokenIds, limit: int, state: int, is_new: bool, prompt_length: int
+) -> None:
+    """Write the context and numbers of what is asked for in row ``row`` of the workspace at an address.
+
+    ``is_new`` : nothing is kept of the request yet.
+    """
+    frame = frame_at(workspace)
+    ask = asks_at(frame.asks, frame.num_rows)[row]
+    ask.context, ask.context_length, ask.prompt_length = data_of(context), len(context), prompt_length
+    ask.limit, ask.state = max(0, min(limit, MAX_DRAFT)), state
+    if is_new:
+        begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
+
+
+@kernel
+def keep_all_guesses(
+    workspace: int,
+    states: Int64s,
+    ends: Int64s,
+    fed: Int64s,
+    counts: Int64s,
+    parents: Int64s,
+    is_tree: bool,
+    chosen: Int64s,
+) -> None:
+    """Keep what the target chose behind wrong tokens, of every row of a `ScoredPass`.
+
+    ``states`` : int64[B], of each row's request in the workspace at an address, less than 0 for none. ``ends`` :
+    int64[B], the last of the positions that were right, less than 0 for none. ``parents`` : looked at where
+    ``is_tree``.
+    """
+    frame = frame_at(workspace)
+    kept = states_at(frame.states, frame.num_states)
+    for b in range(len(states)):
+        if states[b] >= 0:
+            keep_guesses(kept[states[b]].guesses, fed[b], parents[b], is_tree, counts[b], chosen[b], ends[b])
+
 
 _MOST_CONTINUED: Final = 4
 """Times that a draft is carried on past the end of all it was drawn from."""

@@ -1,7 +1,8 @@
-"""Which token was chosen last under a key of coupled noise: under the same key the target mostly chooses it again.
+"""What the same noise chose before, a table a namespace.
 
-Who draws with the same noise chooses the same token as often as the distributions allow (Daliri, Musco, Suresh 2024,
-arXiv 2408.07978), and a key says more than the noise: the last tokens stood there, as often as here. So what one
+Kept is which token was chosen last under a key of coupled noise: under the same key the target mostly chooses it
+again. Who draws with the same noise chooses the same token as often as the distributions allow (Daliri, Musco, Suresh
+2024, arXiv 2408.07978), and a key says more than the noise: the last tokens stood there, as often as here. So what one
 request of a stream was told is what the next one will be, token by token, for as long as they say the same.
 
 The table is one of buckets, a cache line each: a lookup waits for memory once. A key is known by 38 of its bits, so
@@ -16,12 +17,14 @@ import numpy as np
 
 from ssd.compiled.addresses import UInt64s, address, inlined, kernel, uint64_array
 from ssd.compiled.records import Address, Int64, Record, Records, view_of
-from ssd.drafting.noise_keys import UInt
-from ssd.drafting.sequence_noise import SequenceNoise, drawn_tokens, noise_at, num_drawn
+from ssd.drafting.noise import SequenceNoise, UInt, drawn_tokens, noise_at, num_drawn
+from ssd.drafting.protocol import DraftRequest
+from ssd.drafting.successors import NamespaceTables
+from ssd.retrieval.segment_store import LearnedState
 
 IN_BUCKET: Final = 8
-
 FIRST_BUCKETS: Final = 1 << 13
+
 MOST_BUCKETS: Final = 1 << 17
 """Half a megabyte at first, 8 MB at most. A full bucket forgets what was confirmed least."""
 
@@ -29,11 +32,9 @@ GROWTH: Final = 4
 """Times as many buckets, once half of the places are taken."""
 
 MOST_CONFIRMED: Final = 3
-
 _TOKEN_BITS: Final = 24
 _KEY_AT: Final = _TOKEN_BITS + 2
 _KEY_BITS: Final = 64 - _KEY_AT
-
 NO_CHOICE: Final = 0
 
 
@@ -206,3 +207,47 @@ class KeyedChoices:
         first = -address(memory) % 64 // 8
         self._entries = memory[first : first + IN_BUCKET * count]
         self._table.num_buckets, self._table.entries = count, address(self._entries)
+
+
+class NamespaceChoices:
+    """Keyed choices by namespace, 128 MB at most. No locks: owned by the drafter's thread.
+
+    A request that draws with coupled noise drafts from what its namespace knows; one that may not teach adds nothing.
+    Nothing is kept on disk.
+    """
+
+    def __init__(self) -> None:
+        self._tables = NamespaceTables(KeyedChoices)
+        self._running: dict[str, tuple[SequenceNoise, LearnedState, bool]] = {}
+
+    def begin_pass(self) -> None:
+        """Another call for drafts begins."""
+        self._tables.begin_pass()
+
+    def of(self, request: DraftRequest) -> int:
+        """Address of what a request drafts from, 0 for nothing; its noise, if it has one, is held until it ends. O(1).
+
+        Holds until the next ``begin_pass`` or ``ended``.
+        """
+        sampling, learned = request.sampling, request.learned
+        if sampling is None or learned is None or not sampling.noise.is_coupled:
+            return 0
+        self._running[request.request_id] = sampling.noise, learned, request.may_teach
+        table = self._table_for(learned, request.may_teach)
+        return 0 if table is None else table.address
+
+    def ended(self, request_id: str) -> None:
+        """Take up what a request was told last and forget it."""
+        found = self._running.pop(request_id, None)
+        if found is None:
+            return
+        noise, learned, may_teach = found
+        table = self._table_for(learned, may_teach)
+        if table is not None:
+            learn_choices(table.address, noise.address, may_teach)
+
+    def _table_for(self, learned: LearnedState, may_teach: bool) -> KeyedChoices | None:
+        table = self._tables.used(learned) if may_teach else self._tables.get(learned)
+        if table is not None:
+            table.make_room()
+        return table
