@@ -357,17 +357,17 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "a start's time; not measured",
         ),
         Choice(
-            "engine/prefix_reuse.py",
+            "engine/schedule.py",
             {"_LEAST_COPIED": "16"},
             "shortest piece copied",
             "a copy costs two operations a layer",
         ),
         Choice(
-            "engine/prefill.py",
+            "engine/schedule.py",
             {"_RESERVED_PART": "4"},
             "part of the budget for who came first",
             "a prompt takes at most 4 times its steps",
         ),
-        Choice("engine/scheduler.py", {"AGEING_STEPS": "64"}, "what waiting is worth"),
+        Choice("engine/schedule.py", {"AGEING_STEPS": "64"}, "what waiting is worth"),
     ),
 }

@@ -16,7 +16,7 @@ from ssd.pricing.rate import StepRate, best_gain, price_of
 
 
 @dataclass(slots=True, eq=False)
-class Graft:
+class MergedTree:
     """A tree under construction.
 
     Of each node: ``token_ids``, ``parents`` (-1 after the context), ``estimates``, the chance once those before it
@@ -107,16 +107,16 @@ _MOST_CARRIED: Final = 4
 
 
 def carry(
-    first: Source, request: DraftRequest, prices: Prices, graft: Graft, draft: Draft, nodes: Sequence[int]
+    first: Source, request: DraftRequest, prices: Prices, merged: MergedTree, draft: Draft, nodes: Sequence[int]
 ) -> None:
-    """Add to ``graft`` what ``first`` drafts behind the beginnings of ``draft``, whose tokens are its ``nodes``.
+    """Add to ``merged`` what ``first`` drafts behind the beginnings of ``draft``, whose tokens are its ``nodes``.
 
     One call for all beginnings, each as if it were a request of its own that ends at once: what comes of it teaches
     nothing, as most go on from a wrong token. O(context) for one copy of it.
     """
     chain = [i for i in _likeliest(draft)[:_MOST_PREFIXES] if nodes[i] >= 0]
     length = len(request.context)
-    chain = [i for depth, i in enumerate(chain, 1) if graft.chances[nodes[i]] > prices[0] and depth < request.limit]
+    chain = [i for depth, i in enumerate(chain, 1) if merged.chances[nodes[i]] > prices[0] and depth < request.limit]
     if not chain:
         return
     text = np.concatenate([request.context, draft.token_ids[chain]])
@@ -127,7 +127,7 @@ def carry(
             request.prompt_length,
             request.snapshot,
             min(_MOST_CARRIED, request.limit - depth),
-            prices=prices / graft.chances[nodes[i]],
+            prices=prices / merged.chances[nodes[i]],
             tree=True,
             sampling=request.sampling,
             learned=request.learned,
@@ -136,7 +136,7 @@ def carry(
         for depth, i in enumerate(chain, 1)
     ]
     for each, i, found in zip(behind, chain, first.ask(behind), strict=True):
-        graft.add(found, nodes[i])
+        merged.add(found, nodes[i])
         first.finish(each.request_id)
 
 
@@ -198,7 +198,7 @@ class _Step:
         return _PRICE_UNKNOWN if self.request.prices is None else self.request.prices
 
 
-class Joint:
+class DraftMerger:
     """Asks a costlier source for the requests where what it should bring beyond what is there exceeds its time.
 
     A token saves the time that it would take later, and what a source brings stands where the first one's draft has
@@ -312,11 +312,11 @@ class Joint:
     def _joined(self, step: _Step) -> Draft:
         """One draft of all that was drafted for a request."""
         request, apart = step.request, [asked for asked in step.asked if asked.draft.probabilities is None]
-        graft = Graft()
-        step.trunk_nodes, step.is_joint = graft.add(step.trunk), True
+        merged = MergedTree()
+        step.trunk_nodes, step.is_joint = merged.add(step.trunk), True
         if not request.tree:  # beside a chain nothing can stand
             for asked in step.asked:
-                asked.nodes = graft.find(asked.draft)
+                asked.nodes = merged.find(asked.draft)
             gain = _gain(step, self._sources[0], step.trunk)
             for asked in apart:
                 if _gain(step, asked.source, asked.draft) > gain:
@@ -329,11 +329,11 @@ class Joint:
         for asked in step.asked:
             if asked.draft.probabilities is None:
                 rate = asked.source.rates.rate(request.request_id)
-                asked.nodes = graft.add(asked.draft, rate=rate, apart=True)
+                asked.nodes = merged.add(asked.draft, rate=rate, apart=True)
             else:
-                asked.nodes = graft.find(asked.draft)
-            carry(self._sources[0], request, step.prices, graft, asked.draft, asked.nodes)
-        draft, order = graft.best(request.limit, step.prices)
+                asked.nodes = merged.find(asked.draft)
+            carry(self._sources[0], request, step.prices, merged, asked.draft, asked.nodes)
+        draft, order = merged.best(request.limit, step.prices)
         place = {node: i for i, node in enumerate(order)}
         step.trunk_nodes = [place.get(node, -1) for node in step.trunk_nodes]
         for asked in step.asked:
@@ -409,10 +409,10 @@ class Arbiter:
     """Asks drafters from the cheapest to the most costly, and a costly one only where it promises more than it costs.
 
     The first drafter is always asked. What the others draft is offered to it, and one tree or chain comes of all, see
-    `Joint`. Time is turned into tokens at the rate of the recent steps: where a step emits R tokens a second, s seconds
-    must bring R s tokens (the rule of Dinkelbach 1967 for maximising the ratio of tokens to time). What is spent once,
-    reading a context, is spent when the gains forgone without it have come to as much: nobody knows how long the output
-    will be, and so it costs at most twice what was best (the ski rental of Karlin et al. 1988).
+    `DraftMerger`. Time is turned into tokens at the rate of the recent steps: where a step emits R tokens a second, s
+    seconds must bring R s tokens (the rule of Dinkelbach 1967 for maximising the ratio of tokens to time). What is
+    spent once, reading a context, is spent when the gains forgone without it have come to as much: nobody knows how
+    long the output will be, and so it costs at most twice what was best (the ski rental of Karlin et al. 1988).
 
     A drafter that fails drafts nothing, is counted in ``num_failures`` and left alone for 1, 2, 4 ... steps. All are
     told when a request ends. Only speed depends on the choice, never a token. Owned by one thread.
@@ -423,7 +423,7 @@ class Arbiter:
         assert drafters
         self._sources = [Source(drafter) for drafter in drafters]
         self._step_rate = StepRate(clock)
-        self._joint = Joint(self._sources, self._step_rate)
+        self._joint = DraftMerger(self._sources, self._step_rate)
 
     @property
     def num_failures(self) -> int:

@@ -221,7 +221,7 @@ class TreeScratch(Record):
     lengths: Annotated[Int64s, np.int64, MOST_CARRIED]
 
 
-class Carrying(NamedTuple):
+class FurtherLookups(NamedTuple):
     """What further lookups of a tree use.
 
     ``evidences_at`` : address of Evidence[MOST_CARRIED]. Matches have ``min_length`` to ``max_length`` tokens.
@@ -282,16 +282,16 @@ def _texts_of(space: TreeScratch, texts: Texts, lookup: int) -> Texts:
 
 
 @inlined
-def _evidence_of(carrying: Carrying, evidence: Evidence, lookup: int) -> Evidence:
+def _evidence_of(further: FurtherLookups, evidence: Evidence, lookup: int) -> Evidence:
     """What a lookup found, 0 for that of the context."""
     if lookup == 0:
         return evidence
-    return evidence_at(carrying.evidences_at + EVIDENCE_BYTES * (lookup - 1))
+    return evidence_at(further.evidences_at + EVIDENCE_BYTES * (lookup - 1))
 
 
 @kernel
 def _look_up_again(
-    space: TreeScratch, number: int, texts: Texts, node: int, carrying: Carrying, out: DraftRecord
+    space: TreeScratch, number: int, texts: Texts, node: int, further: FurtherLookups, out: DraftRecord
 ) -> None:
     """Look up the context and the path to a node."""
     text, depth = space.texts[number], space.nodes[node].depth
@@ -301,12 +301,12 @@ def _look_up_again(
         node = out.parents[node]
     space.lengths[number] = kept + depth + 1
     look_up(
-        carrying.snapshot,
-        carrying.lookups,
+        further.snapshot,
+        further.lookups,
         text[: kept + depth + 1],
-        carrying.max_length,
-        carrying.min_length,
-        evidence_at(carrying.evidences_at + EVIDENCE_BYTES * number),
+        further.max_length,
+        further.min_length,
+        evidence_at(further.evidences_at + EVIDENCE_BYTES * number),
     )
 
 
@@ -314,7 +314,7 @@ def _look_up_again(
 def grow_tree(
     texts: Texts,
     evidence: Evidence,
-    carrying: Carrying,
+    further: FurtherLookups,
     ask: Ask,
     prediction: PredictionPlace,
     model: Model,
@@ -348,10 +348,10 @@ def grow_tree(
         begin_node(found.keyed, found.foreseen, out, parent, depth)
         may_look_up = may_look_up and found.keyed.token < 0
         if may_look_up and wants_places(said, here, alive[first:], count, passed, predicted):
-            _look_up_again(space, num_carried, texts, parent, carrying, out)
+            _look_up_again(space, num_carried, texts, parent, further, out)
             num_carried += 1
             lookup, looked_up_at, passed = num_carried, depth, 0
-            here, said = _evidence_of(carrying, evidence, lookup), _texts_of(space, texts, lookup)
+            here, said = _evidence_of(further, evidence, lookup), _texts_of(space, texts, lookup)
             count = num_samples(here)
             for i in range(count):
                 alive[first + i] = i
@@ -418,7 +418,7 @@ def grow_tree(
         # Its samples are those of its parent that go on with it.
         lookup = nodes[parent].lookup if parent >= 0 else 0
         looked_up_at = nodes[parent].looked_up_at if parent >= 0 else 0
-        here, said = _evidence_of(carrying, evidence, lookup), _texts_of(space, texts, lookup)
+        here, said = _evidence_of(further, evidence, lookup), _texts_of(space, texts, lookup)
         from_first = nodes[parent].first if parent >= 0 else 0
         from_count = nodes[parent].num_alive if parent >= 0 else num_samples(evidence)
         first = nodes[num_nodes - 1].first + nodes[num_nodes - 1].num_alive if num_nodes > 0 else from_count

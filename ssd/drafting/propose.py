@@ -14,8 +14,8 @@ from ssd.drafting.foreseen import foresee
 from ssd.drafting.grow import (
     CONTINUED_CONTEXT,
     LEAST_CONTINUED,
-    Carrying,
     ChainScratch,
+    FurtherLookups,
     TreeScratch,
     begin_text,
     chain,
@@ -183,8 +183,8 @@ def _draft_tree(
     evidence, out.is_tree = evidence_at(frame.evidences), 1
     _search(frame, snapshot, ask, texts.context, max_length, min_length, evidence)
     further_at, least = frame.evidences + EVIDENCE_BYTES, max(min_length, LEAST_CONTINUED)
-    carrying = Carrying(snapshot, frame.lookups, further_at, max_length, least)
-    grow_tree(texts, evidence, carrying, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
+    further = FurtherLookups(snapshot, frame.lookups, further_at, max_length, least)
+    grow_tree(texts, evidence, further, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
     state.followed.table = NO_TABLE
 
 
