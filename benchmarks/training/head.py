@@ -38,7 +38,7 @@ from benchmarks.training.measure import (
 )
 from benchmarks.training.train import take_step
 from ssd.bundled import MODEL_PATH
-from ssd.model.heads.eagle3 import Eagle3Head
+from ssd.model.heads.networks import Eagle3Head
 from ssd.model.layers.tap import Tap
 
 STEP_WEIGHT = 0.8
