@@ -27,7 +27,6 @@ from benchmarks.report.fleet import latency_section, limits_section, shares_sect
 from benchmarks.report.gains import gains_section
 from benchmarks.report.gpu import gpu_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
-from benchmarks.report.heads import heads_section
 from benchmarks.report.host import host_section, mixed_section
 from benchmarks.report.hybrid import hybrid_section
 from benchmarks.report.index import index_section, stored_tokens
@@ -42,7 +41,7 @@ from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, EXACT, GPU, HEADS, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, EXACT, GPU, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
     f"docs/{name}.md"
     for name in (
         "api",
@@ -52,7 +51,6 @@ API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, EXACT, GPU, HEADS, JOINING, ROLLOUTS
         "engines",
         "exact",
         "gpu",
-        "head-training",
         "joining",
         "rollouts",
         "scaling",
@@ -82,7 +80,6 @@ def pages() -> dict[str, str]:
             ENGINES,
             EXACT,
             GPU,
-            HEADS,
             JOINING,
             ROLLOUTS,
             SCALING,
@@ -153,8 +150,6 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "soak", soak_section(soak))
     if (building := _result("building")) is not None:
         put(BENCHMARKS, "building", building_section(building))
-    if (heads := _result("heads-training")) is not None:
-        put(HEADS, "heads-training", heads_section(heads))
     if (joining := _result("joining")) is not None:
         put(JOINING, "joining", joining_section(joining))
     if rollouts := [run for name in ("rollouts", "rollouts-fast") if (run := _result(name)) is not None]:

@@ -1,4 +1,4 @@
-"""Judge a model directory: ``python -m ssd.bundled.training.evaluate [DIR]``.
+"""Judge a model directory: ``python -m benchmarks.training.evaluate [DIR]``.
 
 Prints samples and ends with one JSON line. Every output comes from one fixed set of prompts, alone in its batch.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +19,49 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from benchmarks.training import corpus
+from benchmarks.training.corpus import held_out_documents
+from benchmarks.training.model_format import END_OF_TEXT_ID, MAX_POSITIONS, Message, render
 from ssd.bundled import MODEL_PATH
-from ssd.bundled.training import corpus
-from ssd.bundled.training.data import held_out_documents
-from ssd.bundled.training.loops import looped_tokens
-from ssd.bundled.training.model_format import END_OF_TEXT_ID, MAX_POSITIONS, render
+
+# A small model decoded greedily soon repeats itself, and repeated text is what a retrieval drafter predicts best. The
+# share in loops says how far a speed-up may be trusted; training uses the same definition to push loops away.
+MAX_PERIOD = 32
+"""Longest repeated unit that counts as a loop, in tokens."""
+MIN_LOOP_TOKENS = 8
+"""Shortest looped stretch, in tokens: keeps ``))))`` and dashed lines of a table from counting."""
+
+
+def looped_tokens(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    """Mark the tokens of every stretch that is two or more whole copies of a unit of 1 to ``MAX_PERIOD`` tokens.
+
+    Returns bool[n], True inside a loop, its first copy included. A stretch has at least ``MIN_LOOP_TOKENS`` tokens.
+    """
+    return _mark(np.asarray(token_ids), first_copy=True)
+
+
+def repeated_tokens(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    """Like ``looped_tokens`` without the first copy: the tokens a model should not have produced."""
+    return _mark(np.asarray(token_ids), first_copy=False)
+
+
+def loop_share(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> float:
+    """Share of tokens inside loops; 0 for an empty text."""
+    mask = looped_tokens(token_ids)
+    return float(mask.mean()) if len(mask) else 0.0
+
+
+def _mark(tokens: npt.NDArray[np.integer], *, first_copy: bool) -> npt.NDArray[np.bool_]:
+    mask = np.zeros(len(tokens), np.bool_)
+    for period in range(1, min(MAX_PERIOD, len(tokens) // 2) + 1):
+        same = tokens[period:] == tokens[:-period]
+        # Edges of the runs of True: a run [lo, hi) of `same` is the looped stretch [lo, hi + period) of the text.
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]])))
+        for lo, hi in zip(edges[::2], edges[1::2], strict=True):
+            if hi - lo >= period and hi - lo + period >= MIN_LOOP_TOKENS:
+                mask[lo if first_copy else lo + period : hi + period] = True
+    return mask
+
 
 MAX_NEW_TOKENS = 256
 
@@ -95,7 +134,7 @@ def bits_per_byte(
 
 def all_prompts() -> list[str]:
     """The fixed prompts, 24 openings of source text and 8 rendered questions."""
-    questions = [render([corpus.Message("user", question)]) + "<|assistant|>" for question in QUESTIONS]
+    questions = [render([Message("user", question)]) + "<|assistant|>" for question in QUESTIONS]
     return [*CODE_PROMPTS, *questions]
 
 
@@ -149,7 +188,7 @@ def judge(model: PreTrainedModel, tokenizer: Tokenizer) -> tuple[dict[str, objec
 
 def main() -> None:
     """Print outputs and figures."""
-    parser = argparse.ArgumentParser(prog="python -m ssd.bundled.training.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training.evaluate", description=__doc__)
     parser.add_argument("directory", nargs="?", type=Path, default=MODEL_PATH)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

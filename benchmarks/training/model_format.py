@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-from ssd.bundled.training.corpus import Message
 
 END_OF_TEXT = "<|endoftext|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
@@ -30,6 +29,14 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation, as the chat template takes it."""
+
+    role: str
+    content: str
 
 
 def render(messages: Iterable[Message]) -> str:
