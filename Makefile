@@ -81,7 +81,6 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.mixed --out benchmarks/results/mixed.json
 	$(BIN)/python -m benchmarks.profile --out benchmarks/results/profile.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
-	$(BIN)/python -m benchmarks.siblings --out benchmarks/results/siblings.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	$(BIN)/python -m benchmarks.coupled --windows 1 2 4 8 16 32 --requests 30 --out benchmarks/results/coupled-window.json
 	$(BIN)/python -m benchmarks.prefix_reuse --json | tail -n 1 >benchmarks/results/prefix-reuse.json
@@ -113,8 +112,6 @@ bench: $(READY)
 		| tail -n 1 >benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --json \
 		| tail -n 1 >benchmarks/results/index-256m.json
-	$(BIN)/python -m benchmarks.index --tokens 16000000 --rows 1,8,64,256 --threads 1,2 --json \
-		| tail -n 1 >benchmarks/results/rows-16m.json
 	$(BIN)/python -m benchmarks.push --tokens 16000000 | tail -n 1 >benchmarks/results/push.json
 	$(BIN)/python -m benchmarks.building --out benchmarks/results/building.json
 	$(BIN)/python -m benchmarks.building --tokens 256000000 --kinds npy --jobs 2 \

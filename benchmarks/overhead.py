@@ -34,7 +34,7 @@ from benchmarks.models import add_model
 from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
-from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.retrieval.cache import CacheSet

@@ -28,7 +28,7 @@ from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target

@@ -16,8 +16,8 @@ from benchmarks.hybrid.decoders import OtherAlone, Place, decoders, right_path
 from benchmarks.hybrid.drafters import OTHER_TOKENS, OurDrafter, RecordedDrafter
 from benchmarks.hybrid.recordings import MOST_TOKEN, Recording, read_recordings
 from benchmarks.hybrid.replaying import replay
+from ssd.drafting.drafter import NO_SNAPSHOT
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix.workspace import NO_SNAPSHOT
 from ssd.errors import ConfigError
 
 Record = dict[str, Any]

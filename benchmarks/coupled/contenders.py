@@ -14,7 +14,7 @@ from benchmarks.sources.rounds import Tally, complete
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine, Request
-from ssd.engine.coupling import Coupling
+from ssd.engine.sequence import Coupling
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet

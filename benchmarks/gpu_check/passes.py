@@ -14,8 +14,8 @@ from benchmarks.decode.steps import passes_of, synchronize
 from benchmarks.gpu_check.scene import Found, Keep, Scene
 from benchmarks.gpu_check.sizes import Sizes
 from ssd.config import SamplingParams
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.model.kv.kv_cache import AttentionKernel
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling.noise import Noise

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from benchmarks.decode.steps import Tokens, at_once, synchronize
 from benchmarks.gpu_check.scene import Found, Scene
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet

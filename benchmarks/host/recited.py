@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from ssd.drafting.suffix.successors import SUCCESSORS
+from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise

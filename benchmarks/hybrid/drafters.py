@@ -8,9 +8,8 @@ import numpy as np
 
 from benchmarks.hybrid.costs import draft_seconds
 from benchmarks.hybrid.recordings import MOST_TOKEN, Recording
-from ssd.drafting.offers import HEAD
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftRequest
 
 OTHER_TOKENS = 5
 """Of the other's draft."""

@@ -1,12 +1,11 @@
 """How large, how fast, how fresh is the retrieval index, and what does its upkeep cost?
 
 ``python -m benchmarks.index --tokens N [--data made|traces|zipf|repeat] [--static M] [--peers [NAME ...]] [--json]``
-``python -m benchmarks.index --tokens N --rows 1,8,64,256 [--threads 1,2] [--json]``
 
 A real cache (its thread, its rebuild process, files in a temporary directory) is filled with N tokens in completions
 of 200 to 2,000, and measured as ingest leaves it: segments of all sizes, the tail not empty. Half the contexts asked
 for are present in full; of the other half only the last 1 to 10 tokens occur. The last line of stdout is one JSON
-object. With ``--rows`` only calls of so many rows are timed, and their drafts compared with those of one row at a time.
+object.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Any
 from benchmarks.environment import head
 from benchmarks.index.data import DEFAULT_VOCABULARY, KINDS, LONGEST, completions
 from benchmarks.index.live import TOKENS_PER_S
-from benchmarks.index.phases import compare_peers, measure_index, measure_rows, sort_worst_cases
-from benchmarks.index.table import rows_table, table
+from benchmarks.index.phases import compare_peers, measure_index, sort_worst_cases
+from benchmarks.index.table import table
 from benchmarks.peers.names import PEER_NAMES
 from ssd.errors import ConfigError
 
@@ -40,10 +39,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=20.0, metavar="S", help="how long it is watched under traffic, and without")
     add("--peers", nargs="*", choices=PEER_NAMES, metavar="NAME", help=f"compare with {', '.join(PEER_NAMES)}")
     add("--peer-tokens", type=int, metavar="N", help="size of that comparison (default: --tokens, at most 4,000,000)")
-    add("--rows", type=_numbers, metavar="N,...", help="time calls of so many rows instead, from 1 to 4096")
-    add(
-        "--threads", type=_numbers, default=[1, 2], metavar="N,...", help="that look up rows, with --rows (default 1,2)"
-    )
     add("--worst-cases", action="store_true", help="also sort text that sorters may dislike, and wide alphabets")
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="print the JSON line alone")
@@ -54,10 +49,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         options.peer_tokens = min(options.tokens, _MOST_PEER_TOKENS)
     _check(options)
     return options
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -74,9 +65,6 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if not least <= value <= most:
             raise ConfigError(f"--{name.replace('_', '-')} must be within {least:,}..{most:,}, got {value}")
-    for name, most in (("rows", 4096), ("threads", 64)):
-        if not all(1 <= number <= most for number in getattr(options, name) or ()):
-            raise ConfigError(f"--{name} must be numbers within 1..{most}, got {getattr(options, name)}")
     next(completions(options.data, options.vocab, options.seed))  # is there text?
 
 
@@ -103,11 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
     result: dict[str, Any] = {**head("index"), "tokens": options.tokens, "parameters": vars(options)}
     say(f"index: {json.dumps(result['parameters'])}")
     say(f"machine: {json.dumps(result['environment'])}")
-    if options.rows:
-        result |= measure_rows(options, say)
-        print("" if options.json else rows_table(result) + "\n", end="")
-        print(json.dumps(result))
-        return 0
     result |= measure_index(options, say)
     result |= {"peers": {}} if options.peers is None else compare_peers(options, say)
     if options.worst_cases:

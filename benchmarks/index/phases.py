@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.index import children, live, lookups, merging, rows
+from benchmarks.index import children, live, lookups, merging
 from benchmarks.index.contexts import sample_contexts
 from benchmarks.index.data import LONGEST, completions, sequences_within
 from benchmarks.index.ingest import FINGERPRINT, LAST_COMPLETIONS, Filled, describe_segments, fill, warm_up
@@ -113,23 +113,6 @@ def _reopen(directory: Path, capacity: int, context: list[int], say: Say) -> lis
         say(f"reopen: {json.dumps(figures)}")
         found.append(float(figures["reopen_s"]))
     return found
-
-
-def measure_rows(options: argparse.Namespace, say: Say) -> dict[str, Any]:
-    """Calls of many rows, on an index as ingest leaves it."""
-    index = IndexConfig(capacity_tokens=options.tokens)
-    stream, idle = completions(options.data, options.vocab, options.seed), warm_up()
-    with (
-        tempfile.TemporaryDirectory(prefix="ssd-bench-") as temporary,
-        CacheSet(CacheConfig(index=index, directory=Path(temporary)), FINGERPRINT) as caches,
-    ):
-        room = LONGEST * (LAST_COMPLETIONS + 2)
-        filled = fill(caches.get(), stream, options.tokens - room, index, idle, most_extra=options.tokens // 8)
-        structure = describe_segments(filled.snapshot, index)
-        say(f"structure: {json.dumps(structure)}")
-        random = np.random.default_rng(options.seed + 10)
-        figures = rows.measure(filled.snapshot, options.rows, options.threads, random)
-    return {"structure": structure, "calls_of_rows": [asdict(figure) for figure in figures]}
 
 
 def compare_peers(options: argparse.Namespace, say: Say) -> dict[str, Any]:

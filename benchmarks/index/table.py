@@ -24,16 +24,6 @@ _ROWS = (
 )
 
 
-def rows_table(result: dict[str, Any]) -> str:
-    """One line for each number of rows and threads."""
-    lines = [f"{'rows':>6} {'threads':>8} {'us a row':>9} {'x one row':>10}"]
-    lines += [
-        f"{f['rows']:>6} {f['threads']:>8} {f['us_per_row']:>9.2f} {f['times_one_row']:>10.1f}"
-        for f in result["calls_of_rows"]
-    ]
-    return "\n".join(lines)
-
-
 def table(result: dict[str, Any]) -> str:
     """One line a figure, then one line a peer and one a worst case where there are any."""
     lines = [f"{'figure':<34} {'value':>14}"]

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from benchmarks.host.recited import RecitingTarget
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest, make_drafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Drafter
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec

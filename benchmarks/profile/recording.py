@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.decode.steps import Shape, Tokens, at_once, synchronize
 from benchmarks.profile.timeline import STEP, read_events, summary
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.engine.request import RequestOutput
 from ssd.model.target import Target

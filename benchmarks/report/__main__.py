@@ -27,10 +27,9 @@ from benchmarks.report.fleet import latency_section, limits_section, shares_sect
 from benchmarks.report.gains import gains_section
 from benchmarks.report.gpu import gpu_section
 from benchmarks.report.growth import growth_figure, growth_section, growth_table
-from benchmarks.report.heads import heads_section
 from benchmarks.report.host import host_section, mixed_section
 from benchmarks.report.hybrid import hybrid_section
-from benchmarks.report.index import index_section, rows_section, stored_tokens
+from benchmarks.report.index import index_section, stored_tokens
 from benchmarks.report.joining import joining_section
 from benchmarks.report.plan import plan_section
 from benchmarks.report.profile import profile_section
@@ -38,12 +37,11 @@ from benchmarks.report.reference import flags_section
 from benchmarks.report.replay import curve_section, others_section, replay_section
 from benchmarks.report.rollouts import rollouts_section
 from benchmarks.report.service import connections_section, http_section, side_channels_section, soak_section
-from benchmarks.report.siblings import siblings_section
 from benchmarks.report.sources import sources_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, EXACT, GPU, HEADS, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
+API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, EXACT, GPU, JOINING, ROLLOUTS, SCALING, SERVING, TUNING = (
     f"docs/{name}.md"
     for name in (
         "api",
@@ -53,7 +51,6 @@ API, BENCHMARKS, CLIENTS, COUPLED, ENGINES, EXACT, GPU, HEADS, JOINING, ROLLOUTS
         "engines",
         "exact",
         "gpu",
-        "head-training",
         "joining",
         "rollouts",
         "scaling",
@@ -83,7 +80,6 @@ def pages() -> dict[str, str]:
             ENGINES,
             EXACT,
             GPU,
-            HEADS,
             JOINING,
             ROLLOUTS,
             SCALING,
@@ -117,8 +113,6 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "mixed", mixed_section(mixed))
     if sources := _results("sources", "sources-gemma"):
         put(BENCHMARKS, "sources", sources_section(sources))
-    if (siblings := _result("siblings")) is not None:
-        put(BENCHMARKS, "siblings", siblings_section(siblings))
     for name, section in (("coupled", coupled_section), ("coupled-window", window_section)):
         if found := _results(name, f"{name}-gemma"):
             put(COUPLED, name, section(found))
@@ -140,8 +134,6 @@ def pages() -> dict[str, str]:
     runs = [json.loads(path.read_text()) for path in RESULTS.glob("index-*.json")]
     if runs:
         put(BENCHMARKS, "index", index_section(sorted(runs, key=stored_tokens)))
-    if (rows := _result("rows-16m")) is not None:
-        put(BENCHMARKS, "rows", rows_section(rows))
     if (start := _result("start")) is not None:
         put(BENCHMARKS, "start", start_section(start))
     if (faults := _result("faults")) is not None:
@@ -158,8 +150,6 @@ def pages() -> dict[str, str]:
         put(BENCHMARKS, "soak", soak_section(soak))
     if (building := _result("building")) is not None:
         put(BENCHMARKS, "building", building_section(building))
-    if (heads := _result("heads-training")) is not None:
-        put(HEADS, "heads-training", heads_section(heads))
     if (joining := _result("joining")) is not None:
         put(JOINING, "joining", joining_section(joining))
     if rollouts := [run for name in ("rollouts", "rollouts-fast") if (run := _result(name)) is not None]:

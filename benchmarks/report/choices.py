@@ -37,12 +37,6 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         ),
         Choice(
             "config.py",
-            {"DraftConfig.lookup_threads": "2"},
-            "threads that look up large batches",
-            "`benchmarks.index --rows`, see `LEAST_HELPED`; more were not tried: two cores",
-        ),
-        Choice(
-            "config.py",
             {"DraftConfig.max_match_length": "32", "DraftConfig.min_match_length": "1"},
             "tail that is looked up",
             "one search answers for all lengths, the acceptance model judges them",
@@ -158,29 +152,29 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "which rows, and how long they rest",
         ),
         Choice(
-            "drafting/suffix/rows.py",
+            "drafting/rows.py",
             {"_PRICE_UNKNOWN": "0.1"},
             "price while step times are unknown",
             "a prototype's threshold, mean of 14 traces, tokens a step @ drafted: 0.2 2.47 @ 3.3, 0.1 2.62 @ 4.7, "
             "0.05 2.68 @ 6.1",
         ),
         Choice(
-            "drafting/trials.py",
+            "drafting/source.py",
             {"TRIAL_EVERY": "256", "_TRIAL_SHARE": "0.01"},
             "trials of a source that does not pay",
             "at most 1 % of the output; `benchmarks.draft_model`: one as large as its target "
             "drafts 0 %, was up to 40 %",
         ),
         Choice(
-            "drafting/joint.py",
+            "drafting/arbiter.py",
             {"_PROMISE_SHARE": "0.6", "_FORGETTING": "0.8"},
             "what a request's next steps bring",
             "a prototype of `benchmarks.hybrid`, instructcoder: 0.2 5.69x, 0.6 5.69x, 1.0 5.63x; at the rate of all "
             "steps instead 5.51x, was 5.68x",
         ),
         Choice(
-            "drafting/carried.py",
-            {"_MOST_PREFIXES": "5", "_MOST_TOKENS": "4"},
+            "drafting/arbiter.py",
+            {"_MOST_PREFIXES": "5", "_MOST_CARRIED": "4"},
             "what is looked up behind another's draft",
             "a prototype of `benchmarks.hybrid`, four files: without 5.69, 2.39, 2.35, 2.57x; 5 and 4 5.80, 2.45, "
             "2.44, 2.62x; 5 and 8 5.76, 2.43, 2.45, 2.61x; 3 and 16 5.66, 2.43, 2.42, 2.60x",
@@ -209,75 +203,43 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
     ),
     "Evidence": (
         Choice(
-            "drafting/sequence_noise.py",
+            "drafting/noise.py",
             {"WINDOW": "8"},
             "tokens that coupled noise depends on, where nothing is asked for",
             "as `coupled_window`",
         ),
         Choice(
-            "drafting/suffix/gather.py",
+            "drafting/lookup.py",
             {"MAX_LEVELS": "3", "ENOUGH_SUPPORT": "16.0"},
             "match lengths compared",
             "6 and 64 before; with the reversed index a draft takes 9-14 us, was 23-34, tokens a step within 0.6 %",
         ),
         Choice(
-            "drafting/suffix/gather.py",
+            "drafting/lookup.py",
             {"MAX_SEGMENT_SAMPLES": "24"},
             "places sampled",
             "tokens a step within 0.4 % of 64; with fewer calls 17.8 us at 16M tokens, was 18.7",
         ),
-        Choice("drafting/suffix/gather.py", {"MAX_SCANNED_SAMPLES": "32"}, "places sampled, unsorted text"),
+        Choice("drafting/lookup.py", {"MAX_SCANNED_SAMPLES": "32"}, "places sampled, unsorted text"),
         Choice(
-            "drafting/suffix/live.py",
-            {"LEAST_LIVE": "2", "MAX_LIVE_HITS": "256"},
-            "places in what running requests say",
-            "64 rows of 300 tokens of output each: 0.17 ms more a call of 0.25, texts copied and indexed anew; no "
-            "other value tried",
-        ),
-        Choice(
-            "drafting/suffix/live_memory.py",
-            {"MAX_LIVE_TOKENS": "1 << 16"},
-            "how much of them is looked into",
-            "time: at that many, of 64 rows, 0.4 to 0.5 ms more a call",
-        ),
-        Choice(
-            "drafting/suffix/gather.py",
-            {"IN_STEP": "8"},
-            "contexts looked up in step",
-            "searching 14 segments of 16M tokens together: 4.1 us a context at 1, 3.3 at 4, 3.7 at 8, 4.0 at 16",
-        ),
-        Choice(
-            "drafting/suffix/ahead.py",
-            {"LEAST_HELPED": "64"},
-            "rows that wake a thread",
-            "`benchmarks.index --rows`, 1M tokens, a processor free: 64 rows 10.7 -> 9.3 us each, 256 rows 9.2 -> 6.9",
-        ),
-        Choice("drafting/suffix/ahead.py", {"_PATIENCE": "50000"}, "how long a thread waits for another"),
-        Choice(
-            "drafting/suffix/agreement.py",
-            {"MOST_IN_COMMON": "8"},
-            "tokens compared at once",
-            "two words of packed text; with prefetching 13.2 -> 13.0 us a draft at 1M tokens",
-        ),
-        Choice(
-            "drafting/suffix/follow.py",
+            "drafting/lookup.py",
             {"MAX_FOLLOWED": "8"},
             "places kept to the next step",
             "following takes 4.6 us, searching 17, at 16M tokens; no other value tried",
         ),
-        Choice("drafting/suffix/vote.py", {"MAX_VOTED": "12", "MAX_RECYCLED": "6"}, "tokens judged, trees"),
-        Choice("drafting/suffix/chain.py", {"CHAIN_CANDIDATES": "4", "CHAIN_RECYCLED": "2"}, "tokens judged, chains"),
+        Choice("drafting/vote.py", {"MAX_VOTED": "12", "MAX_RECYCLED": "6"}, "tokens judged, trees"),
+        Choice("drafting/grow.py", {"CHAIN_CANDIDATES": "4", "CHAIN_RECYCLED": "2"}, "tokens judged, chains"),
         Choice(
-            "drafting/suffix/propose.py",
+            "drafting/propose.py",
             {"_MOST_CONTINUED": "4"},
             "drafts past the end of their sources",
         ),
-        Choice("drafting/suffix/carry_on.py", {"LEAST_CONTINUED": "4"}, "matches that carry a draft on"),
-        Choice("drafting/suffix/prediction.py", {"_LONGEST": "32", "_FAR": "64"}, "a prediction's place, found again"),
+        Choice("drafting/grow.py", {"LEAST_CONTINUED": "4"}, "matches that carry a draft on"),
+        Choice("drafting/offered.py", {"_LONGEST": "32", "_FAR": "64"}, "a prediction's place, found again"),
     ),
     "Acceptance model": (
         Choice(
-            "drafting/suffix/acceptance.py",
+            "drafting/acceptance.py",
             {
                 "_MIXER_RATE": "0.01",
                 "_CONSTANT_RATE": "0.003",
@@ -291,36 +253,36 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "singly not measured",
         ),
         Choice(
-            "drafting/suffix/acceptance.py",
+            "drafting/acceptance.py",
             {"KNOTS": "33", "KNOTS_PER_UNIT": "2.0", "_KNOT_RATE": "0.02"},
             "curve that corrects estimates",
             "14 traces: calibration error 0.0164 without, 0.0059 with; worst 0.031 and 0.012; 1.912x and 1.923x",
         ),
         Choice(
-            "drafting/suffix/acceptance.py",
+            "drafting/acceptance.py",
             {"_MOST_WEIGHT": "4.0"},
             "how wrong it can get",
             "four times what replays reach; 21 models of extreme numbers draft again within 7 passes",
         ),
         Choice(
-            "drafting/suffix/learn.py",
+            "drafting/judge.py",
             {"MAX_JUDGED": "48", "_ERROR_RATE": "0.1"},
             "what one draft teaches",
         ),
         Choice(
-            "drafting/suffix/successors.py",
+            "drafting/successors.py",
             {"SUCCESSORS": "8", "AFTER_ONE": "1 << 14", "AFTER_TWO": "1 << 16", "LEAST_SHARE": "1 / 256"},
             "the target's own candidates that are kept",
             "memory, 48 bytes an entry, 3.9 MB a namespace where all is written; token recycling keeps 8 a token too",
         ),
         Choice(
-            "drafting/suffix/namespace_tables.py",
+            "drafting/successors.py",
             {"MOST_TABLES": "16", "IDLE_PASSES": "64"},
             "namespaces that have a table of them, and one of what coupled noise chose",
             "memory: 63 MB at most, as much for requests without a namespace, and 128 MB for what noise chose",
         ),
         Choice(
-            "drafting/suffix/keyed_choices.py",
+            "drafting/choices.py",
             {"IN_BUCKET": "8", "FIRST_BUCKETS": "1 << 13", "MOST_BUCKETS": "1 << 17", "MOST_CONFIRMED": "3"},
             "what coupled noise chose before",
             "a bucket is a cache line; 8 bytes an entry, 0.5 to 8 MB a namespace; no other value tried",
@@ -338,7 +300,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "hashing takes 0.39 to 0.42 ns a token with 128, 0.46 to 0.49 with 32; the others were not varied",
         ),
         Choice(
-            "drafting/suffix/namespace_models.py",
+            "drafting/acceptance_model.py",
             {"PUBLISH_S": "10.0"},
             "time between copies to be saved",
             "a copy takes 0.07 ms, 1.5 ms in new memory: of 256 busy namespaces at most 4 % of the time",
@@ -395,17 +357,17 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "a start's time; not measured",
         ),
         Choice(
-            "engine/prefix_reuse.py",
+            "engine/schedule.py",
             {"_LEAST_COPIED": "16"},
             "shortest piece copied",
             "a copy costs two operations a layer",
         ),
         Choice(
-            "engine/prefill.py",
+            "engine/schedule.py",
             {"_RESERVED_PART": "4"},
             "part of the budget for who came first",
             "a prompt takes at most 4 times its steps",
         ),
-        Choice("engine/scheduler.py", {"AGEING_STEPS": "64"}, "what waiting is worth"),
+        Choice("engine/schedule.py", {"AGEING_STEPS": "64"}, "what waiting is worth"),
     ),
 }

@@ -73,18 +73,3 @@ def _peers_table(run: dict[str, Any]) -> list[str]:
         "Those without stored bytes look at the request's own text, here 64 tokens, and at nothing else. "
         "Below 1x ours is the slower one.",
     ]
-
-
-def rows_section(run: dict[str, Any]) -> str:
-    """Rows looked up in one call, by threads; a gain is the time of one row alone over that of a row of the call."""
-    calls = run["calls_of_rows"]
-    threads = sorted({call["threads"] for call in calls})
-    lines = [
-        "| rows a call | " + " | ".join(f"{n} thread{'s' * (n > 1)}, us a row | gain" for n in threads) + " |",
-        "|--:|" + "--:|--:|" * len(threads),
-    ]
-    for rows in sorted({call["rows"] for call in calls}):
-        here = {call["threads"]: call for call in calls if call["rows"] == rows}
-        cells = [f"{here[n]['us_per_row']:.1f} | {rows / here[n]['times_one_row']:.2f}x" for n in threads]
-        lines.append(f"| {rows} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"`python -m benchmarks.index --rows` among {run['tokens'] / 1e6:.0f} M tokens."])

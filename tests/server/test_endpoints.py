@@ -402,7 +402,7 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
     families = text_string_to_metric_families(get(server.port, "/metrics").content.decode())
     by_source = next(family.samples for family in families if family.name == "ssd:source_accepted_tokens")
     assert sum(s.value for s in by_source) == after["vllm:spec_decode_num_accepted_tokens_total", ""]
-    assert {s.labels["source"] for s in by_source} <= {"own", "tail", "segment", "recycled", "guess", "live"}
+    assert {s.labels["source"] for s in by_source} <= {"own", "tail", "segment", "recycled", "guess"}
     assert (after["vllm:num_requests_running", ""], after["vllm:num_requests_waiting", ""]) == (0, 0)
     assert after["ssd:ready", ""] == 1
     assert after["ssd:target_info", ""] == 1
