@@ -17,10 +17,10 @@ import torch
 
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
-from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine import Engine, Request
-from ssd.engine.coupling import secret_of
+from ssd.engine.sequence import secret_of
 from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
 from ssd.model.sampling.top_tokens import TokenLogprobs

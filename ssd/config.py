@@ -96,10 +96,6 @@ class DraftConfig:
     min_match_length: int = 1
     """Shorter matches are not drafted from."""
 
-    lookup_threads: int = 2
-    """Threads that look up the rows of a call of 64 or more, the engine's own among them. They are idle while the
-    target computes. Which tokens are drafted does not depend on it."""
-
     draft_shape: DraftShape = "auto"
     """Whether a draft may branch where the next token is uncertain. "tree": where the model runs on slot attention;
     else drafts are chains. "auto": trees while one sequence runs alone, which is where they measured better."""
@@ -107,10 +103,6 @@ class DraftConfig:
     recycling: bool = True
     """Whether drafts are made of what the target held likely before, after the same token or pair of tokens: its most
     probable tokens of every scored position, and its choices behind a wrong token. It helps where text is new."""
-
-    live: bool = True
-    """Whether what requests of a namespace have said is drafted for its others before they end: samples of one prompt
-    that run together say much alike. Requests that are not to be learned from are not drafted from either."""
 
     retrieval: bool = True
     """Whether the context's end is looked up in the request's own text, its prediction and what its namespace has
@@ -128,7 +120,6 @@ class DraftConfig:
             1 <= self.min_match_length <= self.max_match_length,
             f"min_match_length must be within 1..max_match_length, got {self.min_match_length}",
         )
-        _require(self.lookup_threads >= 1, f"lookup_threads must be at least 1, got {self.lookup_threads}")
         _require_one_of(DRAFT_SHAPES, "draft_shape", self.draft_shape)
 
 

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
-from ssd.model.heads.eagle3 import Eagle3Head
 from ssd.model.heads.head import FINAL, Head, ParallelHead, RecurrentHead
+from ssd.model.heads.networks import Eagle3Head
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.tap import Tapped
 from ssd.model.loading.load_target import open_target

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import SamplingParams
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
 
 
 def make_row(

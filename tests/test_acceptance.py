@@ -13,10 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig
+from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.lookup import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.gather import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.segment_store import LearnedState

@@ -35,7 +35,7 @@ LAYERS = [
 APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
     "ssd.pricing": {"ssd.errors", "ssd.config", "ssd.compiled"},
-    "ssd.bundled": {"ssd.errors", "ssd.config", "ssd.text", "ssd.model"},
+    "ssd.bundled": set(),
     "ssd.integrations.trl": set(LAYERS[: LAYERS.index("ssd.bundled")]),
     "ssd.integrations": set(LAYERS[: LAYERS.index("ssd.engine")]),
     "cache_builder": set(LAYERS[: LAYERS.index("ssd.model")]) - {"ssd.token_rules"},

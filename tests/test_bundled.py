@@ -14,13 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.training import corpus
+from benchmarks.training.corpus import TokenStream
+from benchmarks.training.evaluate import loop_share, repeated_tokens
+from benchmarks.training.model_format import END_OF_TEXT_ID, Message, render
+from benchmarks.training.train import load_optimizers, make_optimizers, take_step, unlikelihood_loss
 from ssd.bundled import MODEL_PATH
-from ssd.bundled.training import corpus
-from ssd.bundled.training.data import TokenStream
-from ssd.bundled.training.finish import unlikelihood_loss
-from ssd.bundled.training.loops import loop_share, repeated_tokens
-from ssd.bundled.training.model_format import END_OF_TEXT_ID, render
-from ssd.bundled.training.train import load_optimizers, make_optimizers, take_step
 
 ODD_TEXTS = [
     "",
@@ -66,14 +65,12 @@ def test_importing_the_path_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_all_packages_but_the_training_are_installed() -> None:
+def test_all_packages_are_installed() -> None:
     root = MODEL_PATH.parent.parent.parent
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = [file.parent.relative_to(root) for top in ("ssd", "server", "cache_builder")
                for file in (root / top).rglob("__init__.py")]  # fmt: skip
-    assert sorted(listed) == sorted(
-        {".".join(folder.parts) for folder in folders} - {"ssd.bundled.training", "ssd.bundled.training.heads"}
-    )
+    assert sorted(listed) == sorted({".".join(folder.parts) for folder in folders})
 
 
 def test_everything_together_is_at_most_12_megabytes() -> None:
@@ -103,10 +100,10 @@ def test_no_token_is_prepended_and_end_of_text_is_one_token() -> None:
 
 def test_chat_template_renders_what_training_rendered() -> None:
     messages = [
-        corpus.Message("system", "Be brief."),
-        corpus.Message("user", "Write f."),
-        corpus.Message("assistant", "def f(): pass\n"),
-        corpus.Message("user", "  Again. "),
+        Message("system", "Be brief."),
+        Message("user", "Write f."),
+        Message("assistant", "def f(): pass\n"),
+        Message("user", "  Again. "),
     ]
     as_dicts = [{"role": message.role, "content": message.content} for message in messages]
     rendered = tokenizer().apply_chat_template(as_dicts, tokenize=False)

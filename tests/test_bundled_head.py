@@ -8,11 +8,10 @@ from functools import cache
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.training.measure import acceptance, write
 from ssd.bundled import HEAD_PATH, MODEL_PATH
-from ssd.bundled.training.heads.measure import acceptance
-from ssd.bundled.training.heads.texts import write
-from ssd.model.heads.eagle3 import Eagle3Head
-from ssd.model.heads.layouts.load_head import load_head
+from ssd.model.heads.load_head import load_head
+from ssd.model.heads.networks import Eagle3Head
 from ssd.model.loading.load_target import load_model
 
 

@@ -22,7 +22,7 @@ from cache_builder.caches.diff import diff
 from cache_builder.caches.merge import merge
 from cache_builder.caches.sorted_order import RIGHT, first_wrong
 from ssd.config import CacheConfig
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, CacheLocked, ConfigError, SSDError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.files import MANIFEST_NAME, DirectoryLock, read_manifest, write_manifest

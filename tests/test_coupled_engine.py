@@ -19,7 +19,7 @@ from ssd.config import CacheConfig, DraftConfig, DraftShape, EngineConfig, Index
 from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
-from ssd.engine.coupling import secret_of
+from ssd.engine.sequence import secret_of
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from ssd.config import SamplingParams
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
-from ssd.engine.coupling import secret_of
+from ssd.engine.sequence import secret_of
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.sampler import argmax_with_noise
 from ssd.model.sampling.target_tokens import target_tokens

@@ -20,10 +20,10 @@ from benchmarks.workloads import snippets
 from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter
-from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.errors import ConfigError, ModelError
 from ssd.model.draft.model import DraftModelDrafter, load_draft_model

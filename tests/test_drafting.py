@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.peers.frequency import FrequencyDrafter
 from ssd.config import DraftConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
-from ssd.drafting.baselines.frequency import FrequencyDrafter
-from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.lookup import MAX_SAMPLES, MAX_SEGMENT_SAMPLES
+from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.gather import MAX_SAMPLES, MAX_SEGMENT_SAMPLES
 from ssd.errors import ConfigError
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
@@ -117,8 +117,8 @@ def test_suffix_follows_the_majority_and_drops_those_who_disagree() -> None:
 def test_work_is_bounded_when_everything_matches_in_many_segments() -> None:
     segments = [[0] * 50 + [SEPARATOR]] * (2 * MAX_SAMPLES)
     snapshot = reference.make_snapshot(segments, [0] * 60 + [SEPARATOR])
-    for name in ("ssd", "frequency"):
-        draft = make_drafter(name, DraftConfig()).propose([ask([0] * 8, snapshot, 8)])[0]
+    for drafter in (SuffixDrafter(), FREQUENCY):
+        draft = drafter.propose([ask([0] * 8, snapshot, 8)])[0]
         assert set(draft.token_ids.tolist()) <= {0}
 
 
@@ -169,7 +169,7 @@ def test_unknown_drafter_is_refused_with_the_known_names() -> None:
 
 
 def test_warm_up_leaves_nothing_to_compile() -> None:
-    from ssd.drafting.suffix.propose import propose_suffix, propose_suffix_one
+    from ssd.drafting.propose import propose_suffix, propose_suffix_one
 
     kernels: tuple[Any, ...] = propose_suffix, propose_suffix_one
     drafter = make_drafter("ssd", DraftConfig())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
 
-from ssd.model.heads.eagle3 import Eagle3Head
+from ssd.model.heads.networks import Eagle3Head
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from tests.reference.heads import eagle3_pass

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ssd.errors import ModelError
-from ssd.model.heads.eagle3 import Eagle3Head
-from ssd.model.heads.layouts.load_head import load_head
+from ssd.model.heads.load_head import load_head
+from ssd.model.heads.networks import Eagle3Head
 from tests.heads import head_drafter
 from tests.models import VOCAB, tiny_model
 from tests.published_heads import HIDDEN, norm, random, write

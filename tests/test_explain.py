@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
 from ssd.config import CacheConfig
+from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.static import StaticWriter
 from ssd.text.codec import TextCodec

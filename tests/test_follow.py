@@ -10,9 +10,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import IndexConfig
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.propose import propose_suffix, propose_suffix_one
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.propose import propose_suffix, propose_suffix_one
 from ssd.errors import ConfigError
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.segment import SEPARATOR, Segment, concatenate

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams, StructuredOutput
 from ssd.drafting import Arbiter, make_drafter
-from ssd.drafting.offers import MAX_OFFERED
-from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
-from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.protocol import MAX_OFFERED, Draft, Drafter, DraftRequest, SamplingRow
 from ssd.engine import Engine, Request, RequestOutput
+from ssd.model.heads.candidates import comb, product
 from ssd.model.heads.drafter import HeadDrafter
 from ssd.model.heads.head import FINAL, Head
-from ssd.model.heads.shapes import comb, product
 from ssd.model.kv.tree import is_tree, leading_chain
 from ssd.model.loading.load_target import load_model
 from ssd.model.target import pad_rows

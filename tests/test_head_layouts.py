@@ -13,12 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
-from ssd.model.heads.eagle import EagleHead
-from ssd.model.heads.head import FINAL, ParallelHead, RecurrentHead
-from ssd.model.heads.layouts.load_head import load_head
-from ssd.model.heads.mtp import MTPHead, decoder_layers
-from ssd.model.heads.probe import require_drivable, say
-from ssd.model.heads.target_parts import TargetParts
+from ssd.model.heads.head import FINAL, ParallelHead, RecurrentHead, TargetParts
+from ssd.model.heads.load_head import load_head, require_drivable, say
+from ssd.model.heads.networks import EagleHead, MTPHead, decoder_layers
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.loading.load_target import open_target
 from tests import published_heads as published

@@ -178,7 +178,7 @@ import numpy as np
 import xxhash
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest, make_drafter
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.retrieval.cache import CacheSet
 
 home, fingerprint = Path(sys.argv[1]), "0123456789abcdef" * 2

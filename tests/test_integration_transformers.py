@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest, make_drafter
-from ssd.drafting.sequence_noise import SequenceNoise
-from ssd.engine.coupling import secret_of
+from ssd.drafting.noise import SequenceNoise
 from ssd.engine.engine import Engine
 from ssd.engine.request import Request
+from ssd.engine.sequence import secret_of
 from ssd.errors import RequestError
 from ssd.integrations.transformers import CoupledSampling, generate
 from ssd.model.loading.load_target import open_target

@@ -17,8 +17,8 @@ from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams, S
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine.sequence import Committed
 from ssd.engine.sequence import Sequence as EngineSequence
-from ssd.engine.sequence import Taken
 from ssd.errors import EngineBroken
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling import target_tokens as choosing
@@ -207,7 +207,7 @@ def in_advancing_a_grammar(monkeypatch: pytest.MonkeyPatch, _engine: Engine, err
 def in_making_text(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:
     output = EngineSequence.output
 
-    def failing(sequence: EngineSequence, taken: Taken) -> RequestOutput:
+    def failing(sequence: EngineSequence, taken: Committed) -> RequestOutput:
         if sequence.request.request_id == POISON and sequence.stats.num_output_tokens >= 5:
             raise error
         return output(sequence, taken)

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.drafting.arbiter import Arbiter
-from ssd.drafting.grafting import Graft, depth_of, walked
-from ssd.drafting.offers import HEAD
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
-from ssd.drafting.trials import TRIAL_EVERY
+from ssd.drafting.arbiter import Arbiter, MergedTree, depth_of, walked
+from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftRequest
+from ssd.drafting.source import TRIAL_EVERY
 from ssd.pricing.excess import Excess
 from tests.reference.pricing import mean_excess
 
@@ -62,10 +60,10 @@ class Judge:
         offers = request.offers
         if offers is None:
             return own.cut(request.limit)
-        graft = Graft()
-        graft.add(own)
-        graft.add(Draft(offers.token_ids, probabilities=offers.chances, parents=offers.parents))
-        draft, _ = graft.best(request.limit, np.zeros(1))
+        merged = MergedTree()
+        merged.add(own)
+        merged.add(Draft(offers.token_ids, probabilities=offers.chances, parents=offers.parents))
+        draft, _ = merged.best(request.limit, np.zeros(1))
         return draft
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
@@ -255,16 +253,16 @@ def branches(draft: Draft) -> list[list[int]]:
 def test_a_graft_has_the_branches_of_both_and_the_best_of_them_first(
     one: list[tuple[int, int, float]], other: list[tuple[int, int, float]], limit: int, price: float
 ) -> None:
-    first, second, graft = planted(one), planted(other), Graft()
-    nodes = [graft.add(first), graft.add(second)]
-    assert graft.find(second) == nodes[1]
-    whole, order = graft.best(100, np.zeros(1))
-    assert sorted(order) == list(range(len(graft.token_ids)))
+    first, second, merged = planted(one), planted(other), MergedTree()
+    nodes = [merged.add(first), merged.add(second)]
+    assert merged.find(second) == nodes[1]
+    whole, order = merged.best(100, np.zeros(1))
+    assert sorted(order) == list(range(len(merged.token_ids)))
     expected = {tuple(branch) for branch in branches(first) + branches(second)}
     assert sorted(map(tuple, branches(whole))) == sorted(expected)
     assert depth_of(whole) == max(map(len, expected), default=0)
-    cut, _ = graft.best(limit, np.array([price]))
-    chances = sorted(graft.chances, reverse=True)
+    cut, _ = merged.best(limit, np.array([price]))
+    chances = sorted(merged.chances, reverse=True)
     assert cut.chances() == pytest.approx([chance for chance in chances[:limit] if chance >= price])
     assert cut.parents is not None and (cut.parents < np.arange(len(cut.token_ids))).all()
 

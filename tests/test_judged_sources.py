@@ -13,13 +13,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import request_key
-from ssd.drafting.offers import GUESS, HEAD, KINDS, MAX_OFFERED, MODEL, Offers
-from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow, ScoredPass
-from ssd.drafting.sequence_noise import SequenceNoise
-from ssd.drafting.suffix.chain import CHAIN_CANDIDATES, CHAIN_RECYCLED
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.vote import MAX_RECYCLED
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.grow import CHAIN_CANDIDATES, CHAIN_RECYCLED
+from ssd.drafting.noise import SequenceNoise, request_key
+from ssd.drafting.protocol import (
+    GUESS,
+    HEAD,
+    KINDS,
+    MAX_OFFERED,
+    MODEL,
+    Draft,
+    DraftRequest,
+    Offers,
+    SamplingRow,
+    ScoredPass,
+)
+from ssd.drafting.vote import MAX_RECYCLED
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot

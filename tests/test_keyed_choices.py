@@ -12,15 +12,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import GAMMA
+from ssd.drafting import choices
+from ssd.drafting.choices import IN_BUCKET, MOST_CONFIRMED, KeyedChoices, learn_choices
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.grow import CHAIN_CANDIDATES, CHAIN_RECYCLED
+from ssd.drafting.noise import GAMMA, SequenceNoise
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
-from ssd.drafting.suffix import keyed_choices
-from ssd.drafting.suffix.chain import CHAIN_CANDIDATES, CHAIN_RECYCLED
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.keyed_choices import IN_BUCKET, MOST_CONFIRMED, KeyedChoices, learn_choices
-from ssd.drafting.suffix.namespace_tables import MOST_TABLES
-from ssd.drafting.suffix.vote import MAX_RECYCLED
+from ssd.drafting.successors import MOST_TABLES
+from ssd.drafting.vote import MAX_RECYCLED
 from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
@@ -112,8 +111,8 @@ def test_a_table_knows_what_was_chosen_last_under_every_key(told: list[Any], win
 
 
 def test_a_table_grows_to_its_bound_and_then_forgets_what_was_confirmed_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyed_choices, "FIRST_BUCKETS", 1 << 5)
-    monkeypatch.setattr(keyed_choices, "MOST_BUCKETS", 1 << 9)
+    monkeypatch.setattr(choices, "FIRST_BUCKETS", 1 << 5)
+    monkeypatch.setattr(choices, "MOST_BUCKETS", 1 << 9)
     table, most = KeyedChoices(), IN_BUCKET << 9
 
     def learn(seed: int, length: int) -> list[list[int]]:
@@ -320,8 +319,8 @@ def test_tables_are_as_few_as_they_may_be_and_forgotten_with_their_namespaces() 
 
 def test_drafts_do_not_depend_on_how_often_a_table_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts = []
-    for buckets in (keyed_choices.FIRST_BUCKETS, 2):
-        monkeypatch.setattr(keyed_choices, "FIRST_BUCKETS", buckets)
+    for buckets in (choices.FIRST_BUCKETS, 2):
+        monkeypatch.setattr(choices, "FIRST_BUCKETS", buckets)
         drafter, learned = SuffixDrafter(retrieval=False), LearnedState()
         for end in range(14, len(ANSWER), 10):
             teach(drafter, ANSWER[:end], 4, 4, learned)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
-from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.engine import Engine
 from ssd.engine.request import Request, RequestStats
 from ssd.model.loading.load_target import load_model, open_target

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
+from ssd.drafting.successors import NamespaceSuccessors
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace, NamespaceTerms

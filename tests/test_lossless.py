@@ -11,7 +11,7 @@ from benchmarks.exactness import Makers, Report, Setting, compare, covering_sett
 from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
-from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 
@@ -23,7 +23,7 @@ SOURCES: Makers = {
     "recycling": lambda: SuffixDrafter(retrieval=False),
 }
 """Each of the sources that "ssd" drafts from, alone."""
-DRAFTERS = ["ssd", *SOURCES, "frequency", "prompt-lookup", "random", "oracle"]
+DRAFTERS = ["ssd", *SOURCES, "prompt-lookup", "random", "oracle"]
 SETTINGS = covering_settings(DRAFTERS, [1, 4, 16], [1, 4, 8])
 
 
@@ -72,4 +72,4 @@ def test_speculation_changes_no_token_and_no_log_probability(
     # Else nothing was tried: what knows the answer is accepted from in every setting, what looks up in one at least.
     lengths = {name: [length for key, length in report.acceptance.items() if key.startswith(name)] for name in DRAFTERS}
     assert min(lengths["oracle"]) > 1.5
-    assert all(max(lengths[name]) > 1 for name in ("ssd", *SOURCES, "frequency", "prompt-lookup"))
+    assert all(max(lengths[name]) > 1 for name in ("ssd", *SOURCES, "prompt-lookup"))

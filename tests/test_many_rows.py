@@ -1,30 +1,17 @@
-"""Rows of one call are drafted as one after the other would be, whoever looks them up."""
+"""Rows of one call are drafted as one after the other would be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from unittest import mock
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.drafting.suffix import ahead
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.row_drafter import RowDrafter, Text
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.drafting import make_snapshot
 
 VOCAB_SIZE = 6
-
-
-@pytest.fixture(autouse=True)
-def _help_with_few_rows() -> Iterator[None]:
-    """Threads help also where that does not pay, and on a machine of one processor."""
-    with mock.patch.object(ahead, "LEAST_HELPED", 1), mock.patch("os.cpu_count", return_value=4):
-        yield
 
 
 def said(draft: Draft) -> tuple[object, ...]:
@@ -82,10 +69,10 @@ def in_order_of_snapshots(requests: list[DraftRequest]) -> list[int]:
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([1, 2, 4]))
-def test_drafts_are_those_of_one_row_at_a_time(seed: int, count: int, threads: int) -> None:
+@given(st.integers(0, 2**32), st.integers(1, 40))
+def test_drafts_are_those_of_one_row_at_a_time(seed: int, count: int) -> None:
     random = np.random.default_rng(seed)
-    together, alone = SuffixDrafter(lookup_threads=threads), SuffixDrafter()
+    together, alone = SuffixDrafter(), SuffixDrafter()
     requests = some_requests(random, count)
     for _ in range(4):
         found = together.propose(requests)
@@ -95,28 +82,3 @@ def test_drafts_are_those_of_one_row_at_a_time(seed: int, count: int, threads: i
         assert [said(draft) for draft in found] == [said(expected[row]) for row in range(count)]
         for request, draft in zip(requests, found, strict=True):
             grow(request, draft, random)
-
-
-@pytest.mark.parametrize("threads", [2, 3])
-def test_the_row_drafter_drafts_the_same_with_threads(threads: int) -> None:
-    random, count, width = np.random.default_rng(5), 40, 160
-    drafters = [
-        RowDrafter(limit=8, max_length=width, vocab_size=VOCAB_SIZE, lookup_threads=number) for number in (1, threads)
-    ]
-    snapshot = some_snapshot(random)
-    rows, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
-    texts = [some_text(random, 60) or [1] for _ in range(count)]
-    kept = [[Text(str(row), 1, 0) for row in range(count)] for _ in drafters]
-    sampled = [[text[-1]] for text in texts]
-    for step in range(5):
-        for row, text in enumerate(texts):
-            rows[row, : len(text)], lengths[row] = text, len(text)
-        found = []
-        for drafter, mine in zip(drafters, kept, strict=True):
-            if step == 0:
-                drafter.seat(mine, lengths.tolist())
-            found.append(drafter.draft(sampled, lengths, rows, snapshot, 0.01, is_seated=step == 0))
-        assert found[0] is not None and found[0] == found[1]
-        assert any(found[0])
-        sampled = [[*draft[:2], int(random.integers(VOCAB_SIZE))] for draft in found[0]]
-        texts = [text + new for text, new in zip(texts, sampled, strict=True)]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
 
-from ssd.drafting.noise_keys import gumbel_at, key_at, request_key
+from ssd.drafting.noise import gumbel_at, key_at, request_key
 from ssd.model.sampling.noise import gumbel_noise
 from tests.reference.noise import position_keys
 

@@ -16,8 +16,8 @@ from benchmarks.exactness import RandomDrafter
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
-from ssd.engine.coupling import secret_of
-from ssd.engine.prefix_reuse import scope_of, shared_length
+from ssd.engine.schedule import scope_of, shared_length
+from ssd.engine.sequence import secret_of
 from ssd.model.loading.load_target import open_target
 from tests.models import VOCAB, tiny_model
 from tests.reference import scheduling as slow

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ssd.drafting.suffix.successors import SUCCESSORS
+from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.layers.tap import FINAL
 from ssd.model.steps.buffers import StepBuffers, StepShape

@@ -9,10 +9,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssd.drafting.acceptance import ENTRIES, KNOTS, NUM_LEARNED, WHEN_SETS, most_undrafted
+from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix.acceptance import ENTRIES, KNOTS, NUM_LEARNED, WHEN_SETS, most_undrafted
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.retrieval.segment_store import LearnedState
 from tests.reference import drafting as reference
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from benchmarks.orders import stream
+from benchmarks.peers.frequency import FrequencyDrafter
 from benchmarks.replay import digest, main, replay
 from benchmarks.replay.contenders import PeerDrafter
-from benchmarks.replay.settings import PeerSetting, settings_of
+from benchmarks.replay.settings import FREQUENCY, PeerSetting, settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.traces import TraceTokenizer, all_traces, read_records, read_rows
 from cache_builder.replay.counts import Counts
@@ -25,13 +26,15 @@ from cache_builder.replay.stream import replay_stream
 from cache_builder.replay.walk import Steps
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
-from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
+from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.errors import ConfigError
 from ssd.retrieval.segment import SEPARATOR
 from tests.reference import drafting as reference
 from tests.reference import walk as slow
 from tests.test_peers import needs_peers
+
+OURS_AND_BASELINES = (*DRAFTER_NAMES, FREQUENCY)
 
 
 def made_rows(num_rows: int = 12) -> list[tuple[list[int], list[int]]]:
@@ -55,9 +58,7 @@ def test_frequency_replay_equals_the_slow_one() -> None:
         snapshot = reference.make_snapshot([stored] if stored else [])
         steps += reference.replay([row], lambda c, s=snapshot: reference.most_frequent(s, c, 10, 4))  # type: ignore[misc]
         stored += [*row[0], *row[1], SEPARATOR]
-    counts = replay(
-        as_rows(rows), make_drafter("frequency", DraftConfig()), max_draft=4, index=IndexConfig(dedup_block_tokens=0)
-    )
+    counts = replay(as_rows(rows), FrequencyDrafter(), max_draft=4, index=IndexConfig(dedup_block_tokens=0))
     assert (counts.num_verify_steps, counts.num_drafted_tokens, counts.num_accepted_tokens) == tuple(steps.tolist())
 
 
@@ -95,8 +96,8 @@ def test_a_drafter_that_drafts_too_much_is_an_error() -> None:
 
 def test_learned_rows_are_drafted_from_and_not_counted() -> None:
     one, other = as_rows([([1], [2, 3, 4, 5, 6, 0]), ([1], [2, 3, 4, 5, 6, 0])])
-    settings = settings_of("frequency", 8, curve=False, tree=False)
-    with OurDrafters(settings, draft=DraftConfig(), index=IndexConfig()) as contender:
+    settings, drafters = settings_of(FREQUENCY, 8, curve=False, tree=False), [FrequencyDrafter()]
+    with OurDrafters(settings, draft=DraftConfig(), index=IndexConfig(), drafters=drafters) as contender:
         (counts,) = replay_stream(stream([[other]], learned=[[one]]), contender)
     assert (counts.num_output_tokens, counts.num_verify_steps) == (6, 1)
 
@@ -183,7 +184,7 @@ def test_rows_of_a_session_see_its_history(trace: Path) -> None:
 
 
 def run_whole(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
-    drafters = [argument for name in DRAFTER_NAMES for argument in ("--drafter", name)]
+    drafters = [argument for name in OURS_AND_BASELINES for argument in ("--drafter", name)]
     assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--max-draft", "4", *drafters, *more]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
     return result
@@ -219,7 +220,7 @@ def test_a_curve_has_a_result_for_each_setting_and_is_compared(trace: Path, caps
     assert ("ssd", "price 0.05") in named
     assert ("ssd", "priced by measured") in named
     assert ("prompt-lookup", "draft 2") in named
-    assert [name for name, _ in named] == sorted((name for name, _ in named), key=DRAFTER_NAMES.index)
+    assert [name for name, _ in named] == sorted((name for name, _ in named), key=OURS_AND_BASELINES.index)
     assert set(result["comparison"]) == {"frequency", "prompt-lookup"}
     for each in result["results"]:
         assert each["accepted_per_step"] == pytest.approx(each["mean_acceptance_length"] - 1)
@@ -242,7 +243,7 @@ def test_digests_are_the_same_until_a_draft_is_another(trace: Path, monkeypatch:
     asked = trace / "tiny.jsonl.gz", trace / "tokenizer.json", 10_000
     lines = digest.digests(*asked)
     assert digest.digests(*asked) == lines
-    assert [line.split()[2] for line in lines] == ["chain", "tree", "together", "rows", "frequency"]
+    assert [line.split()[2] for line in lines] == ["chain", "tree", "together", "rows"]
     assert all(int(line.split()[3]) > 0 for line in lines)
     monkeypatch.setattr(digest, "_LIMIT", 1)
     assert not set(digest.digests(*asked)) & set(lines)

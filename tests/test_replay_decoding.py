@@ -14,7 +14,7 @@ from cache_builder.replay.cost import CostCurve, flat
 from cache_builder.replay.decoding import SURE, OutputDecoder
 from cache_builder.replay.rows import Row
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
-from ssd.drafting.suffix.ask import SOURCES
+from ssd.drafting.ask import SOURCES
 from ssd.engine import proposals
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from tests.reference.decoding import SlowDecoder

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import UInt64
+from ssd.drafting.noise import UInt64
 from ssd.model.sampling.noise import gumbel_noise
 from ssd.model.sampling.row_choice import MASS_OF_ONE, masses_of
 from ssd.model.sampling.sampler import host_tokens, log_min_p

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.drafting.suffix.row_drafter import RowDrafter, Text
-from ssd.drafting.suffix.workspace import NO_SNAPSHOT
+from ssd.drafting.drafter import NO_SNAPSHOT
+from ssd.drafting.rows import RowDrafter, Text
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from tests.reference.drafting import make_snapshot
 from tests.reference.rows import SlowRowDrafter

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import EngineConfig, SamplingParams
-from ssd.drafting.baselines.none import NoDrafter
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.protocol import NoDrafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
-from ssd.engine.prefix_reuse import PrefixReuse
-from ssd.engine.scheduler import AGEING_STEPS, Scheduler
+from ssd.engine.schedule import AGEING_STEPS, PrefixReuse, Scheduler
 from ssd.engine.sequence import Sequence
 from ssd.errors import ConfigError, RequestError
 from ssd.model.loading.load_target import open_target

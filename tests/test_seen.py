@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ssd.drafting.acceptance import KNOTS, KNOTS_PER_UNIT
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix.acceptance import KNOTS, KNOTS_PER_UNIT
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.seen import CONTEXT_END, OWN_TEXT, Position, Seen, see
+from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Position, Seen, see
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise
 from tests.reference.noise import coupled_key, position_keys
 
 bits = st.integers(0, 2**64 - 1)

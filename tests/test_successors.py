@@ -11,11 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.compiled.addresses import kernel
+from ssd.drafting import successors as tables
 from ssd.drafting.protocol import ScoredPass
-from ssd.drafting.suffix import namespace_tables
-from ssd.drafting.suffix.namespace_successors import NamespaceSuccessors
-from ssd.drafting.suffix.namespace_tables import IDLE_PASSES, MOST_TABLES
-from ssd.drafting.suffix.successors import NO_ENTRY, SUCCESSORS, row_after_one, row_after_two, successors_at
+from ssd.drafting.successors import (
+    IDLE_PASSES,
+    MOST_TABLES,
+    NO_ENTRY,
+    SUCCESSORS,
+    NamespaceSuccessors,
+    row_after_one,
+    row_after_two,
+    successors_at,
+)
 from ssd.retrieval.segment_store import LearnedState
 from tests.reference.successors import Entry, entries_of_row
 
@@ -188,7 +195,7 @@ def test_requests_of_their_own_have_no_more_tables_than_namespaces() -> None:
 
 
 def test_a_table_is_forgotten_with_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespace_tables, "MOST_TABLES", 1)
+    monkeypatch.setattr(tables, "MOST_TABLES", 1)
     successors, gone = NamespaceSuccessors(), LearnedState()
     successors.learn(scored_pass([("a", gone, True, [1, 2], [10])]))
     del gone

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.successors import SUCCESSORS
+from ssd.drafting.successors import SUCCESSORS
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.pass_output import PassOutput
@@ -165,7 +165,7 @@ def test_a_drafter_is_told_what_every_pass_said(way: str, shape: Any, overlap: b
     assert (witness.num_branches > 0) == (shape == "tree" and architecture == "Llama")
 
 
-@pytest.mark.parametrize("drafter", ["none", "frequency"])
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup"])
 def test_where_nobody_learns_from_it_nothing_is_looked_for(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(_output: PassOutput, _counts: Sequence[int]) -> None:
         raise AssertionError

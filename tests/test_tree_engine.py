@@ -15,8 +15,8 @@ from benchmarks.exactness import RandomDrafter
 from server.command.arguments import parse_arguments
 from ssd.config import CacheConfig, DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.errors import ConfigError
 from ssd.model.loading.load_target import open_target
@@ -188,7 +188,7 @@ def test_what_is_no_tree_is_a_counter_and_changes_nothing() -> None:
     assert engine.metrics.num_draft_tokens > 0  # the one that was too big was cut
 
 
-@pytest.mark.parametrize("drafter", ["ssd", "frequency", "prompt-lookup"])
+@pytest.mark.parametrize("drafter", ["ssd", "prompt-lookup"])
 @pytest.mark.parametrize(("temperature", "is_coupled"), [(0.0, False), (0.9, False), (0.9, True)])
 def test_every_drafter_may_be_asked_for_trees(drafter: str, temperature: float, is_coupled: bool) -> None:
     prompts = [prompt_of(seed % 3, 12) for seed in range(9)]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise
 from ssd.model.verification import accepted_lengths
 
 

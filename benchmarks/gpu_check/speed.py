@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ssd.drafting.suffix.drafter import SuffixDrafter
 from transformers import PreTrainedModel
 
 from benchmarks import overhead
@@ -32,7 +33,6 @@ from benchmarks.ways import Tally, ask, open_engine, requests_of
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target

@@ -5,7 +5,7 @@
 Run it before and after a change that must not change a draft, and compare what it prints. A digest is of tokens,
 parents, estimates, source and match length of every draft, and of what the acceptance model has learned in the end.
 Ways: one request at a time, chains and trees; several requests in one call, with prices and predictions; rows of a
-matrix, whose steps take made-up times; the frequency baseline.
+matrix, whose steps take made-up times.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from cache_builder.replay.drafters import OurDrafters, Setting
 from cache_builder.replay.rows import Row, TokenIds
 from cache_builder.replay.stream import replay_stream
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
-from ssd.drafting import Draft, Drafter, DraftRequest, make_drafter
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.row_drafter import RowDrafter, Text
+from ssd.drafting import Draft, Drafter, DraftRequest
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.rows import RowDrafter, Text
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.segment_store import LearnedState
 
@@ -86,15 +86,13 @@ class _Digesting:
         self._drafter.finish(request_id)
 
 
-def _alone(rows: Sequence[Row], name: str, *, tree: bool) -> _Digest:
+def _alone(rows: Sequence[Row], *, tree: bool) -> _Digest:
     """One request at a time."""
-    digest, setting = _Digest(), Setting(name, "default", _LIMIT)
-    drafter = make_drafter(name, DraftConfig(num_speculative_tokens=_LIMIT))
+    digest, setting, drafter = _Digest(), Setting("ssd", "default", _LIMIT), SuffixDrafter()
     digesting = _Digesting(drafter, digest)
     with OurDrafters([setting], draft=DraftConfig(), index=_INDEX, tree=tree, drafters=[digesting]) as contender:
         replay_stream(stream([list(rows)]), contender)
-    if isinstance(drafter, SuffixDrafter):
-        digest.add_bytes(drafter.model_of(None).to_bytes())
+    digest.add_bytes(drafter.model_of(None).to_bytes())
     return digest
 
 
@@ -183,11 +181,10 @@ def digests(trace: Path, tokenizer: Path, max_output_tokens: int) -> list[str]:
     sessions = read_sessions(read_records(trace), TraceTokenizer(tokenizer))
     rows = [row for session in limited(sessions, max_output_tokens) for row in session]
     ways: dict[str, Callable[[], _Digest]] = {
-        "chain": lambda: _alone(rows, "ssd", tree=False),
-        "tree": lambda: _alone(rows, "ssd", tree=True),
+        "chain": lambda: _alone(rows, tree=False),
+        "tree": lambda: _alone(rows, tree=True),
         "together": lambda: _together(rows),
         "rows": lambda: _rows(rows),
-        "frequency": lambda: _alone(rows, "frequency", tree=False),
     }
     return [f"{tokenizer.parent.name} {trace_name(trace)} {name} {way().line()}" for name, way in ways.items()]
 

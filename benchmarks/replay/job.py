@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.orders import adversarial, limited, shuffled, stream
+from benchmarks.peers.frequency import FrequencyDrafter
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.contenders import Contender, PeerDrafter
-from benchmarks.replay.settings import PEERS, PeerSetting, settings_of
+from benchmarks.replay.settings import FREQUENCY, PEERS, PeerSetting, settings_of
 from benchmarks.traces import TraceTokenizer, read_records, read_sessions, trace_name
 from cache_builder.replay.cost import CostCurve, speed_up
 from cache_builder.replay.counts import Counts
@@ -23,6 +24,7 @@ from cache_builder.replay.drafters import OurDrafters, Setting
 from cache_builder.replay.rows import Row, Turn
 from cache_builder.replay.stream import replay_stream
 from ssd.config import DraftConfig, IndexConfig
+from ssd.drafting import Drafter, make_drafter
 
 Result = dict[str, Any]
 
@@ -114,7 +116,8 @@ def _contenders(plan: Plan, turns: Sequence[Turn]) -> Iterator[Contender]:
 
     ours = [setting for drafter in plan.drafters if drafter not in PEERS for setting in settings(drafter)]
     if ours:
-        yield OurDrafters(ours, draft=plan.draft, index=plan.index, tree=plan.tree)
+        drafters = [_drafter(setting.drafter, plan.draft) for setting in ours]
+        yield OurDrafters(ours, draft=plan.draft, index=plan.index, tree=plan.tree, drafters=drafters)
     options: dict[str, Callable[[], dict[str, int]]] = {
         "arctic": lambda: {"depth": plan.arctic_depth},
         "vllm-ngram": lambda: {"max_draft": limit, "max_context_tokens": _longest(turns)},
@@ -126,6 +129,10 @@ def _contenders(plan: Plan, turns: Sequence[Turn]) -> Iterator[Contender]:
             yield from _sglang(settings(drafter), turns)
         elif drafter in PEERS:
             yield PeerDrafter(settings(drafter), **options[drafter]())
+
+
+def _drafter(name: str, draft: DraftConfig) -> Drafter:
+    return FrequencyDrafter() if name == FREQUENCY else make_drafter(name, draft)
 
 
 def _sglang(settings: Sequence[Setting], turns: Sequence[Turn]) -> Iterator[Contender]:

@@ -23,7 +23,10 @@ PEERS = {
 }
 """What other people's drafters are called here, and in `benchmarks.peers`."""
 
-CONTENDER_NAMES = (*DRAFTER_NAMES, *PEERS)
+FREQUENCY = "frequency"
+"""A baseline that runs in our process, `benchmarks.peers.frequency`."""
+
+CONTENDER_NAMES = (*DRAFTER_NAMES, FREQUENCY, *PEERS)
 
 PRICED_BY = "priced by "
 

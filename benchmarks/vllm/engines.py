@@ -50,6 +50,8 @@ class Engine:
 
     def __init__(self, model: str, method: str, *, batch: int, max_model_len: int, dtype: str) -> None:
         os.environ.update(ENVIRONMENT)
+        if "ssd" not in method:  # where numba is imported first, vLLM 0.32 fails on a CPU in bfloat16
+            os.environ["VLLM_PLUGINS"] = ""
         from vllm import LLM
 
         self._llm = LLM(

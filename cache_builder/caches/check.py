@@ -13,7 +13,7 @@ from cache_builder.caches.held import read_learned
 from cache_builder.caches.inspect import DirectoryReport, inspect_directory
 from cache_builder.caches.sorted_order import RIGHT, first_wrong
 from cache_builder.caches.wording import plain
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
+from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, ConfigError
 from ssd.retrieval.directory import LEARNED_NAME, LEFT_OUT
 from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, is_temporary

@@ -13,10 +13,10 @@ from cache_builder.caches.held import read_learned
 from cache_builder.caches.inspect import fingerprint_of
 from cache_builder.caches.wording import Decode, percent, shown
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig
+from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.drafting.suffix.drafter import SuffixDrafter
-from ssd.drafting.suffix.seen import CONTEXT_END, OWN_TEXT, Candidate, Lookup, Place, Position, Seen, see
+from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Candidate, Lookup, Place, Position, Seen, see
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.directory import load_segments
 from ssd.retrieval.files import read_manifest

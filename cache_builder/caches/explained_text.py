@@ -7,7 +7,7 @@ from typing import Final
 
 from cache_builder.caches.explain import UNKNOWN, Explanation, votes_of
 from cache_builder.caches.wording import Decode, percent, shown
-from ssd.drafting.suffix.seen import CONTEXT_END, OWN_TEXT, Candidate, Lookup, Position
+from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Candidate, Lookup, Position
 
 _MOST_PLACES: Final = 8
 _MOST_LEFT_OUT: Final = 2

@@ -15,7 +15,7 @@ from cache_builder.replay.cost import flat
 from cache_builder.replay.decoding import Decoded, OutputDecoder
 from cache_builder.replay.rows import Row
 from ssd.config import CacheConfig, DraftConfig
-from ssd.drafting.suffix.ask import SOURCES
+from ssd.drafting.ask import SOURCES
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.packed import Tokens
 

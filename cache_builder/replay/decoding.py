@@ -17,10 +17,9 @@ from cache_builder.replay.whole_outputs import NUM_SOURCES, Decoder, decode_outp
 from ssd.compiled.addresses import address
 from ssd.compiled.records import Records
 from ssd.config import DraftConfig
-from ssd.drafting.suffix.acceptance_model import AcceptanceModel
-from ssd.drafting.suffix.ask import SOURCES
-from ssd.drafting.suffix.draft_record import MAX_DRAFT
-from ssd.drafting.suffix.workspace import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.ask import MAX_DRAFT, SOURCES
+from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths
 from ssd.pricing.rate import FORGETTING
 from ssd.retrieval.snapshot import Snapshot
 
@@ -59,7 +58,6 @@ class OutputDecoder:
         self._costs = curve.upto(limit + 1)[1:]
         self._more = rising(self._costs)
         self._workspace, self._model = Workspace(), AcceptanceModel()
-        self._workspace.look_into(None)
         self._state, _ = self._workspace.state_of("")
         self._memory = Records(Decoder)
         self._decoder = decoder = self._memory[0]

@@ -12,12 +12,10 @@ import numpy as np
 
 from ssd.compiled.addresses import Float64s, Int64s, TokenIds, float64_array, inlined, int32_array, kernel
 from ssd.compiled.records import Address, Float64, Int64, Record, view_of
-from ssd.drafting.suffix.acceptance import model_at
-from ssd.drafting.suffix.ask import SOURCES, Ask, asks_at
-from ssd.drafting.suffix.draft_record import MAX_DRAFT, DraftRecord, drafts_at, parent_of
-from ssd.drafting.suffix.learn import learn_from_path
-from ssd.drafting.suffix.propose import propose_suffix
-from ssd.drafting.suffix.workspace import begin_state, frame_at, states_at
+from ssd.drafting.acceptance import model_at
+from ssd.drafting.ask import MAX_DRAFT, SOURCES, Ask, DraftRecord, asks_at, drafts_at, parent_of
+from ssd.drafting.judge import learn_from_path
+from ssd.drafting.propose import begin_state, frame_at, propose_suffix, states_at
 from ssd.pricing.rate import RateRecord, add_pass, joint_rate, price_at, recent_pass
 
 NUM_SOURCES: Final = len(SOURCES)
@@ -62,7 +60,7 @@ def _begin(decoder: Decoder, ask: Ask, text: int, prompt_length: int, state: int
     """Ask as `Workspace.ask` does for a request without sampling, predictions and offers."""
     ask.context, ask.prompt_length, ask.state, ask.limit = text, prompt_length, state, decoder.limit
     ask.is_tree, ask.num_prices = decoder.is_tree, decoder.num_more
-    ask.prediction_length, ask.num_offered, ask.warmth, ask.own_live = 0, 0, 0, -1
+    ask.prediction_length, ask.num_offered, ask.warmth = 0, 0, 0
     ask.temperature, ask.noise, ask.choices, ask.may_teach = 0.0, 0, 0, 0
     ask.successors, ask.no_lookup = 0, 0
 

@@ -33,11 +33,6 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         help="longest context tail looked up, in tokens (default: %(default)s)",
     )  # fmt: skip
     add(
-        "--lookup-threads", type=int, default=draft.lookup_threads, metavar="N",
-        help="threads that look up the sequences of a batch of 64 or more, the engine's own among them (default: "
-        "%(default)s)",
-    )  # fmt: skip
-    add(
         "--draft-model",
         metavar="MODEL",
         help="smaller model with the same tokenizer that drafts where the cache does not",
@@ -58,11 +53,6 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         help="do not draft what the model held likely before, after the same tokens",
     )
     add(
-        "--no-live",
-        action="store_true",
-        help="do not draft what other requests of the namespace have said while they still run",
-    )
-    add(
         "--no-retrieval",
         action="store_true",
         help="look nothing up: draft from other sources alone",
@@ -80,10 +70,8 @@ def speculation_options_of(found: argparse.Namespace) -> SpeculationOptions:
         draft=DraftConfig(
             num_speculative_tokens=0 if found.no_speculation else limit,
             max_match_length=found.max_match_length,
-            lookup_threads=found.lookup_threads,
             draft_shape=found.draft_shape,
             recycling=not found.no_recycling,
-            live=not found.no_live,
             retrieval=not found.no_retrieval,
         ),
     )

@@ -1,9 +1,8 @@
 """The small language model that ships with the project, and a draft head for it: everything runs without a model hub.
 
 ``MODEL_PATH`` is an ordinary Hugging Face model directory: ``AutoModelForCausalLM.from_pretrained(MODEL_PATH)``.
-How it was made is kept in ``ssd/bundled/training`` of a checkout (``python -m ssd.bundled.training.train`` and
-``.evaluate``), which is not installed; what it can and cannot do is in ``model/MODEL_CARD.md``. Importing this package
-loads no torch.
+How it was made is kept in ``benchmarks/training`` of a checkout, which is not installed; what it can and cannot do is
+in ``model/MODEL_CARD.md``. Importing this package loads no torch.
 """
 
 from __future__ import annotations

@@ -140,20 +140,6 @@ def prefetch(_typing: Any, _address: Any) -> Any:
 
 
 @intrinsic
-def fetch_add(_typing: Any, _address: Any, _amount: Any) -> Any:
-    """The int64 at an address, to which an amount is added at once: no other thread comes between.
-
-    What a thread wrote before is seen by those that see the sum.
-    """
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
 def choose(_typing: Any, _condition: Any, _one: Any, _other: Any) -> Any:
     """One int64 where a condition holds, else another, without a branch: for conditions that nobody can guess."""
 
@@ -171,16 +157,6 @@ def leading_zeros(_typing: Any, value: Any) -> Any:
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), generate
-
-
-@intrinsic
-def trailing_zeros(_typing: Any, value: Any) -> Any:
-    """Zero bits below the lowest one of a uint64; 64 for zero."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
     return types.int64(types.uint64), generate
 

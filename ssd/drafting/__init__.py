@@ -6,32 +6,22 @@ from collections.abc import Callable
 
 from ssd.config import DraftConfig
 from ssd.drafting.arbiter import Arbiter
-from ssd.drafting.baselines.frequency import FrequencyDrafter
-from ssd.drafting.baselines.none import NoDrafter
-from ssd.drafting.baselines.prompt_lookup import PromptLookupDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, SamplingRow
-from ssd.drafting.suffix.drafter import SuffixDrafter
+from ssd.drafting.drafter import SuffixDrafter
+from ssd.drafting.prompt_lookup import LOOKUP_LENGTH, PromptLookupDrafter
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, SamplingRow
 from ssd.errors import ConfigError
-
-SEED_MATCH_LENGTH = 10
-"""Longest tail that the seed policy and prompt lookup look up, whatever the configuration allows beyond it."""
-
-
-def _short(config: DraftConfig) -> dict[str, int]:
-    longest = min(SEED_MATCH_LENGTH, config.max_match_length)
-    return {"max_match_length": longest, "min_match_length": min(config.min_match_length, longest)}
-
 
 _MAKERS: dict[str, Callable[[DraftConfig], Drafter]] = {
     "ssd": lambda config: SuffixDrafter(
         max_match_length=config.max_match_length,
         min_match_length=config.min_match_length,
-        lookup_threads=config.lookup_threads,
         recycling=config.recycling,
         retrieval=config.retrieval,
     ),
-    "frequency": lambda config: FrequencyDrafter(**_short(config)),
-    "prompt-lookup": lambda config: PromptLookupDrafter(**_short(config)),
+    "prompt-lookup": lambda config: PromptLookupDrafter(
+        max_match_length=min(LOOKUP_LENGTH, config.max_match_length),
+        min_match_length=min(LOOKUP_LENGTH, config.min_match_length),
+    ),
     "none": lambda _config: NoDrafter(),
 }
 

@@ -4,21 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.config import SamplingParams
-from ssd.drafting.live_texts import LiveTexts
-from ssd.drafting.noise_keys import UInt64
-from ssd.drafting.offers import Offers
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise, UInt64
 from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 if TYPE_CHECKING:  # it brings a tokenizer library with it
     from ssd.text.grammar import GrammarState
+
+HEAD: Final = 0
+"""A draft head, reading the target's hidden states."""
+
+MODEL: Final = 1
+"""A draft model."""
+
+GUESS: Final = 2
+"""The target itself, at positions behind a token that was wrong."""
+
+KINDS: Final = 3
+
+MAX_OFFERED: Final = 64
+"""Tokens offered for one draft; what is more is left out."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offers:
+    """A forest of proposed tokens.
+
+    ``token_ids`` : int32[n], n <= MAX_OFFERED. ``parents`` : int32[n], of each the index of the one it goes on from,
+    smaller than its own; -1 after the context. ``chances`` : float64[n], the chance that its source gives each once
+    those before it came; the acceptance model learns what that is worth. ``kinds`` : int32[n], who says so.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    parents: npt.NDArray[np.int32]
+    chances: npt.NDArray[np.float64]
+    kinds: npt.NDArray[np.int32]
+
 
 TokenIds = npt.NDArray[np.int32]
 Prices = npt.NDArray[np.float64]
@@ -44,8 +71,6 @@ class DraftRequest:
     ``slot`` : the target's, which holds the context but for its last token; None where there is no target.
     ``offers`` : what other sources propose after the context, to be judged with all else; None for nothing.
     ``may_teach`` : whether what it says may reach other requests of its namespace.
-    ``live`` : what running requests of the namespace have said so far, one object for all that may draft from it; None
-        for nothing. ``live_number`` : which of its texts is this request's own, -1 for none.
     """
 
     request_id: str
@@ -61,8 +86,6 @@ class DraftRequest:
     slot: int | None = None
     offers: Offers | None = None
     may_teach: bool = False
-    live: LiveTexts | None = None
-    live_number: int = -1
 
 
 @dataclass(slots=True)
@@ -72,9 +95,8 @@ class Draft:
     ``token_ids`` : int32[k], k <= the request's limit; empty when nothing was found.
     ``match_length`` : tokens of the context's tail that the evidence matched.
     ``source`` : where its first token came from: "own" text, a "prediction", of the index its "tail", a "segment" or
-        one that is static and hence "warm", what another request says that is still running and hence "live", a
-        "model", a draft "head", of the target itself what is "recycled" or a "guess", "coupled" where the same noise
-        chose it before, or "none".
+        one that is static and hence "warm", a "model", a draft "head", of the target itself what is "recycled" or a
+        "guess", "coupled" where the same noise chose it before, or "none".
     ``probabilities`` : float64[k], estimated chance that each token is accepted once those before it are; None when the
         drafter has no estimate.
     ``parents`` : int32[k], of each token the index of the one before it, smaller than its own; -1 after the context.
@@ -229,3 +251,17 @@ class Drafter(Protocol):
     def finish(self, request_id: str) -> None:
         """Forget a request: it has ended."""
         ...
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """An empty draft per request."""
+        return [EMPTY_DRAFT] * len(requests)
+
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Nothing to learn."""
+
+    def finish(self, request_id: str) -> None:
+        """Nothing to forget."""

@@ -1,20 +1,73 @@
-"""A drafter among several: asked without ever failing the others, and what its time and its tokens have been."""
+"""A drafter among several: asked without ever failing the others, tried now and then, its time and tokens counted."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
-from ssd.drafting.offers import MODEL
-from ssd.drafting.one_by_one import OneByOne
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoreObserver
+from ssd.drafting.protocol import EMPTY_DRAFT, MODEL, Draft, Drafter, DraftRequest, ScoreObserver
 from ssd.errors import require_fault
 from ssd.pricing.acceptance_rates import AcceptanceRates
 from ssd.pricing.excess import Excess
 
-log = logging.getLogger(__name__)
 
+class OneByOne:
+    """Asks a drafter for all requests at once; after a failure for each alone, to find those that it fails for.
+
+    They get no draft and are not asked for again until ``forget``. Where all fail it is the drafter that does; where
+    there is one only, and the drafter just worked for others, it is the request.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.num_failures = 0
+        """Requests that the drafter failed for while it drafted for others."""
+        self._drafter = drafter
+        self._failing: set[str] = set()
+        self._works = False  # when it was last asked
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per request, in order; raises what the drafter raises where it fails for all of them."""
+        if not self._failing:
+            return self._ask(requests)
+        is_asked = [request.request_id not in self._failing for request in requests]
+        drafts = iter(self._ask([request for request, yes in zip(requests, is_asked, strict=True) if yes]))
+        return [next(drafts) if yes else EMPTY_DRAFT for yes in is_asked]
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or begins anew."""
+        self._failing.discard(request_id)
+
+    def _ask(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        if not requests:
+            return []
+        try:
+            drafts = self._drafter.propose(requests)
+        except BaseException as error:
+            require_fault(error)
+            return self._each_alone(requests, error)
+        self._works = True
+        return drafts
+
+    def _each_alone(self, requests: Sequence[DraftRequest], failure: BaseException) -> list[Draft]:
+        drafts, failed = [EMPTY_DRAFT] * len(requests), {request.request_id for request in requests}
+        worked, self._works = self._works, False
+        for index, request in enumerate(requests if len(requests) > 1 else ()):
+            try:
+                drafts[index : index + 1] = self._drafter.propose([request])
+            except BaseException as error:
+                require_fault(error)
+            else:
+                failed.discard(request.request_id)
+                self._works = True
+        if not (self._works or (worked and len(requests) == 1)):
+            raise failure
+        self.num_failures += len(failed)
+        self._failing |= failed
+        return drafts
+
+
+log = logging.getLogger(__name__)
 _MOST_SKIPPED: Final = 1024
 _FIRST_DEPTH: Final = 4.0
 _DEPTH_RATE: Final = 0.1
@@ -120,3 +173,26 @@ class Source:
         self._failures_in_a_row += 1
         if self._num_failures.bit_count() == 1:
             log.exception("%s failed (%d failures so far)", type(self.drafter).__name__, self._num_failures)
+
+
+TRIAL_EVERY = 256
+"""A source that has not been worth its cost is tried at most once in this many steps of requests."""
+
+_TRIAL_SHARE = 0.01
+"""Most that trials may cost, in output tokens for each step of a request."""
+
+
+def tried(source: Source, num_rows: int, num_asked: int, costs: Callable[[], Mapping[int, float]]) -> int | None:
+    """Which row of a step to try ``source`` for, None for none, after a step that asked it for ``num_asked``.
+
+    ``costs`` : says of each row that can be asked for what a trial costs, in output tokens; called where one is due.
+    """
+    source.num_not_asked = 0 if num_asked else source.num_not_asked + num_rows
+    if source.num_not_asked < TRIAL_EVERY:
+        return None
+    known = costs()
+    cheapest = min(known, key=lambda i: known[i], default=None)
+    if cheapest is None or known[cheapest] > _TRIAL_SHARE * source.num_not_asked:
+        return None
+    source.num_not_asked = 0
+    return cheapest

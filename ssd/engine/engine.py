@@ -16,23 +16,18 @@ import torch
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter
-from ssd.engine.coupling import Coupling
-from ssd.engine.faults import BestEffort
-from ssd.engine.integrity import settle, violations
-from ssd.engine.isolation import Isolation
-from ssd.engine.metrics import EngineMetrics
-from ssd.engine.prefill import Prefill
-from ssd.engine.prefix_reuse import PrefixReuse
+from ssd.engine.isolation import Isolation, settle, violations
+from ssd.engine.metrics import BestEffort, EngineMetrics
 from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, Request, RequestOutput
-from ssd.engine.scheduler import Scheduler
-from ssd.engine.sequence import Sequence, Taken, open_sequence
-from ssd.engine.verify import Pass, Verdict, warm_up_verdicts
+from ssd.engine.schedule import Prefill, PrefixReuse, Scheduler
+from ssd.engine.sequence import Committed, Coupling, Sequence, open_sequence
+from ssd.engine.verify import Pass, Verification, warm_up_verification
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.draft.model import load_draft_model
 from ssd.model.exact.settle import settle_exactness
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
-from ssd.model.heads.layouts.load_head import load_head
+from ssd.model.heads.load_head import load_head
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.take_weights import take_weights
@@ -45,7 +40,7 @@ from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
 
-Verified = tuple[Pass, list[Verdict | BaseException]]
+Verified = tuple[Pass, list[Verification | BaseException]]
 """A pass that has ended, and of each row what the target says or what it raised."""
 
 
@@ -294,7 +289,7 @@ class Engine:
         """Compile every kernel and run every kind of pass once, so that the first request compiles nothing."""
         self._proposals.warm_up()
         self._coupling.warm_up()
-        warm_up_verdicts()
+        warm_up_verification()
         repeated = tuple([1, 2, 3] * min(12, self.max_model_len // 6))
         sampled = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True)
         greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -374,27 +369,27 @@ class Engine:
         if ended is None:
             return None
         try:
-            return ended, ended.verdicts()
+            return ended, ended.verifications()
         except BaseException as error:
             self._isolation.lose(ended.batch, error)
             return None
 
-    def _commit(self, verified: Verified | None) -> list[tuple[Sequence, Taken]]:
+    def _commit(self, verified: Verified | None) -> list[tuple[Sequence, Committed]]:
         """Append to every sequence what was accepted of its draft and the target's own token."""
         if verified is None:
             return []
-        ended, verdicts = verified
+        ended, verifications = verified
         self._proposals.observe_scores(ended)
         committed = []
         now = time.perf_counter()
-        for sequence, draft, verdict in zip(ended.batch, ended.drafts, verdicts, strict=True):
+        for sequence, draft, verification in zip(ended.batch, ended.drafts, verifications, strict=True):
             if sequence.finish_reason is not None:  # its text failed while the pass ran
                 self._isolation.drop(sequence)
-            elif not isinstance(verdict, Verdict):
-                self._isolation.fail(sequence, "choosing a token", verdict)
+            elif not isinstance(verification, Verification):
+                self._isolation.fail(sequence, "choosing a token", verification)
             else:
                 try:
-                    committed.append((sequence, self._commit_one(sequence, draft, verdict, now)))
+                    committed.append((sequence, self._commit_one(sequence, draft, verification, now)))
                 except BaseException as error:
                     self._isolation.fail(sequence, "taking tokens", error)
         if not committed:
@@ -403,11 +398,11 @@ class Engine:
         self._proposals.observe_pass(ended.drafts, num_tokens, ended.seconds)
         return committed
 
-    def _commit_one(self, sequence: Sequence, draft: Draft, verdict: Verdict, now: float) -> Taken:
+    def _commit_one(self, sequence: Sequence, draft: Draft, verification: Verification, now: float) -> Committed:
         """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
-        taken = sequence.take(verdict.token_ids, verdict.logits)
+        taken = sequence.take(verification.token_ids, verification.logits)
         sequence.is_suspect = False
-        num_drafted, num_accepted = len(draft.token_ids), min(len(verdict.path), len(taken.token_ids))
+        num_drafted, num_accepted = len(draft.token_ids), min(len(verification.path), len(taken.token_ids))
         stats = sequence.stats
         if not stats.num_verify_steps:
             self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
@@ -425,7 +420,7 @@ class Engine:
         self.metrics.count_draft(num_drafted, num_accepted, draft.source)
         sequence.draft = stats.num_verify_steps, draft.source, num_drafted, num_accepted
         self.metrics.generation_tokens += len(taken.token_ids)
-        self._proposals.observe_verdict(sequence, draft, verdict, num_accepted)
+        self._proposals.observe_verification(sequence, draft, verification, num_accepted)
         if taken.finish_reason is None:
             self.target.rollback(sequence.slot, sequence.num_tokens - 1)
         else:  # before the next pass is drafted for: a drafter may have as many slots as the target
@@ -433,7 +428,7 @@ class Engine:
             self._proposals.forget(sequence)
         return taken
 
-    def _spell(self, sequence: Sequence, taken: Taken) -> RequestOutput | None:
+    def _spell(self, sequence: Sequence, taken: Committed) -> RequestOutput | None:
         """Make text of what was taken; learn from a sequence that has ended. None where that failed."""
         try:
             output = sequence.output(taken)

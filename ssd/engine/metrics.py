@@ -1,12 +1,52 @@
-"""Plain counters of an engine; the server exports them."""
+"""What happened in an engine, as plain counts, which the server exports: requests, tokens, times and sizes, faults."""
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ssd.engine.request import Request, RequestStats
+from ssd.errors import require_fault
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Faults:
+    """Counts faults by where they happened, and logs the 1st, 2nd, 4th, 8th ... of each place with its traceback."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def note(self, where: str, error: BaseException, consequence: str) -> None:
+        """``consequence`` : what it meant, for the log."""
+        self.counts[where] += 1
+        count = self.counts[where]
+        if count.bit_count() == 1:
+            log.error("%s failed (%d times so far): %s", where, count, consequence, exc_info=error)
+
+
+class BestEffort:
+    """Best-effort calls into a drafter or a cache: a failure is a count and a log line, never a failed request."""
+
+    def __init__(self) -> None:
+        self.num_failures = 0
+        self._faults = Faults()
+
+    def __call__(self, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns, None where it raises."""
+        try:
+            return call()
+        except BaseException as error:
+            require_fault(error)
+            self.num_failures += 1
+            self._faults.note("drafting or caching", error, "requests go on without")
+            return None
+
 
 _SECONDS = (
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240,

@@ -11,13 +11,11 @@ from itertools import product
 import numpy as np
 
 from ssd.config import DraftConfig
-from ssd.drafting.one_by_one import OneByOne
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoreObserver
-from ssd.engine.audience import Audience
-from ssd.engine.faults import BestEffort
-from ssd.engine.live import NOTHING_LENT, Lent, lend
+from ssd.drafting.source import OneByOne
+from ssd.engine.metrics import BestEffort
 from ssd.engine.sequence import Sequence
-from ssd.engine.verify import Pass, Verdict, branches, possible_shape, usable
+from ssd.engine.verify import Pass, RowOwners, Verification, branches, possible_shape, usable
 from ssd.model.target import Target
 from ssd.pricing.calibration import KeptShares
 from ssd.pricing.price_list import PriceList
@@ -66,8 +64,7 @@ class Proposals:
         self._best_effort = best_effort
         self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
         self._shape = possible_shape(draft.draft_shape, target)
-        self._lead_in = draft.max_match_length if draft.live and draft.retrieval else 0
-        self._audience: Audience | None = None
+        self._owners: RowOwners | None = None
         self._observer = drafter if draft.recycling and self._limit and isinstance(drafter, ScoreObserver) else None
         self._price_list = PriceList()
         self._kept_shares = KeptShares()
@@ -105,9 +102,7 @@ class Proposals:
         by_temperature = {temperature: self._kept_shares.share(temperature) for temperature in set(temperatures)}
         shares = [by_temperature[temperature] for temperature in temperatures]
         started = time.perf_counter()
-        lent = lend(batch, self._lead_in) if self._lead_in and len(batch) > 1 else [NOTHING_LENT] * len(batch)
-        rows = zip(batch, shares, lent, due, strict=True)
-        asked = [(sequence, share, live) for sequence, share, live, is_due in rows if is_due]
+        asked = [(sequence, share) for sequence, share, is_due in zip(batch, shares, due, strict=True) if is_due]
         found = iter(self._ask(asked, len(batch)) if asked else ())
         seconds = time.perf_counter() - started
         kept = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
@@ -122,12 +117,12 @@ class Proposals:
         if observer is None or not self._throttle.tells(has_drafts=any(len(d.token_ids) for d in ended.drafts)):
             return
         started = time.perf_counter()
-        self._best_effort(lambda: observer.observe_scores(ended.scored(self._audience_of(ended))))
+        self._best_effort(lambda: observer.observe_scores(ended.scored(self._owners_of(ended))))
         self._throttle.observe_telling(time.perf_counter() - started)
 
-    def _audience_of(self, ended: Pass) -> Audience:
-        self._audience = Audience.of(ended.batch, self._audience)
-        return self._audience
+    def _owners_of(self, ended: Pass) -> RowOwners:
+        self._owners = RowOwners.of(ended.batch, self._owners)
+        return self._owners
 
     def observe_pass(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
         """Learn what the pass over such drafts took, which put out ``num_tokens``."""
@@ -138,34 +133,38 @@ class Proposals:
         width = 1 + max(len(draft.token_ids) for draft in drafts)
         self._price_list.observe(len(drafts) * width, num_tokens, seconds, is_wide=width > 1)
 
-    def observe_verdict(self, sequence: Sequence, draft: Draft, verdict: Verdict, num_accepted: int) -> None:
+    def observe_verification(
+        self, sequence: Sequence, draft: Draft, verification: Verification, num_accepted: int
+    ) -> None:
         """Learn from what the target said to a draft, of which ``num_accepted`` tokens were emitted."""
-        self._best_effort(lambda: self._observe_verdict(sequence, draft, verdict, num_accepted))
+        self._best_effort(lambda: self._observe_verification(sequence, draft, verification, num_accepted))
 
-    def _observe_verdict(self, sequence: Sequence, draft: Draft, verdict: Verdict, num_accepted: int) -> None:
+    def _observe_verification(
+        self, sequence: Sequence, draft: Draft, verification: Verification, num_accepted: int
+    ) -> None:
         if draft.parents is not None:
-            draft = replace(draft, path=verdict.path[:num_accepted])
+            draft = replace(draft, path=verification.path[:num_accepted])
         is_told = draft.probabilities is not None or not len(draft.token_ids)
         if is_told and draft is not EMPTY_DRAFT:  # else nobody was asked, or what was said has been put aside
             promised = 0.0 if draft.probabilities is None else draft.promised
-            self._kept_shares.observe(sequence.request.sampling.temperature, promised, len(verdict.path))
+            self._kept_shares.observe(sequence.request.sampling.temperature, promised, len(verification.path))
         self._drafter.observe(sequence.request.request_id, draft, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a request: nothing of it will be asked for, or all of it anew."""
-        self._audience = None  # it holds the sequence
+        self._owners = None  # it holds the sequence
         sequence.note_context()
         self._asked.forget(sequence.request.request_id)
         self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 
-    def _ask(self, asked: list[tuple[Sequence, float, Lent]], num_rows: int) -> list[Draft]:
-        """A draft for each sequence with its share and what it is lent, in a pass of ``num_rows``."""
+    def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
+        """A draft for each sequence with its share, in a pass of ``num_rows``."""
         is_priced = self._price_list.pass_time is not None
         price = self._price_list.price(num_rows)
-        prices = {share: np.array([price / share]) if is_priced else None for share in {share for _, share, _ in asked}}
+        prices = {share: np.array([price / share]) if is_priced else None for share in {share for _, share in asked}}
         may_branch = branches(self._shape, num_rows)
         requests = []
-        for sequence, share, (live, live_number) in asked:
+        for sequence, share in asked:
             cache = None if sequence.namespace is None else sequence.namespace.cache
             sequence.note_context()
             requests.append(
@@ -182,8 +181,6 @@ class Proposals:
                     sampling=sequence.sampling,
                     slot=sequence.slot,
                     may_teach=sequence.request.learn,
-                    live=live,
-                    live_number=live_number,
                 )
             )
         drafts = self._best_effort(lambda: self._asked.propose(requests))
@@ -193,7 +190,7 @@ class Proposals:
             self._usable(draft, request)
             if len(draft.token_ids) and (sequence.stats.num_verify_steps or _is_sure(draft, share))
             else EMPTY_DRAFT
-            for draft, request, (sequence, share, _) in zip(drafts, requests, asked, strict=True)
+            for draft, request, (sequence, share) in zip(drafts, requests, asked, strict=True)
         ]
 
     def _usable(self, draft: Draft, request: DraftRequest) -> Draft:

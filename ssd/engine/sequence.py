@@ -1,9 +1,13 @@
-"""One request while the engine works on it."""
+"""One request while the engine works on it, from its checks and its noise to the text that it says."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import random
+import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Tokens
 from typing import NamedTuple
 
@@ -12,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
+from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.target_tokens import drawn_scores
@@ -25,7 +29,53 @@ from ssd.text.grammar import GrammarCompiler, GrammarState
 from ssd.text.stream import TextStream
 
 
-class Taken(NamedTuple):
+class Coupling:
+    """The noise of an engine's requests: of their seeds, or of ``num_streams`` streams that they share.
+
+    Streams are those of a namespace: what a request says depends on the secret of its namespace, on its stream and on
+    its own text, and on nothing that another request said. Safe from any thread.
+    """
+
+    def __init__(self, num_streams: int, window: int, root: Callable[[], bytes] | None = None) -> None:
+        """``root`` : what the secrets of all namespaces are made of, asked at each request; None: drawn at random."""
+        self.num_streams = num_streams
+        self._window = window
+        drawn = secrets.token_bytes(32)
+        self._root = root or (lambda: drawn)
+
+    def warm_up(self) -> None:
+        """Compile what asks for noise in a pass, and what only coupled requests run, where there can be any."""
+        SequenceNoise.seeded_keys([SequenceNoise.seeded(0)], [1], 1)
+        if self.num_streams:
+            SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
+
+    def different_streams(self, count: int, seed: int) -> list[int]:
+        """Streams for ``count`` outputs of one prompt, no two the same; all of the engine's where there are as many.
+
+        ``seed`` : what they are drawn with. O(count).
+        """
+        return random.Random(seed).sample(range(max(self.num_streams, count)), count)
+
+    def noise_of(self, request: Request, seed: int) -> SequenceNoise:
+        """What a request is sampled with. ``seed`` : drawn for it; its stream, too, where it names none."""
+        sampling = request.sampling
+        if sampling.seed is not None:
+            return SequenceNoise.seeded(sampling.seed, request.choice_index)
+        if not self.num_streams or sampling.greedy or not sampling.coupled or request.namespace is None:
+            return SequenceNoise.seeded(seed, request.choice_index)
+        stream = request.noise_stream
+        if stream is None:
+            stream = request_key(seed, request.choice_index) % self.num_streams
+        secret, prompt_length = secret_of(self._root(), request.namespace), len(request.prompt_token_ids)
+        return SequenceNoise.coupled(secret, stream, self._window, prompt_length=prompt_length)
+
+
+def secret_of(root: bytes, namespace: str) -> int:
+    """The secret of a namespace: 64 bits that say nothing of the root or of another's (HMAC, RFC 2104)."""
+    return int.from_bytes(hmac.digest(root, b"noise of " + namespace.encode(), hashlib.sha256)[:8], "little")
+
+
+class Committed(NamedTuple):
     """What one pass added to a sequence.
 
     ``spelled`` : the tokens of which text is still to be made. ``text`` : what was made already. The rest as in
@@ -152,7 +202,7 @@ class Sequence:
         """Whether `take` needs logits."""
         return self.request.sampling.logprobs is not None
 
-    def take(self, token_ids: Tokens[int], logits: torch.Tensor | None) -> Taken:
+    def take(self, token_ids: Tokens[int], logits: torch.Tensor | None) -> Committed:
         """Append verified tokens up to the first that ends the output; nothing after it is sent, counted or kept.
 
         logits : [>= n, V], the model's own, row i for token i; may be None where it ``asks_logprobs`` not. Text is made
@@ -204,9 +254,9 @@ class Sequence:
             logprobs = token_logprobs(logits, emitted, num_top)
         if self._grammar is not None:
             self._grammar.advance(emitted)
-        return Taken(tuple(emitted), spelled, "".join(text), self.finish_reason, stop_reason, logprobs)
+        return Committed(tuple(emitted), spelled, "".join(text), self.finish_reason, stop_reason, logprobs)
 
-    def output(self, taken: Taken) -> RequestOutput:
+    def output(self, taken: Committed) -> RequestOutput:
         """The output of a pass: what was taken, with its text."""
         text, stream = taken.text, self._stream
         if stream is not None and not stream.may_stop:
@@ -218,10 +268,10 @@ class Sequence:
     def end(self, reason: FinishReason, error: str | None = None, refusal: RequestError | None = None) -> RequestOutput:
         """Close the output without another token."""
         self.finish_reason = reason
-        return self._output(Taken((), [], "", reason, None, None), "", error, refusal)
+        return self._output(Committed((), [], "", reason, None, None), "", error, refusal)
 
     def _output(
-        self, taken: Taken, text: str, error: str | None = None, refusal: RequestError | None = None
+        self, taken: Committed, text: str, error: str | None = None, refusal: RequestError | None = None
     ) -> RequestOutput:
         prompt_logprobs = None if self._prompt_logprobs_sent else tuple(self._prompt_logprobs)
         self._prompt_logprobs_sent = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftShape
 from ssd.drafting.protocol import Draft, ScoredPass
-from ssd.engine.audience import Audience
 from ssd.engine.sequence import Sequence
 from ssd.errors import require_fault
 from ssd.model.kv.tree import is_tree, leading_chain, node_parents
@@ -21,16 +21,46 @@ from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.target import Target
 from ssd.model.verification import accepted_lengths, accepted_path
+from ssd.retrieval.segment_store import LearnedState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowOwners:
+    """Of each row of a batch, ``request_ids``, ``learned`` and ``may_keep`` as ``ScoredPass`` has them."""
+
+    batch: Rows[Sequence]
+    request_ids: list[str]
+    learned: list[LearnedState | None]
+    may_keep: npt.NDArray[np.bool_]
+    is_final: bool
+    """Whether all caches are open: what is learned of a namespace has a place only then."""
+
+    @classmethod
+    def of(cls, batch: Rows[Sequence], known: RowOwners | None) -> RowOwners:
+        """That of ``batch``; ``known``, the one before it, where that is the same. O(rows)."""
+        if known is not None and known.is_final and known.batch == batch:
+            return known
+        names, learned, may_keep, is_final = list[str](), list[LearnedState | None](), list[bool](), True
+        for sequence in batch:
+            request, namespace = sequence.request, sequence.namespace
+            cache = None if namespace is None else namespace.cache
+            names.append(request.request_id)
+            learned.append(None if cache is None else cache.learned)
+            may_keep.append(cache is not None and request.learn)
+            is_final = is_final and (cache is not None or namespace is None)
+        return cls(batch, names, learned, np.array(may_keep), is_final)
+
 
 log = logging.getLogger(__name__)
 
 _NODES = np.arange(MAX_SPECULATIVE_TOKENS + 1)
 """Its beginnings are the paths of chains; that of no node is of a row that failed."""
+
 _TOKENS = np.arange(MAX_SPECULATIVE_TOKENS, dtype=np.int32)
 """Its beginnings are the indices of the tokens of chains."""
 
 
-class Verdict(NamedTuple):
+class Verification(NamedTuple):
     """What the target says to one row.
 
     ``token_ids`` : the accepted tokens and one more, the target's own. ``path`` : int32[accepted], the accepted
@@ -80,16 +110,16 @@ def usable(draft: Draft, limit: int, *, vocab_size: int, allow_tree: bool) -> Dr
     return draft
 
 
-def warm_up_verdicts() -> None:
+def warm_up_verification() -> None:
     """Compile what compares drafts with what the target says."""
     accepted_lengths(np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), np.ones(1, np.int64))
 
 
 class Pass:
-    """A verify pass: every sequence's last token and draft, fed at once. ``verdicts`` must be asked for, once, before
-    the next pass begins.
+    """A verify pass: every sequence's last token and draft, fed at once. ``verifications`` must be asked for, once,
+    before the next pass begins.
 
-    ``seconds`` : what it took, once its verdicts are known.
+    ``seconds`` : what it took, once its verifications are known.
     """
 
     def __init__(self, target: Target, batch: Rows[Sequence], drafts: Rows[Draft]) -> None:
@@ -113,7 +143,7 @@ class Pass:
         else:
             self._output = target.forward(self._slots, self._fed, self._counts, noise)
 
-    def verdicts(self) -> list[Verdict | BaseException]:
+    def verifications(self) -> list[Verification | BaseException]:
         """How far the target agrees with each draft, once the pass is done; of a row that fails, what it raised.
 
         The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
@@ -127,21 +157,21 @@ class Pass:
         if self._has_trees:
             self._target.keep_paths(self._slots, self._counts, self._paths)
         self.seconds = time.perf_counter() - self._started
-        verdicts: list[Verdict | BaseException] = [
-            self._verdict(b, chosen) for b, chosen in enumerate(self._chosen.tolist())
+        verifications: list[Verification | BaseException] = [
+            self._verification(b, chosen) for b, chosen in enumerate(self._chosen.tolist())
         ]
         for b, error in failed.items():
-            verdicts[b], self._paths[b] = error, _NODES[:0]
-        return verdicts
+            verifications[b], self._paths[b] = error, _NODES[:0]
+        return verifications
 
-    def _verdict(self, b: int, chosen: list[int]) -> Verdict:
+    def _verification(self, b: int, chosen: list[int]) -> Verification:
         path = self._paths[b]
         logits = self._output.logits[b] if self.batch[b].asks_logprobs else None
         if self.drafts[b].parents is None:
-            return Verdict(chosen[: len(path)], _TOKENS[: len(path) - 1], logits)
+            return Verification(chosen[: len(path)], _TOKENS[: len(path) - 1], logits)
         if logits is not None:
             logits = logits[torch.from_numpy(path).to(logits.device)]
-        return Verdict([chosen[node] for node in path.tolist()], (path[1:] - 1).astype(np.int32), logits)
+        return Verification([chosen[node] for node in path.tolist()], (path[1:] - 1).astype(np.int32), logits)
 
     def _accepted_lengths(self) -> list[int]:
         if self._fed.shape[1] == 1:
@@ -167,16 +197,16 @@ class Pass:
                 failed[b] = error
         return failed
 
-    def scored(self, audience: Audience) -> ScoredPass:
-        """What the target said at every position; once verdicts are known, before any of their tokens is taken."""
+    def scored(self, owners: RowOwners) -> ScoredPass:
+        """What the target said at every position; once verifications are known, before any of their tokens is taken."""
         used = self._counts
         if not all(map(len, self._paths)):
             used = [count if len(path) else 0 for count, path in zip(used, self._paths, strict=True)]
         top_ids, top_logits = self._output.top(used)
         return ScoredPass(
-            request_ids=audience.request_ids,
-            learned=audience.learned,
-            may_keep=audience.may_keep,
+            request_ids=owners.request_ids,
+            learned=owners.learned,
+            may_keep=owners.may_keep,
             before=self._before,
             fed=self._fed,
             counts=np.array(used, np.int64),

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ssd.drafting.suffix.row_drafter import Text
+from ssd.drafting.rows import Text
 from ssd.integrations.settings import IntegrationSettings
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.packed import Tokens

@@ -11,7 +11,7 @@ kept as far as it agrees, so the law of the output is that of ``model.generate``
 the global generator is asked for more numbers.
 
 With ``coupled=CoupledSampling(secret, stream)`` a sampled token is drawn with noise that all calls of one secret and
-stream share, see `ssd.drafting.sequence_noise`: its law is the same, but a text that was said before comes again where
+stream share, see `ssd.drafting.noise`: its law is the same, but a text that was said before comes again where
 the same is asked again, and so it is drafted nearly whole. Drafts are judged by that noise too.
 """
 
@@ -30,8 +30,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from ssd.config import DraftConfig, SamplingParams
 from ssd.drafting import Drafter, DraftRequest, make_drafter
+from ssd.drafting.noise import WINDOW, SequenceNoise
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, TokenIds
-from ssd.drafting.sequence_noise import WINDOW, SequenceNoise
 from ssd.errors import RequestError
 from ssd.model.sampling.sampler import argmax_with_noise
 from ssd.pricing.price_list import PriceList

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import xxhash
 
 from ssd.config import DraftConfig
-from ssd.drafting.suffix.row_drafter import RowDrafter
+from ssd.drafting.rows import RowDrafter
 from ssd.integrations import vllm_plugin
 from ssd.integrations.requests import Learner, OpenNamespace, Request, RequestTable, Row
 from ssd.integrations.vllm_plugin import (

@@ -142,7 +142,7 @@ def longest_match(snapshot: Snapshot, context: npt.NDArray[np.integer[Any]], max
 
     Exact in the segments; in the tail the most recent MAX_SCAN_HITS occurrences of the last token are looked at. No
     match is ``Match(0, 0)``. O(segments * log n + tail). Allocates its scratch memory: for the drafters' own see
-    ``drafting.workspace``. Raises CacheError for a context that is no sequence of integers.
+    ``drafting.drafter``. Raises CacheError for a context that is no sequence of integers.
     """
     ids, patterns, num_segments = as_context(context), np.zeros(PATTERNS_BYTES, np.uint8), len(snapshot.segments)
     lanes, walkers = np.empty(num_segments, dtype_of(Lane)), np.empty(2 * num_segments, dtype_of(Walker))

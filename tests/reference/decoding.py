@@ -9,8 +9,8 @@ import numpy as np
 from cache_builder.replay.cost import CostCurve
 from cache_builder.replay.pricing import CurvePrice
 from cache_builder.replay.rows import Row
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, DraftRequest
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.walk import branch_of
 

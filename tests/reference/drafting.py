@@ -102,45 +102,20 @@ Evidence = list[tuple[tuple[int, ...], tuple[int, int, int], bool]]
 """Occurrences of a pattern: what followed, where (own text after the index's, which text, position), is it own text."""
 
 
-LiveText = tuple[Sequence[int], int]
-"""What a running request has said, behind so many tokens of its prompt."""
-
-
-def live_places(lent: Sequence[LiveText], context: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """Of each occurrence of the last ``length`` tokens of ``context`` before a token that a request said: which text,
-    and the place of that token; the last first."""
-    pattern = list(context[len(context) - length :])
-    if length > len(context) or min(pattern) < 0:
-        return []
-    return [
-        (number, i + length)
-        for number in reversed(range(len(lent)))
-        for i in reversed(occurrences(lent[number][0], pattern))
-        if lent[number][1] <= i + length < len(lent[number][0])
-    ]
-
-
 def evidence(
     snapshot: Snapshot,
     context: Sequence[int],
     length: int,
     limit: int,
     in_index: bool,
-    lent: Sequence[LiveText] = (),
 ) -> Evidence:
-    """Every occurrence of the last ``length`` tokens of ``context``; its own text is taken to repeat from its end.
-
-    ``lent`` : what other requests said that still run, later than all that is stored; two tokens must agree there.
-    """
+    """Every occurrence of the last ``length`` tokens of ``context``; its own text is taken to repeat from its end."""
     pattern = list(context[len(context) - length :])
     found: Evidence = []
-    stored = texts(snapshot)
-    for number, text in enumerate(stored if in_index else []):
+    for number, text in enumerate(texts(snapshot) if in_index else []):
         found += [
             (continuation(text, i + length, limit), (0, number, i + length), False) for i in occurrences(text, pattern)
         ]
-    for number, i in live_places(lent, context, max(2, length)):
-        found.append((continuation(lent[number][0], i, limit), (0, len(stored) + number, i), False))
     for i in occurrences(context, pattern):
         if i + length < len(context):
             repeated = list(context[i + length :])
@@ -158,7 +133,6 @@ def suffix_levels(
     limit: int,
     most: int,
     enough: int,
-    lent: Sequence[LiveText] = (),
 ) -> list[tuple[int, Evidence]]:
     """Match lengths and their evidence: the longest of own text or index, then shorter ones by thirds."""
     longest = 0
@@ -167,11 +141,10 @@ def suffix_levels(
     nothing = make_snapshot([])
     own = next((n for n in range(longest, 0, -1) if evidence(nothing, context, n, 1, False)), 0)
     index, _ = longest_match(snapshot, context, longest)
-    index = next((n for n in range(longest, max(1, index), -1) if live_places(lent, context, n)), index)
     levels: list[tuple[int, Evidence]] = []
     length, below = max(own, index), min(own, index)
     while limit and length >= max(1, min_length) and len(levels) < most:
-        levels.append((length, evidence(snapshot, context, length, limit, length <= index, lent)))
+        levels.append((length, evidence(snapshot, context, length, limit, length <= index)))
         if len(levels[-1][1]) >= enough:
             break
         shorter = min(length - 1, length // 2)

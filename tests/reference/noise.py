@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.noise_keys import GAMMA, MIX_1, MIX_2
+from ssd.drafting.noise import GAMMA, MIX_1, MIX_2
 
 _BITS = 0xFFFFFFFFFFFFFFFF
 

@@ -402,7 +402,7 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
     families = text_string_to_metric_families(get(server.port, "/metrics").content.decode())
     by_source = next(family.samples for family in families if family.name == "ssd:source_accepted_tokens")
     assert sum(s.value for s in by_source) == after["vllm:spec_decode_num_accepted_tokens_total", ""]
-    assert {s.labels["source"] for s in by_source} <= {"own", "tail", "segment", "recycled", "guess", "live"}
+    assert {s.labels["source"] for s in by_source} <= {"own", "tail", "segment", "recycled", "guess"}
     assert (after["vllm:num_requests_running", ""], after["vllm:num_requests_waiting", ""]) == (0, 0)
     assert after["ssd:ready", ""] == 1
     assert after["ssd:target_info", ""] == 1
@@ -434,15 +434,18 @@ def test_async_client_streams_concurrently(server: RunningServer) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slots(server: RunningServer, stream: bool) -> None:
     engine = server.engine_thread.engine
-    before = engine.metrics.num_requests_finished.get("cancelled", 0)
-    with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
-        body = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "temperature": 1.5, "n": 4, "stream": stream}
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        if stream:
-            connection.getresponse().read(10)
-        wait_until(lambda: engine.metrics.num_running > 0)
-    wait_until(lambda: not engine.has_work() and server.engine_thread.num_requests == 0)
-    assert engine.metrics.num_requests_finished["cancelled"] == before + 4, "they went on to their end"
+    body = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "temperature": 1.5, "n": 4, "stream": stream}
+    for _ in range(20):  # on a busy machine answers may end before their client gets to leave
+        before = engine.metrics.num_requests_finished.get("cancelled", 0)
+        with closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            if stream:
+                connection.getresponse().read(10)
+            wait_until(lambda: engine.metrics.num_running > 0)
+        wait_until(lambda: not engine.has_work() and server.engine_thread.num_requests == 0)
+        if engine.metrics.num_requests_finished.get("cancelled", 0) == before + 4:
+            return
+    pytest.fail("they went on to their end")
     assert completion(server, max_tokens=2).status == 200
 
 

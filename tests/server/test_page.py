@@ -25,7 +25,7 @@ from tests.server.saying_engine import SayingEngine
 
 PROMPT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-SOURCES = {"own", "tail", "segment", "warm", "prediction", "model", "head", "recycled", "guess", "coupled", "live"}
+SOURCES = {"own", "tail", "segment", "warm", "prediction", "model", "head", "recycled", "guess", "coupled"}
 
 
 @pytest.fixture(scope="module")

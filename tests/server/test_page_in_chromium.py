@@ -224,7 +224,7 @@ def test_colours_can_be_told_apart_from_what_is_behind_them() -> None:
             for text in ("ink", "soft", "bad"):
                 assert contrast(named[text], named[behind]) >= 4.5, (text, behind)
             sources = {"own", "tail", "segment", "warm", "prediction", "model", "head", "recycled", "guess", "coupled"}
-            for mark in sources | {"live", "edge", "good"}:
+            for mark in sources | {"edge", "good"}:
                 assert contrast(named[mark], named[behind]) >= 3, (mark, behind)
 
 

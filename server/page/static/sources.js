@@ -11,7 +11,6 @@ export const SOURCES = {
   recycled: ["recycled", "what the model held likely here before"],
   guess: ["guess", "what the model said behind a wrong token"],
   coupled: ["shared noise", "what the same noise chose before, after the same tokens"],
-  live: ["running", "what other requests have said that still run"],
 };
 
 export const nameOf = (source) => (source === "target" ? "the model" : (SOURCES[source] ?? [source])[0]);

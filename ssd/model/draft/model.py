@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
-from ssd.drafting.offers import MODEL
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
+from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.protocol import EMPTY_DRAFT, MODEL, Draft, DraftRequest, SamplingRow
 from ssd.errors import ModelError
 from ssd.model.draft.slots import READ_WIDTH, DraftSlot, DraftSlots
 from ssd.model.loading.load_target import load_model, model_limit, open_target

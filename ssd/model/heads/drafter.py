@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from ssd.config import SamplingParams
-from ssd.drafting.offers import HEAD, MAX_OFFERED
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, Prices, SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
-from ssd.model.heads.candidates import Candidates, candidates
+from ssd.drafting.noise import SequenceNoise
+from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, MAX_OFFERED, Draft, DraftRequest, Prices, SamplingRow
+from ssd.model.heads.candidates import SOURCE, Candidates, Floats, Ints, candidates, comb, product
 from ssd.model.heads.head import Head, ParallelHead, RecurrentHead
-from ssd.model.heads.shapes import SOURCE, Floats, Ints, comb, product
 from ssd.model.heads.slots import HeadSlot, HeadSlots, bytes_per_token
 from ssd.model.kv.tree import leading_chain
 from ssd.model.layers.tap import Tapped

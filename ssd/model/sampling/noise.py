@@ -1,6 +1,6 @@
 """Sampling noise at keys that say which: Gumbel noise for every token of the vocabulary.
 
-The keys are those of ``ssd/drafting/sequence_noise.py``.
+The keys are those of ``ssd/drafting/noise.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.drafting.noise_keys import GAMMA, MIX_1, MIX_2, UInt64
+from ssd.drafting.noise import GAMMA, MIX_1, MIX_2, UInt64
 
 LOWEST_TEMPERATURE = 1e-4
 """One of 1e-6 would overflow float32; below 1e-4 the law is greedy to any measurement."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import SamplingRow
-from ssd.drafting.sequence_noise import SequenceNoise
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.target_tokens import is_ruled
 

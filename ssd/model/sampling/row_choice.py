@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.compiled.addresses import Float64s, Int64s, TokenIds, inlined, kernel
-from ssd.drafting.noise_keys import GAMMA, UInt, UInt64, mixed
+from ssd.drafting.noise import GAMMA, UInt, UInt64, mixed
 from ssd.token_rules import TokenRules
 
 Float32s = npt.NDArray[np.float32]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.config import SamplingParams
-from ssd.drafting.noise_keys import UInt64
+from ssd.drafting.noise import UInt64
 from ssd.errors import first_line
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE, gumbel_noise, noisy_scores
 from ssd.model.sampling.row_choice import choose_rows

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.drafting.suffix.successors import SUCCESSORS
+from ssd.drafting.successors import SUCCESSORS
 
 Float32s = npt.NDArray[np.float32]
 TopTokens = tuple[TokenIds, Float32s]

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.drafting.noise_keys import GAMMA, MIX_1, MIX_2
+from ssd.drafting.noise import GAMMA, MIX_1, MIX_2
 from ssd.model.kv.triton_attention import num_splits
 from ssd.model.sampling.noise import LOWEST_TEMPERATURE
 

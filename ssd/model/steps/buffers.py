@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ssd.compiled.addresses import kernel
-from ssd.drafting.suffix.successors import SUCCESSORS
+from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
 from ssd.model.sampling.sampler import Sampler

@@ -1,1 +1,0 @@
-"""What samples of one prompt bring each other while they run."""

@@ -1,0 +1,290 @@
+"""Train an EAGLE-3 head for the bundled model: ``python -m benchmarks.training.head --out DIR``.
+
+The model writes text, the head learns to say what the model said, and text of other prompts measures it. Everything
+follows from the seed and the number of steps; with ``--minutes`` alone, that number is what the first steps promise
+to fit, and it is recorded, so that ``--steps`` repeats the run. DIR gets a directory that ``--draft-head`` takes. The
+head reads its own output while it learns, as it will when it drafts: "training-time test" (arXiv 2503.01840, section
+3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch.nn import functional
+from torch.optim import AdamW, Muon, Optimizer
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.training import corpus
+from benchmarks.training.corpus import TokenStream, training_documents
+from benchmarks.training.measure import (
+    ROW_LENGTH,
+    TEMPERATURES,
+    acceptance,
+    held_out_prompts,
+    read,
+    unroll,
+    write_batches,
+)
+from benchmarks.training.train import take_step
+from ssd.bundled import MODEL_PATH
+from ssd.model.heads.networks import Eagle3Head
+from ssd.model.layers.tap import Tap
+
+STEP_WEIGHT = 0.8
+"""What a step's loss counts beside that of the step before."""
+
+
+class Eagle3Training:
+    """A new head for a Llama target, begun from the target's last layer, and its training."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft_ids: torch.Tensor,
+        feature_layers: tuple[int, ...],
+        intermediate_size: int,
+    ) -> None:
+        """draft_ids : int64[Vd], the target's tokens that the head can draft, ascending."""
+        config = LlamaConfig.from_dict(target.config.to_dict())
+        config.num_hidden_layers = 1
+        config.intermediate_size = intermediate_size
+        config.tie_word_embeddings = False
+        config._attn_implementation = "sdpa"
+        self.head = Eagle3Head(config, target.get_input_embeddings(), feature_layers, draft_vocab_size=len(draft_ids))
+        self.head.map_vocabulary(draft_ids)
+        self._draft_ids = draft_ids
+        self._begin(target)
+
+    @torch.no_grad()
+    def _begin(self, target: PreTrainedModel) -> None:
+        head, layer = self.head, target.model.layers[-1]
+        size = head.feature_size
+        # Features begin as the last of the hidden states; what the others add is learned.
+        for weight in (head.fc.weight, *(getattr(head.midlayer.self_attn, f"{name}_proj").weight for name in "qkv")):
+            torch.nn.init.normal_(weight, std=0.02)
+        head.fc.weight[:, -size:] += torch.eye(size)
+        for name in "qkv":
+            weight = getattr(head.midlayer.self_attn, f"{name}_proj").weight
+            weight[:, size:] += getattr(layer.self_attn, f"{name}_proj").weight
+        head.midlayer.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
+        inner = head.config.intermediate_size
+        head.midlayer.mlp.gate_proj.weight.copy_(layer.mlp.gate_proj.weight[:inner])
+        head.midlayer.mlp.up_proj.weight.copy_(layer.mlp.up_proj.weight[:inner])
+        head.midlayer.mlp.down_proj.weight.copy_(layer.mlp.down_proj.weight[:, :inner])
+        head.midlayer.hidden_norm.load_state_dict(layer.input_layernorm.state_dict())
+        head.midlayer.post_attention_layernorm.load_state_dict(layer.post_attention_layernorm.state_dict())
+        head.norm.load_state_dict(target.model.norm.state_dict())
+        head.lm_head.weight.copy_(target.get_output_embeddings().weight[self._draft_ids])
+
+    def loss(self, tokens: torch.Tensor, hidden: list[torch.Tensor], logits: torch.Tensor, depth: int) -> torch.Tensor:
+        """Distance over the tokens that can be drafted, later steps counted less."""
+        features = self.head.combine([states[:, :-1] for states in hidden])
+        wanted = torch.softmax(logits[:, 1:, self._draft_ids], -1)
+        total, weights = torch.zeros(()), 0.0
+        for step, drafted in enumerate(unroll(self.head, tokens[:, 1:], features, depth, None)):
+            weight = STEP_WEIGHT**step
+            distance = functional.cross_entropy(drafted[:, step:].flatten(0, 1), wanted[:, step:].flatten(0, 1))
+            total = total + weight * distance
+            weights += weight
+        return total / weights
+
+    def files(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The layout of the EAGLE repository."""
+        head = self.head
+        kept = (
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "vocab_size"),
+            *("attention_bias", "bos_token_id", "eos_token_id", "pad_token_id"),
+        )
+        described = head.config.to_dict()
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            **{name: described[name] for name in kept},
+            "draft_vocab_size": len(self._draft_ids),
+            "eagle_config": {
+                # Counted from the first layer, 0, by what comes out of it.
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.feature_layers],
+                "use_aux_hidden_state": True,
+            },
+        }
+        return config, dict(head.state_dict())
+
+
+STEP_ROWS = 8
+LONG_ROW_LENGTH = 1024
+LONG_EVERY = 8
+"""Every so many steps rows of the corpus of this length are read, one token ahead: serving has long contexts."""
+TRAINED_DEPTH = 3
+"""Tokens ahead that the head is unrolled for; measured further."""
+WARM_UP_STEPS = 20
+TIMED_STEPS = 16
+HELD_OUT_ROWS = 96
+SAVE_EVERY = 100
+"""Steps; a run that is stopped leaves the head as it was then."""
+SHARE_FOR_MEASURING = 0.08
+"""Of the minutes: what writing and measuring the held-out text may take."""
+
+
+def train(
+    training: Eagle3Training, target: PreTrainedModel, written: torch.Tensor, stream: TokenStream, args: Any
+) -> dict[str, Any]:
+    """Make the head's distance small; what was done, for the record.
+
+    written : int64[rows, ROW_LENGTH]. A third of the other steps reads the corpus.
+    """
+    optimizers = make_optimizers(training)
+    tap = Tap(target, training.head.feature_layers)
+    training.head.train()
+    steps: int = args.steps or 0
+    started = time.monotonic()
+    order = np.random.default_rng([args.seed, 2])
+    step, losses = 0, []
+    deal: list[int] = []
+    while not steps or step < steps:
+        if not steps and step == TIMED_STEPS:
+            each = (time.monotonic() - started) / step
+            steps = max(step + 1, int((args.deadline - time.monotonic()) / each) + step)
+        depth = TRAINED_DEPTH
+        if step % LONG_EVERY == LONG_EVERY - 1:
+            tokens, depth = stream.batch(step, LONG_ROW_LENGTH)[0], 1
+        elif step % 3 == 2:
+            tokens = stream.batch(step, ROW_LENGTH)[0]
+        else:
+            if len(deal) < STEP_ROWS:
+                deal = order.permutation(len(written)).tolist()
+            tokens = written[[deal.pop() for _ in range(STEP_ROWS)]]
+        hidden, logits = read(target, tokens, tap)
+        loss = training.loss(tokens, hidden, logits, depth)
+        training.head.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(training.head.parameters(), 1.0)
+        left = min(1.0, (steps - step) / (0.6 * steps)) if steps else 1.0
+        take_step(optimizers, args.learning_rate * min((step + 1) / WARM_UP_STEPS, left))
+        step += 1
+        losses.append(loss.item())
+        if step % SAVE_EVERY == 0:
+            save(training, args.out)
+        if step % args.log_every == 0:
+            seconds = round(time.monotonic() - started)
+            log(
+                args.out, step=step, of=steps, loss=round(float(np.mean(losses[-args.log_every :])), 3), seconds=seconds
+            )
+    training.head.eval()
+    return {
+        "steps": steps,
+        "tokens": steps * STEP_ROWS * ROW_LENGTH,
+        "seconds": round(time.monotonic() - started),
+        "first_loss": round(float(np.mean(losses[:10])), 3),
+        "last_loss": round(float(np.mean(losses[-10:])), 3),
+    }
+
+
+def make_optimizers(training: Eagle3Training) -> list[Optimizer]:
+    """Muon on the matrices inside, as for the model; AdamW on output layers and all that is no matrix."""
+    named = dict(training.head.named_parameters())
+    inside = [name for name, weight in named.items() if weight.ndim == 2 and not name.startswith("lm_head")]
+    return [
+        Muon([named[name] for name in inside], weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        AdamW([weight for name, weight in named.items() if name not in inside], betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def frequent_tokens(written: torch.Tensor, count: int) -> torch.Tensor:
+    """The tokens that the model says most, int64[count], ascending."""
+    counts = torch.bincount(written.flatten(), minlength=count)
+    share = counts.sort(descending=True).values[:count].sum() / counts.sum()
+    print(f"{count} tokens are {float(share):.1%} of the text", flush=True)
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def save(training: Eagle3Training, out: Path) -> int:
+    """Write ``config.json`` and ``model.safetensors``, numbers in two bytes; size of both in bytes."""
+    config, tensors = training.files()
+    kept = {name: (each.half() if each.is_floating_point() else each).contiguous() for name, each in tensors.items()}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps({**config, "dtype": "float16"}, indent=2) + "\n")
+    return sum((out / name).stat().st_size for name in ("config.json", "model.safetensors"))
+
+
+def log(out: Path, **record: object) -> None:
+    """One JSON line to the screen and to ``training.jsonl``."""
+    line = json.dumps(record)
+    print(line, flush=True)
+    with (out / "training.jsonl").open("a") as file:
+        file.write(line + "\n")
+
+
+def parse_args() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training.head", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory for the head")
+    parser.add_argument("--minutes", type=float, default=30.0, help="for all of it")
+    parser.add_argument("--steps", type=int, help="instead of as many as the minutes allow")
+    parser.add_argument("--rows", type=int, default=256, help="texts in a written batch")
+    parser.add_argument("--batches", type=int, default=4, help="written batches")
+    parser.add_argument("--layers", type=int, nargs=3, default=(2, 4, 6), help="whose hidden states it reads")
+    parser.add_argument("--draft-vocab-size", type=int, default=2048)
+    parser.add_argument("--intermediate-size", type=int, default=512)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--texts", type=Path, help="file to keep written text in, and to take it from if it is there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Write, train, measure, save."""
+    args = parse_args()
+    args.deadline = time.monotonic() + 60 * args.minutes * (1 - SHARE_FOR_MEASURING)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    target = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32).eval().requires_grad_(False)
+    tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
+    files = corpus.standard_library()
+    documents = training_documents(files, tokenizer)
+    written = own_text(target, documents, args)
+    draft_ids = frequent_tokens(written, args.draft_vocab_size)
+    training = Eagle3Training(target, draft_ids, tuple(args.layers), args.intermediate_size)
+    stream = TokenStream(documents, args.seed, STEP_ROWS * ROW_LENGTH)
+    done = train(training, target, written, stream, args)
+    num_bytes = save(training, args.out)
+    chosen = {name: value for name, value in vars(args).items() if name not in ("out", "texts", "deadline")}
+    log(args.out, **chosen | done, bytes=num_bytes, torch=torch.__version__, python=platform.python_version())
+    held_out = [
+        acceptance(target, training.head, texts)
+        for texts in write_batches(target, held_out_prompts(files, tokenizer), args.seed + 7, HELD_OUT_ROWS, (0.0, 0.7))
+    ]
+    log(args.out, kind="eagle3", held_out=held_out)
+
+
+def own_text(target: PreTrainedModel, documents: list[npt.NDArray[np.int64]], args: argparse.Namespace) -> torch.Tensor:
+    """What the model writes behind prefixes of the corpus, int64[rows, ROW_LENGTH]."""
+    if args.texts and args.texts.exists():
+        kept: torch.Tensor = torch.load(args.texts, weights_only=True)
+        return kept
+    temperatures = [TEMPERATURES[batch % len(TEMPERATURES)] for batch in range(args.batches)]
+    started = time.monotonic()
+    texts = write_batches(target, documents, args.seed, args.rows, temperatures)
+    written = torch.cat([each.tokens for each in texts])
+    log(args.out, written=written.numel(), seconds=round(time.monotonic() - started))
+    if args.texts:
+        torch.save(written, args.texts)
+    return written
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""How draft heads for the bundled model are trained and measured."""

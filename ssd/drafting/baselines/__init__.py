@@ -1,1 +1,0 @@
-"""Drafters to compare with: none, prompt lookup, and the most frequent continuation."""

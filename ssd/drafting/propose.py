@@ -1,0 +1,287 @@
+"""The kernel of the suffix drafter: learn from what came since, look up, draft."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import numpy as np
+
+from ssd.compiled.addresses import Int64s, TokenIds, data_of, inlined, int32_array, kernel
+from ssd.compiled.records import Address, Int64, Record, view_of, views_of
+from ssd.drafting.acceptance import Model, model_at
+from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, asks_at, clear, drafts_at
+from ssd.drafting.foreseen import foresee
+from ssd.drafting.grow import (
+    CONTINUED_CONTEXT,
+    LEAST_CONTINUED,
+    ChainScratch,
+    FurtherLookups,
+    TreeScratch,
+    begin_text,
+    chain,
+    grow_tree,
+)
+from ssd.drafting.judge import Candidates, JudgedDraft, begin_draft, forget_draft, learn_from_context, learn_from_path
+from ssd.drafting.lookup import (
+    EVIDENCE_BYTES,
+    NO_TABLE,
+    Evidence,
+    Followed,
+    Hits,
+    LookupScratch,
+    Texts,
+    evidence_at,
+    follow,
+    keep,
+    look_up,
+    texts_of,
+)
+from ssd.drafting.offered import (
+    Guesses,
+    PredictionPlace,
+    begin_prediction,
+    follow_prediction,
+    keep_guesses,
+    offer_guesses,
+    plant_offers,
+)
+from ssd.retrieval.snapshot import SnapshotRecord, snapshot_at
+
+
+class RequestState(Record):
+    """What is kept of a request from one step to the next."""
+
+    followed: Followed
+    judged: JudgedDraft
+    prediction: PredictionPlace
+    guesses: Guesses
+
+
+class Frame(Record):
+    """What kernels find in a workspace.
+
+    ``asks`` : Ask[num_rows]; ``drafts`` : DraftRecord[num_rows]. ``states`` : RequestState[num_states].
+    ``evidences`` : Evidence[1 + MOST_CARRIED], of the row that is drafted for, and of a tree's further lookups. All
+    else is scratch.
+    """
+
+    num_rows: Int64
+    asks: Address
+    drafts: Address
+    num_states: Int64
+    states: Address
+    evidences: Address
+    lookups: LookupScratch
+    prediction_hits: Hits
+    candidates: Candidates
+    chain: ChainScratch
+    tree: TreeScratch
+    continued: Annotated[TokenIds, np.int32, CONTINUED_CONTEXT + MAX_DRAFT]
+
+
+frame_at = view_of(Frame)
+states_at = views_of(RequestState)
+
+
+@inlined
+def begin_state(state: RequestState, prompt_length: int) -> None:
+    """Forget what was kept of another request."""
+    state.followed.table = NO_TABLE
+    forget_draft(state.judged)
+    begin_prediction(state.prediction, prompt_length)
+    state.guesses.count = 0
+
+
+@kernel
+def begin_request(workspace: int, state: int, prompt_length: int) -> None:
+    """Begin a state of the workspace at an address, for a request of which nothing is kept yet."""
+    frame = frame_at(workspace)
+    begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
+
+
+@kernel
+def place(
+    workspace: int, row: int, context: TokenIds, limit: int, state: int, is_new: bool, prompt_length: int
+) -> None:
+    """Write the context and numbers of what is asked for in row ``row`` of the workspace at an address.
+
+    ``is_new`` : nothing is kept of the request yet.
+    """
+    frame = frame_at(workspace)
+    ask = asks_at(frame.asks, frame.num_rows)[row]
+    ask.context, ask.context_length, ask.prompt_length = data_of(context), len(context), prompt_length
+    ask.limit, ask.state = max(0, min(limit, MAX_DRAFT)), state
+    if is_new:
+        begin_state(states_at(frame.states, frame.num_states)[state], prompt_length)
+
+
+@kernel
+def keep_all_guesses(
+    workspace: int,
+    states: Int64s,
+    ends: Int64s,
+    fed: Int64s,
+    counts: Int64s,
+    parents: Int64s,
+    is_tree: bool,
+    chosen: Int64s,
+) -> None:
+    """Keep what the target chose behind wrong tokens, of every row of a `ScoredPass`.
+
+    ``states`` : int64[B], of each row's request in the workspace at an address, less than 0 for none. ``ends`` :
+    int64[B], the last of the positions that were right, less than 0 for none. ``parents`` : looked at where
+    ``is_tree``.
+    """
+    frame = frame_at(workspace)
+    kept = states_at(frame.states, frame.num_states)
+    for b in range(len(states)):
+        if states[b] >= 0:
+            keep_guesses(kept[states[b]].guesses, fed[b], parents[b], is_tree, counts[b], chosen[b], ends[b])
+
+
+_MOST_CONTINUED: Final = 4
+"""Times that a draft is carried on past the end of all it was drawn from."""
+
+
+@kernel
+def _search(
+    frame: Frame,
+    snapshot: SnapshotRecord,
+    ask: Ask,
+    context: TokenIds,
+    max_length: int,
+    min_length: int,
+    evidence: Evidence,
+) -> None:
+    """Make what stands after the context's last tokens elsewhere the evidence."""
+    if ask.no_lookup == 1:
+        evidence.num_levels = 0
+    else:
+        look_up(snapshot, frame.lookups, context, max_length, min_length, evidence)
+
+
+@inlined
+def _continued(frame: Frame, context: TokenIds, out: DraftRecord) -> TokenIds:
+    """The end of the context and the draft after it, one text."""
+    kept, drafted = begin_text(context, frame.continued), out.size
+    frame.continued[kept : kept + drafted] = out.tokens[:drafted]
+    return frame.continued[: kept + drafted]
+
+
+@kernel
+def _draft_tree(
+    frame: Frame,
+    snapshot: SnapshotRecord,
+    texts: Texts,
+    ask: Ask,
+    state: RequestState,
+    model: Model,
+    max_length: int,
+    min_length: int,
+    out: DraftRecord,
+) -> None:
+    evidence, out.is_tree = evidence_at(frame.evidences), 1
+    _search(frame, snapshot, ask, texts.context, max_length, min_length, evidence)
+    further_at, least = frame.evidences + EVIDENCE_BYTES, max(min_length, LEAST_CONTINUED)
+    further = FurtherLookups(snapshot, frame.lookups, further_at, max_length, least)
+    grow_tree(texts, evidence, further, ask, state.prediction, model, frame.candidates, frame.tree, state.judged, out)
+    state.followed.table = NO_TABLE
+
+
+@kernel
+def _draft_chain(
+    frame: Frame,
+    snapshot: SnapshotRecord,
+    texts: Texts,
+    ask: Ask,
+    state: RequestState,
+    model: Model,
+    max_length: int,
+    min_length: int,
+    out: DraftRecord,
+) -> None:
+    prediction, judged, found, space = state.prediction, state.judged, frame.candidates, frame.chain
+    evidence = evidence_at(frame.evidences)
+    follow(state.followed, snapshot.table_number, texts, max_length, evidence)
+    has_ended, may_look_up = True, ask.no_lookup == 0
+    if evidence.num_levels > 0:
+        has_ended = chain(texts, evidence, 0, may_look_up, ask, prediction, model, found, space, judged, out)
+    if out.size < ask.limit:  # there is nothing to follow, or it does not lead far enough
+        begin_draft(judged, len(texts.context))
+        clear(out)
+        _search(frame, snapshot, ask, texts.context, max_length, min_length, evidence)
+        has_ended = chain(texts, evidence, 0, may_look_up, ask, prediction, model, found, space, judged, out)
+    keep(state.followed, snapshot.table_number, texts, evidence)
+    context = texts.context
+    for number in range(_MOST_CONTINUED + 1):
+        # All that agreed has ended and the draft is still worth more: what it ends with may go on elsewhere.
+        drafted = out.size
+        if not has_ended or drafted == 0 or drafted == ask.limit:
+            break
+        texts = texts_of(_continued(frame, context, out), snapshot)
+        may_look_up = may_look_up and number < _MOST_CONTINUED
+        if may_look_up:
+            _search(frame, snapshot, ask, texts.context, max_length, max(min_length, LEAST_CONTINUED), evidence)
+        else:
+            evidence.num_levels = 0
+        has_ended = chain(texts, evidence, drafted, may_look_up, ask, prediction, model, found, space, judged, out)
+        if out.size == drafted:
+            break
+
+
+@kernel
+def propose_suffix(workspace: int, snapshot: int, model: int, num_rows: int, max_length: int, min_length: int) -> None:
+    """Draft for the first ``num_rows`` rows of the workspace at an address, all of the snapshot and model at theirs.
+
+    Learns first, of every row, what came of its last draft. Writes drafts and what the next step of each request may
+    rely on.
+    """
+    frame, searched, learned = frame_at(workspace), snapshot_at(snapshot), model_at(model)
+    asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
+    states = states_at(frame.states, frame.num_states)
+    for row in range(num_rows):
+        ask, out = asks[row], drafts[row]
+        context, state = int32_array(ask.context, ask.context_length), states[ask.state]
+        clear(out)
+        learn_from_context(state.judged, context, learned)
+        if ask.limit < 1 or len(context) == 0:
+            continue
+        begin_draft(state.judged, len(context))
+        if ask.prediction_length > 0:
+            prediction = int32_array(ask.prediction, ask.prediction_length)
+            follow_prediction(state.prediction, prediction, context, frame.prediction_hits)
+        frame.candidates.successors = ask.successors
+        foresee(ask, frame.candidates.foreseen, frame.candidates.keyed)
+        plant_offers(ask, frame.candidates.forest)
+        offer_guesses(state.guesses, context, frame.candidates.forest)
+        texts = texts_of(context, searched)
+        if ask.is_tree:
+            _draft_tree(frame, searched, texts, ask, state, learned, max_length, min_length, out)
+        else:
+            _draft_chain(frame, searched, texts, ask, state, learned, max_length, min_length, out)
+
+
+@kernel
+def propose_suffix_one(
+    workspace: int,
+    snapshot: int,
+    model: int,
+    context: TokenIds,
+    limit: int,
+    state: int,
+    is_new: bool,
+    prompt_length: int,
+    max_length: int,
+    min_length: int,
+) -> None:
+    """Place one request in row 0 and draft for it: one call from Python instead of two."""
+    place(workspace, 0, context, limit, state, is_new, prompt_length)
+    propose_suffix(workspace, snapshot, model, 1, max_length, min_length)
+
+
+@kernel
+def end_request(workspace: int, state: int, num_verified: int, path: TokenIds, model: int) -> None:
+    """Learn what came of a request's last draft: it has ended after the tokens of it that ``path`` names."""
+    frame = frame_at(workspace)
+    judged = states_at(frame.states, frame.num_states)[state].judged
+    learn_from_path(judged, num_verified, path, model_at(model))

@@ -1,1 +1,0 @@
-"""The suffix drafter, phase by phase: learn, follow or search, gather, vote, judge, extend."""

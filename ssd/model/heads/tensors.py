@@ -1,0 +1,254 @@
+"""The files of a published draft head: its configuration, its tensors, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from ssd.errors import ModelError, first_line
+from ssd.model.heads.head import Head
+from ssd.text.load_tokenizer import HubOptions
+
+Config = Mapping[str, Any]
+"""A directory's config.json, as it was read: nothing in it is checked."""
+Tensors = Mapping[str, torch.Tensor]
+"""All tensors of a directory by name; one is read when it is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way to publish draft heads.
+
+    ``name`` : for errors. ``matches`` : whether a directory with tensors of these names has it. ``build`` : its head
+    for a target, in the target's dtype, on its device; raises ModelError.
+    """
+
+    name: str
+    matches: Callable[[Collection[str]], bool]
+    build: Callable[[Config, Tensors, PreTrainedModel], Head]
+
+
+_PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt")
+_PICKLES = ("*.bin", "*.pt")
+_ADVICE = "Give a directory with config.json and the weights of a draft head, or the id of one on the hub"
+
+
+def find_directory(name_or_path: str | Path, hub: HubOptions | None = None) -> Path:
+    """Where the files are: the directory itself, or that of the hub's cache, into which they are fetched.
+
+    Raises ModelError.
+    """
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"draft head {str(path)!r} is a file. {_ADVICE}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        arguments = (hub or HubOptions()).file_arguments()
+        return Path(snapshot_download(str(name_or_path), allow_patterns=list(_PATTERNS), **arguments))
+    except Exception as error:  # of the client, of its HTTP library, of the system
+        raise ModelError(f"draft head {str(name_or_path)!r} cannot be had: {first_line(error)}. {_ADVICE}") from error
+
+
+def read_config(directory: Path) -> Config:
+    """Its config.json; raises ModelError where there is none."""
+    path = directory / "config.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"draft head {directory}: config.json cannot be read: {first_line(error)}. {_ADVICE}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"draft head {directory}: config.json is no JSON object. {_ADVICE}")
+    return content
+
+
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """All tensors of a directory by name: of its safetensors files, or where there are none of its pickled ones.
+
+    Raises ModelError where there are none, and where a file cannot be read. Nothing that is pickled is run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._paths: dict[str, Path] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            try:
+                with safe_open(path, "pt") as file:
+                    self._paths.update(dict.fromkeys(file.keys(), path))
+            except Exception as error:  # SafetensorError, and what else a damaged header makes of itself
+                raise ModelError(_torn(path, error)) from error
+        if not self._paths:
+            for path in sorted(path for pattern in _PICKLES for path in directory.glob(pattern)):
+                self._loaded.update(_unpickled(path))
+        if not self:
+            raise ModelError(f"draft head {directory} has no weights (*.safetensors, *.bin, *.pt). {_ADVICE}")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self._loaded:
+            return self._loaded[name]
+        path = self._paths[name]
+        try:
+            with safe_open(path, "pt") as file:
+                # A copy: what is read lies in the file, which somebody may change later.
+                tensor: torch.Tensor = file.get_tensor(name).clone()
+        except Exception as error:
+            raise ModelError(_torn(path, error)) from error
+        return tensor
+
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._paths or name in self._loaded
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths or self._loaded)
+
+    def __len__(self) -> int:
+        return len(self._paths or self._loaded)
+
+
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever damaged bytes make the unpickler say
+        raise ModelError(_torn(path, error)) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no tensors by name: it is no draft head's. {_ADVICE}")
+    return {name: each for name, each in content.items() if isinstance(name, str) and isinstance(each, torch.Tensor)}
+
+
+def _torn(path: Path, error: Exception) -> str:
+    return f"{path} cannot be read: {first_line(error)[:200]}. Copy or download it again"
+
+
+_NAMED = 4
+_SCALE = "_scale_inv"
+_BLOCK = 128
+"""Rows and columns that share a scale in DeepSeek's checkpoints of eight bits."""
+_EXPERT = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
+
+
+def number(config: Config, *names: str) -> int | None:
+    """The first of these fields that the configuration has; None where it has none. Raises ModelError unless >= 1."""
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31:
+                raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a number is expected")
+            return value
+    return None
+
+
+def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str]) -> None:
+    """Raise ModelError where the head's configuration has one of these fields with another value than the target's."""
+    own = target.config.get_text_config()
+    for field in fields:
+        wanted, found = getattr(own, field, None), number(config, field)
+        if found is not None and wanted is not None and found != wanted:
+            raise ModelError(
+                f"it was made for another model: its config.json says {field} {found}, the model has "
+                f"{wanted}. Take the head that was trained for this model"
+            )
+
+
+def read(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The tensors of these names and shapes.
+
+    Experts that are stored one by one are stacked, weights of eight bits with a scale for each block are multiplied
+    out. Raises ModelError that names what is missing, or has another shape.
+    """
+    require(tensors, shapes)
+    found = {}
+    for name, shape in shapes.items():
+        found[name] = tensor = _read(tensors, name, shape)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"its tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}: it was "
+                "made for another model, or its files do not belong together"
+            )
+    return found
+
+
+def require(names: Collection[str], wanted: Iterable[str]) -> None:
+    """Raise ModelError unless there is a tensor for every name that is wanted."""
+    absent = [name for name in wanted if not has(names, name)]
+    if absent:
+        listed = ", ".join(absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
+        raise ModelError(
+            f"it lacks {len(absent)} of its tensors, {listed}: some of its files are not there, or it was "
+            "made for another kind of model. Download it again"
+        )
+
+
+def has(names: Collection[str], name: str) -> bool:
+    """Whether a tensor is there, or the parts it is made of."""
+    if name in names:
+        return True
+    expert = _EXPERT.match(name)
+    return expert is not None and all(f"{expert[1]}0.{part}.weight" in names for part in _parts(expert[2]))
+
+
+def shapes_of(module: nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    """Names, with ``prefix``, and shapes of all that a module keeps."""
+    return {prefix + name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> None:
+    """Give a module, made on the meta device, its tensors; parameters in the target's dtype, on its device."""
+    buffers = {name: buffer.dtype for name, buffer in module.named_buffers()}
+    state = {
+        name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype))
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+    module.load_state_dict(state, assign=True)
+    module.requires_grad_(False).eval()
+
+
+def fill_by_name(head: Head, tensors: Tensors, names: Mapping[str, str], target: PreTrainedModel) -> None:
+    """Give the head its tensors. ``names`` : in the checkpoint, by its own. Raises ModelError."""
+    shapes = shapes_of(head)
+    found = read(tensors, {names[ours]: shape for ours, shape in shapes.items()})
+    fill(head, {ours: found[names[ours]] for ours in shapes}, target)
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    return ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+
+
+def _read(tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if name in tensors:
+        return _plain(tensors, name)
+    expert = _EXPERT.match(name)
+    assert expert is not None
+    names = [[f"{expert[1]}{index}.{part}.weight" for part in _parts(expert[2])] for index in range(shape[0])]
+    require(tensors, [name for each in names for name in each])
+    try:
+        return torch.stack([torch.cat([_plain(tensors, name) for name in each]) for each in names])
+    except RuntimeError as error:
+        raise ModelError(f"its experts {expert[1]}* differ in shape: its files are not whole") from error
+
+
+def _plain(tensors: Tensors, name: str) -> torch.Tensor:
+    tensor = tensors[name]
+    if name + _SCALE not in tensors:
+        if not tensor.dtype.is_floating_point:
+            raise ModelError(f"its tensor {name} is quantised to {tensor.dtype}, which is not read")
+        return tensor
+    scale: Any = tensors[name + _SCALE]
+    if tensor.dim() != 2 or scale.shape != tuple(-(-size // _BLOCK) for size in tensor.shape):
+        raise ModelError(f"its tensor {name} and its scales do not belong together: download it again")
+    for axis in (0, 1):
+        scale = scale.repeat_interleave(_BLOCK, axis).narrow(axis, 0, tensor.shape[axis])
+    whole: torch.Tensor = tensor.float() * scale.float()
+    return whole
