@@ -30,7 +30,6 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from ssd.engine.coupling import Coupling
 
 from benchmarks.environment import model_facts, model_name
 from benchmarks.run import SPREAD, Option, Run, bootstrap, in_turn, spread
@@ -39,6 +38,7 @@ from benchmarks.ways import Comparison, Tally, ask, open_engine
 from benchmarks.workloads import MIXED, NO_REPEATS, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Request
+from ssd.engine.sequence import Coupling
 from ssd.model.loading.load_target import load_model
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec

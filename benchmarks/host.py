@@ -25,7 +25,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
-from ssd.drafting.suffix.successors import SUCCESSORS
 from transformers import PreTrainedModel
 
 from benchmarks.run import Option, Run
@@ -33,6 +32,7 @@ from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.successors import SUCCESSORS
 from ssd.engine import Engine, Request
 from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.kv.tree import TreeShape

@@ -20,7 +20,6 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from transformers import PreTrainedModel
 
 from benchmarks.environment import model_facts, model_name
@@ -28,6 +27,7 @@ from benchmarks.run import Option, Run, bootstrap, in_turn
 from benchmarks.ways import Comparison, Tally, ask, open_engine, requests_of
 from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, SamplingParams
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.engine import Engine
 from ssd.model.loading.load_target import load_model
 from ssd.retrieval.cache import CacheSet

@@ -26,7 +26,6 @@ from statistics import median
 from typing import Any, Final
 
 import numpy as np
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
@@ -34,6 +33,7 @@ from benchmarks.environment import model_facts
 from benchmarks.run import Option, Run
 from benchmarks.steps import SHAPES, Shape, Tokens, at_once, open_model, passes_of, prompts_of, synchronize
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.engine.request import RequestOutput

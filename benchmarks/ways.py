@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ssd.drafting.sequence_noise import SequenceNoise
 from transformers import PreTrainedModel
 
 from benchmarks.exactness import differs
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from ssd.drafting.sequence_noise import SequenceNoise
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_check.scene import Found, Keep, Scene, Sizes
 from benchmarks.steps import passes_of, synchronize
 from ssd.config import SamplingParams
+from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.model.kv.attention import slot_attention
 from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from ssd.drafting.suffix.drafter import SuffixDrafter
 from transformers import PreTrainedModel
 
 from benchmarks import overhead
@@ -32,6 +31,7 @@ from benchmarks.steps import (
 from benchmarks.ways import Tally, ask, open_engine, requests_of
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import load_model, open_target

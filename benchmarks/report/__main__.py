@@ -16,7 +16,6 @@ from typing import Any, Final
 from benchmarks.gpu_check.scene import read_results
 from benchmarks.report import engine, replay, service, training
 from benchmarks.report.code import api_section, constants_section, flags_section
-from benchmarks.report.siblings import siblings_section
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,7 +33,6 @@ _SECTIONS: Final[Mapping[str, Mapping[str, tuple[Callable[..., str], str]]]] = {
         "profile": (engine.profile_section, "profile"),
         "host": (engine.host_section, "host"),
         "sources": (engine.sources_section, "*sources"),
-        "siblings": (siblings_section, "siblings"),
         "replay": (replay.replays_section, "replay replay-curve? replay-tree?"),
         "others": (replay.others_section, "replay-others replay-others-tree"),
         "evaluate": (engine.evaluate_section, "*evaluate"),
@@ -55,7 +53,6 @@ _SECTIONS: Final[Mapping[str, Mapping[str, tuple[Callable[..., str], str]]]] = {
         "exact": (engine.exact_section, "*exact"),
         "vllm-changes": (engine.changes_section, "vllm-changes"),
     },
-    "docs/head-training.md": {"heads-training": (training.heads_section, "heads-training")},
     "docs/joining.md": {"joining": (service.joining_section, "joining")},
     "docs/rollouts.md": {"rollouts": (training.rollouts_section, "*rollouts")},
     "docs/serving.md": {"connections": (service.connections_section, "connections")},

@@ -1,4 +1,4 @@
-"""Tables of training: draft heads, and rollouts with shared noise."""
+"""Tables of training with rollouts of shared noise."""
 
 from __future__ import annotations
 
@@ -7,54 +7,6 @@ from statistics import fmean
 
 from benchmarks.report.engine import Result, said, section, spread
 from benchmarks.run import Columns, table
-
-
-def heads_section(run: Result) -> str:
-    """One row a head and way of drafting: share of chains accepted to each depth, tokens a pass."""
-    kinds = {"eagle3": "EAGLE-3", "medusa": "Medusa, 4 heads"}
-    ways = {
-        "most_probable": "most probable token",
-        "outside_loops": "most probable token, outside loops",
-        "same_noise": "with the target's noise",
-    }
-
-    def sampled(text: Result) -> str:
-        return f"temperature {text['temperature']}" if text["temperature"] else "greedy"
-
-    rows = [
-        {**text[key], "head": kinds[result["kind"]], "text": sampled(text), "drafted": drafted}
-        for result in run["results"]
-        for text in result["held_out"]
-        for key, drafted in ways.items()
-        if key in text
-    ]
-    columns = (
-        ("head", "{head}"),
-        ("text", "{text}"),
-        ("drafted", "{drafted}"),
-        *(
-            (f">{'to depth ' if place == 0 else ''}{place + 1}", f"{{accepted_to_depth[{place}]:.1%}}")
-            for place in range(4)
-        ),
-        (">tokens accepted", "{accepted:.2f}"),
-    )
-    of_each = "\n".join(
-        f"- {kinds[result['kind']]}: {result['steps']} steps, {result['tokens'] / 1e6:.2f} M tokens read in "
-        f"{result['seconds'] / 60:.0f} minutes on {result['threads']} threads that others kept busy, "
-        f"{result['bytes'] / 1e6:.2f} MB; one pass takes {result['head_pass_ms']:.2f} ms of one core, the target's "
-        f"{result['target_pass_ms']:.2f} ms"
-        for result in run["results"]
-    )
-    loops = " and ".join(
-        f"{text['loop_share']:.0%} of the {'sampled' if text['temperature'] else 'greedy'} tokens"
-        for text in run["results"][0]["held_out"]
-    )
-    note = (
-        "{of_each}\n\nMeasured on {date}, {environment[cpu]}, by `python -m benchmarks.head_training` from what was "
-        "saved; times on one thread. {parameters[rows]} greedy and {parameters[rows]} sampled texts behind prompts of "
-        "files that nothing was trained on, a chain at every position: {loops} lie inside loops."
-    )
-    return section(columns, rows, said(note, run, of_each=of_each, loops=loops))
 
 
 def rollouts_section(results: Sequence[Result]) -> str:
