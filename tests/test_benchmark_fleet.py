@@ -20,7 +20,7 @@ from benchmarks.fleet.told import guesses
 from benchmarks.fleet.traffic import ROUTINGS, Load, Session, places_of, requests_of
 from benchmarks.fleet.views import Lagging
 from benchmarks.report.fleet import limits_section, shares_section
-from cache_builder.replay.rows import Row
+from cache_builder.evaluation.log import Row
 from ssd.config import IndexConfig
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot

@@ -16,12 +16,12 @@ from benchmarks.fleet.full import Fleet
 from benchmarks.fleet.told import guesses
 from benchmarks.fleet.traffic import ROUTINGS, Load, Request, Routing, Session, places_of, requests_of
 from benchmarks.fleet.views import Isolated, Lagging, OneCache, View
+from benchmarks.peers.walk import Steps
 from benchmarks.replay.settings import MEASURED_PATH
 from benchmarks.traces import TraceTokenizer, find_tokenizer, find_trace, read_records, read_sessions, trace_name
 from benchmarks.workloads import snippets
-from cache_builder.replay.cost import read_curve, speed_up
-from cache_builder.replay.rows import Row
-from cache_builder.replay.walk import Steps
+from cache_builder.evaluation.costs import read_curve, speed_up
+from cache_builder.evaluation.log import Row
 from ssd.bundled import MODEL_PATH
 from ssd.config import IndexConfig
 from ssd.retrieval.segment_store import LearnedState

@@ -7,8 +7,7 @@ from typing import Final
 
 from benchmarks.fleet.traffic import Request
 from benchmarks.fleet.views import View
-from cache_builder.replay.counts import Counts
-from cache_builder.replay.walk import Proposal, Steps, walk
+from benchmarks.peers.walk import Counts, Proposal, Steps, walk
 from ssd.config import DraftConfig
 from ssd.drafting import Drafter, make_drafter
 from ssd.drafting.protocol import Draft, DraftRequest

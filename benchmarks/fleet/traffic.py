@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from cache_builder.replay.rows import Row, TokenIds
+from cache_builder.evaluation.log import Row, TokenIds
 
 Routing = Literal["random", "sticky"]
 ROUTINGS: Final[tuple[Routing, ...]] = ("random", "sticky")

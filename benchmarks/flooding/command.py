@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import head
+from benchmarks.replay.drafters import OurDrafters, Setting, Turn, replay_stream
 from benchmarks.replay.stream import limited, stream
 from benchmarks.traces import (
     TraceTokenizer,
@@ -33,9 +34,7 @@ from benchmarks.traces import (
     trace_name,
 )
 from benchmarks.workloads import snippets
-from cache_builder.replay.drafters import OurDrafters, Setting
-from cache_builder.replay.rows import Row, Turn
-from cache_builder.replay.stream import replay_stream
+from cache_builder.evaluation.log import Row
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EvictionPolicy, IndexConfig
 from ssd.errors import ConfigError

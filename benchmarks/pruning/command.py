@@ -32,13 +32,11 @@ from benchmarks.traces import (
     read_sessions,
     trace_name,
 )
-from cache_builder.caches.held import open_held
-from cache_builder.evaluation.log import Log
+from cache_builder.commands.prune import Budget, Said, prune, said_from
+from cache_builder.evaluation.costs import flat
+from cache_builder.evaluation.log import Log, Row
 from cache_builder.evaluation.runs import Run, execute
-from cache_builder.pruning.prune import Budget, prune
-from cache_builder.pruning.used import Said, said_from
-from cache_builder.replay.cost import flat
-from cache_builder.replay.rows import Row
+from cache_builder.held import open_held
 from ssd.config import DraftConfig, IndexConfig
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import PrefixFilter
