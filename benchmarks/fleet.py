@@ -37,6 +37,7 @@ from benchmarks.fleet_views import (
     places_of,
     requests_of,
 )
+from benchmarks.peers.walk import Counts, Proposal, Steps, walk
 from benchmarks.run import Option, Run
 from benchmarks.traces import (
     TraceTokenizer,
@@ -48,10 +49,8 @@ from benchmarks.traces import (
     trace_name,
 )
 from benchmarks.workloads import snippets
-from cache_builder.replay.cost import read_curve, speed_up
-from cache_builder.replay.counts import Counts
-from cache_builder.replay.rows import Row
-from cache_builder.replay.walk import Proposal, Steps, walk
+from cache_builder.evaluation.costs import read_curve, speed_up
+from cache_builder.evaluation.log import Row
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import Drafter, make_drafter

@@ -15,7 +15,7 @@ from typing import Final, Literal, Protocol, cast
 
 import numpy as np
 
-from cache_builder.replay.rows import Row, TokenIds
+from cache_builder.evaluation.log import Row, TokenIds
 from ssd.config import IndexConfig
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import PrefixFilter, split_sequence

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.orders import limited, stream
+from benchmarks.replay.drafters import OurDrafters, Setting, Turn, replay_stream
 from benchmarks.run import Option, Run
 from benchmarks.traces import (
     TraceTokenizer,
@@ -30,9 +31,7 @@ from benchmarks.traces import (
     trace_name,
 )
 from benchmarks.workloads import snippets
-from cache_builder.replay.drafters import OurDrafters, Setting
-from cache_builder.replay.rows import Row, Turn
-from cache_builder.replay.stream import replay_stream
+from cache_builder.evaluation.log import Row
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EvictionPolicy, IndexConfig
 from ssd.errors import ConfigError

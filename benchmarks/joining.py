@@ -26,9 +26,9 @@ import numpy.typing as npt
 from benchmarks.made_text import completions
 from benchmarks.processes import Redis, find_redis_server
 from benchmarks.run import Option, Run
-from cache_builder.replay.cost import flat
-from cache_builder.replay.decoding import OutputDecoder
-from cache_builder.replay.rows import Row
+from cache_builder.evaluation.costs import flat
+from cache_builder.evaluation.decoding import OutputDecoder
+from cache_builder.evaluation.log import Row
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.ring import sequences_of

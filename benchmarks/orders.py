@@ -7,7 +7,8 @@ from itertools import chain
 
 import numpy as np
 
-from cache_builder.replay.rows import Row, Turn
+from benchmarks.replay.drafters import Turn
+from cache_builder.evaluation.log import Row
 
 
 def shuffled(sessions: Iterable[list[Row]], seed: int) -> list[list[Row]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cache_builder.replay.rows import Row
+from cache_builder.evaluation.log import Row
 from ssd.errors import ConfigError
 
 _SUFFIX = ".jsonl.gz"

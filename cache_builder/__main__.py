@@ -6,22 +6,8 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from cache_builder.command import (
-    build,
-    check,
-    diff,
-    evaluate,
-    explain,
-    export,
-    inspect,
-    merge,
-    prune,
-    pull,
-    purge,
-    push,
-    redis_status,
-)
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.torchless import hide_torch
@@ -47,21 +33,22 @@ examples:
 """
 
 
-COMMANDS = (
-    build,
-    evaluate,
-    inspect,
-    check,
-    merge,
-    diff,
-    export,
-    explain,
-    push,
-    pull,
-    redis_status,
-    purge,
-    prune,
-)
+COMMANDS = {
+    "build": "make a cache directory from files",
+    "evaluate": "what a cache would gain on your own logs",
+    "inspect": "what a cache directory holds, and whether it is intact",
+    "check": "whether all of a cache directory is right",
+    "merge": "make one cache of several",
+    "diff": "what two caches do not share",
+    "export": "a cache as JSON lines",
+    "explain": "what would be drafted after a text, and why",
+    "push": "send a cache directory to running servers",
+    "pull": "save what servers have learned",
+    "redis-status": "what the servers' Redis holds, and what its user may do",
+    "purge": "remove a tenant everywhere, and prove it",
+    "prune": "make a cache directory smaller, by what is used",
+}
+"""What each is for; ``cache_builder.commands`` has a module of the same name for each, read when it is asked for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         hide_torch()
         signal.signal(signal.SIGTERM, _terminated)
-    options = _parser().parse_args(arguments)
+    options = _parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
     try:
         status: int = options.run(options)
         return status
@@ -96,7 +83,7 @@ def _terminated(_number: int, _frame: object) -> None:
     raise _Terminated
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ssd-cache",
         description=_DESCRIPTION,
@@ -106,8 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    for name, help in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        )
+        if name in arguments:
+            module = import_module(f"cache_builder.commands.{name.replace('-', '_')}")
+            module.add(command)
+            command.set_defaults(run=module.run)
     return parser
 
 

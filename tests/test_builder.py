@@ -17,8 +17,7 @@ import pytest
 
 import ssd
 from cache_builder.__main__ import main
-from cache_builder.building.partial_directory import partial_directory
-from cache_builder.inputs.json_values import array_elements
+from cache_builder.inputs.lines import array_elements
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.segment import SEPARATOR
@@ -452,12 +451,6 @@ def test_a_build_that_is_ended_leaves_nothing(number: signal.Signals, model: Pat
     process.stderr.close()
     assert built(model, tmp_path / "out", write_lines(tmp_path / "a.jsonl", {"text": "a"})) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
-
-
-def test_a_build_at_work_is_left_alone(tmp_path: Path) -> None:
-    with partial_directory(tmp_path / "out") as first, partial_directory(tmp_path / "out") as second:
-        assert first.is_dir() and second.is_dir() and first != second
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,17 +19,12 @@ import numpy as np
 import pytest
 
 import ssd
-from cache_builder.building.block import BlockOptions, BlockResult, build_block, codec_of
-from cache_builder.building.build import BuildOptions, build
-from cache_builder.building.counts import BuildResult
-from cache_builder.building.journal import Finished, Journal
-from cache_builder.building.neighbours import neighbours_of
-from cache_builder.building.plan import Block, plan_of
-from cache_builder.building.stored import Stored
-from cache_builder.building.unfinished import unfinished_directory, working_directory
-from cache_builder.building.workers import run
+from cache_builder.building.block import Block, BlockOptions, BlockResult, Stored, build_block, codec_of, plan_of
+from cache_builder.building.build import BuildOptions, build, neighbours_of
+from cache_builder.building.unfinished import BuildResult, Finished, Journal, unfinished_directory, working_directory
 from cache_builder.inputs.record import InputError
 from cache_builder.inputs.sources import find_sources
+from cache_builder.workers import run
 from ssd.errors import CacheLocked, SSDError
 from ssd.retrieval.files import read_manifest
 from ssd.retrieval.ring import sequences_of

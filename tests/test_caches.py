@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
-from cache_builder.caches.check import check
-from cache_builder.caches.diff import diff
-from cache_builder.caches.merge import merge
-from cache_builder.caches.sorted_order import RIGHT, first_wrong
+from cache_builder.building.unfinished import unfinished_directory, working_directory
+from cache_builder.commands.check import RIGHT, check, first_wrong
+from cache_builder.commands.diff import diff
+from cache_builder.commands.merge import merge
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, CacheLocked, ConfigError, SSDError
@@ -130,6 +130,21 @@ def test_a_merge_that_cannot_be_done_leaves_everything_as_it_was(tmp_path: Path)
     assert read_cache(good) == TEXTS
     merge([good, good], good, force=True)
     assert read_cache(good) == TEXTS + TEXTS
+
+
+def test_two_do_not_make_one_cache_at_a_time_and_what_a_killed_one_left_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["merge", str(write_cache(tmp_path / "a", TEXTS)), "--out", str(tmp_path / "out")]
+    with working_directory(tmp_path / "out", fresh=True):
+        assert main(command) == 2
+    assert "another process" in capsys.readouterr().err
+    left = unfinished_directory(tmp_path / "out") / "new"
+    left.mkdir(parents=True)
+    (left / "torn.seg").write_bytes(b"x")
+    assert main(command) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "out"]
+    assert read_cache(tmp_path / "out") == TEXTS
 
 
 def test_a_cache_that_a_server_writes_is_not_replaced(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The head of EAGLE-3: equal to arithmetic written out, in one pass, in several, and through the slots."""
+"""The head of EAGLE-3: equal to arithmetic written out, in one pass and through the slots."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig
+from transformers import LlamaConfig
 
 from ssd.model.heads.networks import Eagle3Head
 from ssd.model.kv.attention import ATTENTION_NAME
@@ -15,7 +15,7 @@ from tests.reference.heads import eagle3_pass
 HIDDEN, LENGTH = 16, 7
 
 
-def small_head(norm_before_residual: bool = False, draft_vocab_size: int | None = 20) -> Eagle3Head:
+def small_head(norm_before_residual: bool = False, draft_vocab_size: int = 20) -> Eagle3Head:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50,
@@ -65,18 +65,6 @@ def test_a_pass_equals_the_arithmetic_written_out(norm_before_residual: bool) ->
         torch.testing.assert_close(outgoing[0, t], expected[1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_text_read_in_parts_gives_what_it_gives_at_once() -> None:
-    head = small_head()
-    tokens, hidden, positions = text()
-    features = head.combine(list(hidden))
-    whole, _ = head(tokens, features, positions)
-    cache = DynamicCache()
-    parts = []
-    for part in (slice(0, 3), slice(3, 4), slice(4, 5), slice(5, 6), slice(6, 7)):
-        parts.append(head(tokens[:, part], features[:, part], positions[:, part], past_key_values=cache)[0])
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
-
-
 def test_slots_give_what_a_plain_pass_gives() -> None:
     head = small_head()
     tokens, hidden, positions = text()
@@ -89,25 +77,6 @@ def test_slots_give_what_a_plain_pass_gives() -> None:
         logits, _ = head(tokens[:, part], features[:, part], positions[:, part], slot_rows=rows)
         cache.lengths[[1]] += np.asarray([part.stop - part.start])
         torch.testing.assert_close(logits, whole[:, part], rtol=1e-4, atol=1e-5)
-
-
-def test_tensors_have_the_names_of_published_checkpoints() -> None:
-    state = small_head().state_dict()
-    attention = {f"midlayer.self_attn.{part}_proj.weight" for part in "qkvo"}
-    mlp = {f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
-    norms = {f"midlayer.{name}.weight" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
-    assert set(state) == attention | mlp | norms | {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
-    assert state["midlayer.self_attn.q_proj.weight"].shape == (24, 2 * HIDDEN)
-
-
-def test_a_reduced_vocabulary_comes_back_with_the_state() -> None:
-    head, other = small_head(), small_head()
-    ids = torch.arange(1, 41, 2)
-    head.map_vocabulary(ids)
-    assert torch.equal(head.t2d.nonzero()[:, 0], ids)
-    other.load_state_dict(head.state_dict())
-    assert other.draft_to_target is not None and torch.equal(other.draft_to_target, ids)
-    assert small_head(draft_vocab_size=None).draft_to_target is None
 
 
 def test_two_bytes_a_weight_leave_angles_and_ids_exact() -> None:

@@ -13,15 +13,11 @@ import numpy as np
 import pytest
 
 from cache_builder.__main__ import main
-from cache_builder.evaluation.classes import ASKED_AGAIN, NEW, NEXT_TURN, QUOTES, SHARED, classes_of
+from cache_builder.evaluation.costs import StepCosts, flat
+from cache_builder.evaluation.decoding import OutputDecoder
 from cache_builder.evaluation.evaluate import evaluate, num_to_decode
-from cache_builder.evaluation.log import Log
-from cache_builder.evaluation.plan import Plan, in_batch
-from cache_builder.evaluation.runs import Run, execute
-from cache_builder.evaluation.workers import execute_all
-from cache_builder.replay.cost import flat
-from cache_builder.replay.decoding import OutputDecoder
-from cache_builder.replay.step_costs import StepCosts
+from cache_builder.evaluation.log import ASKED_AGAIN, NEW, NEXT_TURN, QUOTES, SHARED, Log, classes_of
+from cache_builder.evaluation.runs import Plan, Run, execute, execute_all, in_batch
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.errors import StoreUnavailable

@@ -12,11 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_builder.evaluation import cost_sources
-from cache_builder.evaluation.cost_sources import add_cost_arguments, costs_of, measure, read_step_costs, step_costs
-from cache_builder.evaluation.gpus import GPUS, roofline
-from cache_builder.replay.cost import flat
-from cache_builder.replay.step_costs import StepCosts
+from cache_builder.evaluation import costs as cost_sources
+from cache_builder.evaluation.costs import (
+    GPUS,
+    StepCosts,
+    add_cost_arguments,
+    costs_of,
+    flat,
+    measure,
+    read_step_costs,
+    roofline,
+    step_costs,
+)
 from ssd.bundled import MODEL_PATH
 from ssd.engine import measured_costs
 from ssd.errors import ConfigError, ModelError

@@ -19,10 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.inputs import lines, streams
-from cache_builder.inputs.examples import examples_of
-from cache_builder.inputs.fields import FieldNames
-from cache_builder.inputs.record import Format, InputError, Record
-from cache_builder.inputs.records import read_part, read_records, read_sources
+from cache_builder.inputs.record import FieldNames, Format, InputError, Record
+from cache_builder.inputs.records import examples_of, read_part, read_records, read_sources
 from cache_builder.inputs.sources import Source, find_sources, parts_of
 from ssd.text.codec import TextCodec
 from tests.tokenizers_for_tests import write_model_directory

@@ -11,13 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
-from cache_builder.caches.held import open_held
+from cache_builder.commands.prune import (
+    BLOCK_TOKENS,
+    LEAD_IN_TOKENS,
+    Budget,
+    Said,
+    chosen,
+    credits_of,
+    kept_pieces,
+    prune,
+    said_from,
+)
+from cache_builder.evaluation.costs import flat
 from cache_builder.evaluation.log import Log
 from cache_builder.evaluation.runs import Run, execute
-from cache_builder.pruning.chosen import LEAD_IN_TOKENS, chosen, kept_pieces
-from cache_builder.pruning.prune import Budget, credits_of, prune
-from cache_builder.pruning.used import BLOCK_TOKENS, Said, said_from
-from cache_builder.replay.cost import flat
+from cache_builder.held import open_held
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
-from cache_builder.shared.status import read_status
-from cache_builder.shared.text import shown
+from cache_builder.commands.redis_status import read_status
+from cache_builder.shared import shown
 from ssd.errors import StoreUnavailable
 from ssd.sharing.append import FIELD
 from ssd.sharing.connection import connect

@@ -14,16 +14,14 @@ import pytest
 
 from benchmarks.orders import stream
 from benchmarks.peers.frequency import FrequencyDrafter
+from benchmarks.peers.walk import Counts, Steps
 from benchmarks.replay import digest, main, replay
 from benchmarks.replay.contenders import PeerDrafter
+from benchmarks.replay.drafters import OurDrafters, replay_stream
 from benchmarks.replay.settings import FREQUENCY, PeerSetting, settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.traces import TraceTokenizer, all_traces, read_records, read_rows
-from cache_builder.replay.counts import Counts
-from cache_builder.replay.drafters import OurDrafters
-from cache_builder.replay.rows import Row
-from cache_builder.replay.stream import replay_stream
-from cache_builder.replay.walk import Steps
+from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
 from ssd.drafting.prompt_lookup import PromptLookupDrafter

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_builder.replay.cost import CostCurve, flat
-from cache_builder.replay.decoding import SURE, OutputDecoder
-from cache_builder.replay.rows import Row
+from cache_builder.evaluation.costs import CostCurve, flat
+from cache_builder.evaluation.decoding import SURE, OutputDecoder
+from cache_builder.evaluation.log import Row
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting.ask import SOURCES
 from ssd.engine import proposals

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.orders import adversarial, limited, shuffled, stream
-from cache_builder.replay.rows import Row
+from cache_builder.evaluation.log import Row
 
 
 def made_sessions(lengths: list[list[int]]) -> list[list[Row]]:

@@ -26,7 +26,7 @@ from benchmarks.replay.job import Plan, run_all
 from benchmarks.replay.plots import plot_curves, plot_reliability
 from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, OURS
 from benchmarks.traces import all_traces, find_tokenizer, find_trace, trace_name
-from cache_builder.replay.cost import CostCurve, flat, read_curve
+from cache_builder.evaluation.costs import CostCurve, flat, read_curve
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 

@@ -8,11 +8,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from benchmarks.peers import Peer
+from benchmarks.peers.walk import Steps
+from benchmarks.replay.drafters import Replayer, Setting
 from benchmarks.replay.settings import PEERS, PeerSetting
-from cache_builder.replay.drafters import Setting
-from cache_builder.replay.rows import Row
-from cache_builder.replay.stream import Replayer
-from cache_builder.replay.walk import Steps
+from cache_builder.evaluation.log import Row
 
 
 class Contender(Replayer, AbstractContextManager["Contender"], Protocol):

@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.orders import limited, stream
+from benchmarks.replay.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.traces import (
     TraceTokenizer,
     all_traces,
@@ -31,9 +32,7 @@ from benchmarks.traces import (
     read_sessions,
     trace_name,
 )
-from cache_builder.replay.drafters import OurDrafters, Setting
-from cache_builder.replay.rows import Row, TokenIds
-from cache_builder.replay.stream import replay_stream
+from cache_builder.evaluation.log import Row, TokenIds
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import Draft, Drafter, DraftRequest
 from ssd.drafting.drafter import SuffixDrafter

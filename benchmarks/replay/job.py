@@ -14,15 +14,14 @@ import numpy as np
 
 from benchmarks.orders import adversarial, limited, shuffled, stream
 from benchmarks.peers.frequency import FrequencyDrafter
+from benchmarks.peers.walk import Counts
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.contenders import Contender, PeerDrafter
+from benchmarks.replay.drafters import OurDrafters, Setting, Turn, replay_stream
 from benchmarks.replay.settings import FREQUENCY, PEERS, PeerSetting, settings_of
 from benchmarks.traces import TraceTokenizer, read_records, read_sessions, trace_name
-from cache_builder.replay.cost import CostCurve, speed_up
-from cache_builder.replay.counts import Counts
-from cache_builder.replay.drafters import OurDrafters, Setting
-from cache_builder.replay.rows import Row, Turn
-from cache_builder.replay.stream import replay_stream
+from cache_builder.evaluation.costs import CostCurve, speed_up
+from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import Drafter, make_drafter
 

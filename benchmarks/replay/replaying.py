@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.orders import limited, stream
-from cache_builder.replay.counts import Counts
-from cache_builder.replay.drafters import OurDrafters, Setting
-from cache_builder.replay.rows import Row
-from cache_builder.replay.stream import replay_stream
+from benchmarks.peers.walk import Counts
+from benchmarks.replay.drafters import OurDrafters, Setting, replay_stream
+from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import Drafter
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cache_builder.replay.cost import CostCurve
-from cache_builder.replay.drafters import Setting
+from benchmarks.replay.drafters import Setting
+from cache_builder.evaluation.costs import CostCurve
 from ssd.drafting import DRAFTER_NAMES
 
 OURS = "ssd"

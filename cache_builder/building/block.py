@@ -2,35 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from cache_builder.building.counts import BuildResult
-from cache_builder.building.journal import Finished, Journal, usable
-from cache_builder.building.plan import Block
-from cache_builder.building.stored import Stored
-from cache_builder.inputs.examples import examples_of
-from cache_builder.inputs.fields import AS_WE_CALL_THEM, FieldNames
-from cache_builder.inputs.record import InputError, Record
-from cache_builder.inputs.records import read_part
+from cache_builder.building.unfinished import BuildResult, Finished, Journal, usable
+from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Record
+from cache_builder.inputs.records import examples_of, read_part
+from cache_builder.inputs.sources import Part, Source, parts_of, weight_of
+from cache_builder.workers import Progress
 from ssd.config import IndexConfig
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import PrefixFilter, split_sequence
+from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.segment_file import write_segment
-from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
+from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, load_static_directory
 from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec
 
-Progress: TypeAlias = Callable[[int, int], None]
-"""Is told how many bytes more were read, and how many tokens more were made of them."""
+MOST_BLOCK_BYTES: Final = 48 << 20
+"""Of text, some 12 million tokens: a block is one segment, and what is lost where a build is killed."""
+
+LEAST_BLOCK_BYTES: Final = 1 << 20
+BLOCKS: Final = 16
+"""A small corpus is cut into so many, so that there is work for several cores; small segments are merged at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some inputs or parts of inputs, in order.
+
+    ``key`` : of what is read, when it was last changed, and how it is stored; a block with the same key gives the same
+    segments. ``place`` : of what is read alone. ``weight`` : bytes of text, roughly.
+    """
+
+    number: int
+    parts: tuple[Part, ...]
+    key: str
+    place: str
+    weight: int
+
+
+def plan_of(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
+    """All of ``sources`` as blocks, in order. ``how`` : whatever else decides what becomes of them. Raises InputError.
+
+    Small inputs share a block; a large one that can be cut is several.
+    """
+    if block_bytes is None:
+        total = sum(map(weight_of, sources))
+        block_bytes = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, total // BLOCKS))
+    blocks: list[Block] = []
+    held: list[tuple[Part, str]] = []
+    weight = 0
+    for source in sources:
+        for part, part_weight in parts_of(source, block_bytes):
+            if held and weight + part_weight > block_bytes * 5 // 4:
+                blocks.append(_block(len(blocks), held, how, weight))
+                held, weight = [], 0
+            held.append((part, f"{source.size} {source.stamp}"))
+            weight += part_weight
+    if held:
+        blocks.append(_block(len(blocks), held, how, weight))
+    return blocks
+
+
+def _block(number: int, parts: list[tuple[Part, str]], how: str, weight: int) -> Block:
+    places = json.dumps([astuple(part) for part, _ in parts])
+    key = xxhash.xxh3_128_hexdigest(json.dumps([how, places, [stamp for _, stamp in parts]]).encode())
+    return Block(number, tuple(part for part, _ in parts), key, xxhash.xxh3_64_hexdigest(places.encode()), weight)
+
+
+_TAIL_TOKENS = 32
+_ROW = np.dtype([("tail", "<u8"), ("whole", "<u8"), ("length", "<i8")])
+
+
+class Stored:
+    """The sequences of a directory, 24 bytes each, in a file that workers map.
+
+    64 bits of hash, so that a collision is not expected below 10^9 sequences.
+    """
+
+    def __init__(self, rows: npt.NDArray[np.void]) -> None:
+        """``rows`` : sorted by ``tail``."""
+        self._rows = rows
+        self._tails = rows["tail"]
+
+    @classmethod
+    def of(cls, directory: Path, *, fingerprint: str) -> Self:
+        """Raises CacheError. O(tokens)."""
+        found = [
+            (_digest(sequence[-_TAIL_TOKENS:]), _digest(sequence), len(sequence))
+            for sequence in sequences_of(load_static_directory(directory, fingerprint=fingerprint))
+        ]
+        return cls(np.sort(np.array(found, _ROW), order="tail"))
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """What ``save`` wrote; raises OSError."""
+        return cls(np.load(path, mmap_mode="r", allow_pickle=False))
+
+    def save(self, path: Path) -> None:
+        """To be opened by others; raises OSError."""
+        np.save(path, self._rows, allow_pickle=False)
+
+    def taken(self) -> Taken:
+        """None yet."""
+        return Taken(self._rows, self._tails)
+
+
+class Taken:
+    """Which stored sequences were found: each is good for one that is equal. How often a text occurs ranks drafts."""
+
+    def __init__(self, rows: npt.NDArray[np.void], tails: npt.NDArray[np.uint64]) -> None:
+        self._rows = rows
+        self._tails = tails
+        self._places: set[int] = set()
+
+    def take(self, tokens: Tokens) -> bool:
+        """Whether ``tokens`` are stored, or their end is where their beginning was stored once for many.
+
+        What was found is not found a second time.
+        """
+        if not len(self._rows):
+            return False
+        tail = np.uint64(_digest(tokens[-_TAIL_TOKENS:]))
+        place = int(np.searchsorted(self._tails, tail))
+        while place < len(self._rows) and self._tails[place] == tail:
+            length = int(self._rows[place]["length"])
+            is_free = place not in self._places and length <= len(tokens)
+            if is_free and _digest(tokens[-length:]) == int(self._rows[place]["whole"]):
+                self._places.add(place)
+                return True
+            place += 1
+        return False
+
+
+def _digest(tokens: Tokens) -> int:
+    return xxhash.xxh3_64_intdigest(tokens.tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,25 +10,93 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import xxhash
 
-from cache_builder.building.block import BlockOptions, BlockResult, Progress, build_block, codec_of
-from cache_builder.building.counts import BuildResult
-from cache_builder.building.neighbours import Neighbours, merge, neighbours_of
-from cache_builder.building.plan import Block, plan_of
-from cache_builder.building.stored import Stored
-from cache_builder.building.unfinished import replace_directory, working_directory
-from cache_builder.building.workers import run
-from cache_builder.inputs.fields import AS_WE_CALL_THEM, FieldNames
-from cache_builder.inputs.record import STANDARD_INPUT, Format, InputError
+from cache_builder.building.block import (
+    Block,
+    BlockOptions,
+    BlockResult,
+    Stored,
+    build_block,
+    codec_of,
+    plan_of,
+    write_new_segment,
+)
+from cache_builder.building.unfinished import BuildResult, check_out, replace_directory, working_directory
+from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError
 from cache_builder.inputs.sources import Source, find_sources
 from cache_builder.inputs.streams import is_regular
+from cache_builder.workers import Progress, run
 from ssd import __version__
-from ssd.errors import ConfigError
+from ssd.errors import CacheError, ConfigError
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, Manifest, read_manifest, sync_directory, write_manifest
+from ssd.retrieval.files import Manifest, read_manifest, sync_directory, write_manifest
+from ssd.retrieval.segment_file import open_segment, read_tokens
 from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 from ssd.text.codec import TextCodec
+
+SMALL_SHARE = 4
+"""A segment is small that holds less than a fourth of what one may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Segments in order, (id, tokens with separators), that become one; one alone stays as it is."""
+
+    segments: tuple[tuple[str, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all, with separators."""
+        return sum(size for _, size in self.segments)
+
+    @property
+    def segment_id(self) -> str:
+        """The name of what they become."""
+        if len(self.segments) == 1:
+            return self.segments[0][0]
+        return f"static-{xxhash.xxh3_128_hexdigest(' '.join(name for name, _ in self.segments).encode())}"
+
+
+def neighbours_of(segments: Sequence[tuple[str, int]], most: int) -> Iterator[Neighbours]:
+    """All ``segments`` in order, together where they are small and have no more than ``most`` tokens in all."""
+    held: list[tuple[str, int]] = []
+    size = 0
+    for segment in segments:
+        is_small = min(size, segment[1]) * SMALL_SHARE < most
+        if held and (size + segment[1] > most or not is_small):
+            yield Neighbours(tuple(held))
+            held, size = [], 0
+        held.append(segment)
+        size += segment[1]
+    if held:
+        yield Neighbours(tuple(held))
+
+
+def merge(neighbours: Neighbours, options: BlockOptions, progress: Progress) -> Neighbours:
+    """Write the segment that ``neighbours`` become, unless it is there; their files stay. Returns ``neighbours``.
+
+    Memory as for a block. Raises CacheError, OSError.
+    """
+    path = options.segments / f"{neighbours.segment_id}.seg"
+    try:
+        if (
+            len(open_segment(path, fingerprint=options.fingerprint, namespace=options.namespace))
+            == neighbours.num_tokens
+        ):
+            return neighbours
+    except (CacheError, OSError):
+        pass
+    tokens = np.empty(neighbours.num_tokens, np.int32)
+    at = 0
+    for segment_id, size in neighbours.segments:
+        file = options.segments / f"{segment_id}.seg"
+        tokens[at : at + size] = read_tokens(file, fingerprint=options.fingerprint, namespace=options.namespace)
+        at += size
+    write_new_segment(tokens, neighbours.segment_id, options)
+    return neighbours
+
 
 _ALONE_WEIGHT = 8 << 20
 """Bytes of text that one process has done before others have started."""
@@ -121,15 +189,7 @@ def _check_out(out: Path, *, add: bool, force: bool) -> bool:
     """Whether ``out`` is a cache that is added to; raises ConfigError."""
     if add and force:
         raise ConfigError("--add and --force exclude each other: add to the cache, or replace it")
-    is_cache = (out / MANIFEST_NAME).exists()
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file: give a directory with --out")
-    is_empty = not out.exists() or not any(path.name != LOCK_NAME for path in out.iterdir())
-    if not is_empty and not is_cache:
-        raise ConfigError(f"{out} is not empty and holds no cache: give another directory with --out")
-    if is_cache and not add and not force:
-        raise ConfigError(f"{out} holds a cache already: --add adds to it, --force replaces it")
-    return add and is_cache
+    return check_out(out, force=add or force, hint="--add adds to it, --force replaces it") and add
 
 
 def _what_is_stored(out: Path, working: Path, codec: TextCodec) -> Path:

@@ -15,10 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cache_builder.building.block import BlockOptions, BlockResult, Progress, build_block
+from cache_builder.building.block import Block, BlockOptions, BlockResult, build_block
 from cache_builder.building.build import Executor
-from cache_builder.building.plan import Block
-from cache_builder.building.workers import prepare
+from cache_builder.workers import Progress, prepare
 from ssd.errors import ConfigError, SSDError
 
 _RETRIES = 5

@@ -1,18 +1,20 @@
-"""One way to decode a whole log: with which cache, which drafts, by how many replicas."""
+"""Ways to decode a whole log: with which cache, which drafts, by how many replicas; several at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from cache_builder import workers
+from cache_builder.evaluation.costs import CostCurve, StepCosts, at_batch
+from cache_builder.evaluation.decoding import OutputDecoder, warm_up
 from cache_builder.evaluation.log import Int64s, Log
-from cache_builder.replay.cost import CostCurve
-from cache_builder.replay.decoding import OutputDecoder, warm_up
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.packed import Tokens
@@ -175,3 +177,73 @@ def _together(outcomes: list[Outcome]) -> Outcome:
         sum(each.shared_bytes for each in outcomes),
         sum(each.num_shared for each in outcomes),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to find out.
+
+    ``warm`` : directories searched beside what is learned. ``batch`` : sequences decoded together; above 1 drafts are
+    chains unless ``shape`` says otherwise, as in the engine. ``sample_tokens`` : of output that every point of a curve
+    decodes at most; 0 leaves the curves out. ``jobs`` : processes.
+    """
+
+    fingerprint: str
+    cache: CacheUse = "growing"
+    warm: tuple[Path, ...] = ()
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    index: IndexConfig = field(default_factory=IndexConfig)
+    batch: int = 1
+    sample_tokens: int = 150_000
+    jobs: int = 1
+    seed: int = 0
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether drafts branch."""
+        shape = self.draft.draft_shape
+        return shape == "tree" or (shape == "auto" and self.batch == 1)
+
+
+def in_batch(costs: StepCosts, batch: int) -> StepCosts:
+    """Costs of a batch of rows that are all alike, from those of one row.
+
+    What surrounds a pass is taken to grow with the rows; what the target's own candidates bring is left out, for it is
+    the passes of one row that have room for them.
+    """
+    if batch == 1:
+        return costs
+    of_all = float(costs.curve.upto(batch)[batch])
+    return replace(
+        costs,
+        curve=at_batch(costs.curve, batch),
+        source=f"{costs.source}; of {batch} rows, taken to be alike, by the cost of as many tokens",
+        step_ms=None if costs.step_ms is None else costs.step_ms * of_all,
+        overhead=None if costs.overhead is None else costs.overhead * batch / of_all,
+        recycling=0.0,
+    )
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+def execute_all(
+    runs: Mapping[K, Run], log: Log, num_jobs: int, progress: Callable[[int], None] = lambda num_tokens: None
+) -> dict[K, Outcome]:
+    """`execute` for all of ``runs``, the longest first, by several processes: what they come to is the same.
+
+    ``progress`` : told how many output tokens were decoded. Raises what `execute` raises, and SSDError where a process
+    was killed.
+    """
+    ordered = sorted(runs, key=lambda key: -runs[key].num_decoded(log))
+    if min(num_jobs, len(runs)) <= 1:
+        return {key: execute(runs[key], log, progress) for key in ordered}
+    with tempfile.TemporaryDirectory(prefix="ssd-evaluate-") as directory:
+        log.save(Path(directory))
+        items = [(key, runs[key]) for key in ordered]
+        found = workers.run(_execute, items, Path(directory), lambda _, tokens: progress(tokens), jobs=num_jobs)
+        return dict(found)
+
+
+def _execute(item: tuple[K, Run], log: Path, progress: workers.Progress) -> tuple[K, Outcome]:
+    return item[0], execute(item[1], Log.load(log), lambda num_tokens: progress(0, num_tokens))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
-from ssd.errors import SSDError
+from ssd.errors import ConfigError, SSDError
 
 Format: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "arrow", "npy", "vllm"]
 FORMATS: Final = ("auto", "text", "jsonl", "parquet", "arrow", "npy", "vllm")
@@ -40,3 +40,62 @@ class Record:
 def shown_name(name: str) -> str:
     """An input as messages call it."""
     return "standard input" if name == STANDARD_INPUT else name
+
+
+NAMES = ("text", "prompt", "completion", "messages", "token_ids", "prompt_length")
+COLUMNS = (*NAMES, "conversations", "request", "response", "tools", "chat_template_kwargs")
+"""What of a table is read."""
+_SETS = ({"text"}, {"prompt", "completion"}, {"messages"}, {"token_ids"}, {"token_ids", "prompt_length"})
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
+_ROLES |= {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """``names`` : of ours, how the records call it. ``others`` : what is to be read of tables beside."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, options: Iterable[str]) -> FieldNames:
+        """From ``OURS=THEIRS``, or ``THEIRS`` alone for the whole text; raises ConfigError."""
+        names: dict[str, str] = {}
+        for option in options:
+            ours, equals, theirs = option.partition("=")
+            if not equals:
+                ours, theirs = "text", option
+            if ours not in NAMES or not theirs or ours in names:
+                raise ConfigError(f"--field {option}: give OURS=THEIRS, once for each OURS of {', '.join(NAMES)}")
+            names[ours] = theirs
+        if names and names.keys() not in _SETS:
+            raise ConfigError('--field: give "text", "prompt" and "completion", "messages", or "token_ids"')
+        return cls(names)
+
+    def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A record with our names, its other fields as they are; itself where it lacks one that was named."""
+        if not all(theirs in line for theirs in self.names.values()):
+            return line
+        return {**line, **{ours: line[theirs] for ours, theirs in self.names.items()}}
+
+    def columns(self) -> frozenset[str]:
+        """Of a table's columns those that may be of use."""
+        return frozenset((*self.names.values(), *self.others, *COLUMNS))
+
+
+AS_WE_CALL_THEM = FieldNames()
+
+
+def messages_of(conversations: Any) -> Any:
+    """Messages of OpenAI's form from those of ShareGPT's: ``from`` and ``value``."""
+    if not isinstance(conversations, list):
+        return conversations
+    return [_message(turn) if isinstance(turn, dict) else turn for turn in conversations]
+
+
+def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "from" not in turn or "value" not in turn:
+        return turn
+    role = turn["from"]
+    return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": turn["value"]}

@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cache_builder.inputs.arrays import array_header
-from cache_builder.inputs.batches import side_of
+from cache_builder.inputs.lines import MARKS, side_of
 from cache_builder.inputs.record import STANDARD_INPUT, Format, InputError
 from cache_builder.inputs.streams import COMPRESSED, file_system, is_regular, is_url, open_raw, open_stream, readable
-from cache_builder.inputs.tables import arrow_batches, dataset_files, row_group_bytes
-from cache_builder.inputs.vllm_logs import MARKS
+from cache_builder.inputs.tables import array_header, arrow_batches, dataset_files, row_group_bytes
 from ssd.errors import first_line
 
 _FORMATS: dict[str, Format] = {

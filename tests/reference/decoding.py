@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from cache_builder.replay.cost import CostCurve
-from cache_builder.replay.pricing import CurvePrice
-from cache_builder.replay.rows import Row
+from benchmarks.replay.drafters import CurvePrice
+from cache_builder.evaluation.costs import CostCurve
+from cache_builder.evaluation.log import Row
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, DraftRequest
 from ssd.retrieval.snapshot import Snapshot

@@ -1,1 +1,0 @@
-"""The commands of ``ssd-cache``, a module each: its arguments, and what it prints."""

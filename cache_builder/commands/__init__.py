@@ -1,0 +1,1 @@
+"""The commands of ``ssd-cache``, a module each: its arguments, what it does, and what it prints."""

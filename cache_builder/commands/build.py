@@ -1,0 +1,130 @@
+"""``ssd-cache build``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import get_args
+
+from cache_builder.building.build import BuildOptions, build
+from cache_builder.building.unfinished import unfinished_directory
+from cache_builder.commands.options import build_progress
+from cache_builder.inputs.record import FieldNames, Format
+from ssd.errors import ConfigError
+from ssd.retrieval.cache import DEFAULT_NAMESPACE
+from ssd.retrieval.names import check_namespace
+
+_DESCRIPTION = """\
+Write text into a directory that `ssd-serve --warm DIR` searches from its first request.
+
+An INPUT is a file, a quoted pattern ('logs/**/*.jsonl.zst'), a directory (its files of known kinds, sorted), a URL of
+these (s3://bucket/logs, gs://, https://; credentials as fsspec finds them), or - for standard input. By their names:
+  .jsonl .ndjson .json   one JSON object a line, or an array of them
+  .parquet .arrow        the same objects as rows; a directory that datasets' save_to_disk wrote is read by --split
+  .npy                   token ids, int32[n], -1 after every sequence
+  .log                   vLLM's, with --enable-log-requests --enable-log-outputs
+  all others             plain text, one document each
+.gz and .zst are unpacked on the way.
+
+Objects are
+  {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+  {"prompt": "...", "completion": "..."}
+  {"text": "..."}
+  {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
+  {"token_ids": [...], "prompt_length": 12}
+  {"request": {...}, "response": {...}}     bodies of OpenAI-compatible calls
+  {"custom_id": "...", "response": {...}}   a batch's output; name its input file too, then they are joined
+Prompts and messages are encoded exactly as the server does.
+
+A build that is ended, by kill -9 too, goes on where it was when the same command is given again.
+"""
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    command.description = _DESCRIPTION
+    command.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, pattern, directory or URL; see above")
+    command.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="DIR_OR_MODEL",
+        help="the served model's directory or id, or a tokenizer.json",
+    )
+    command.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
+    )
+    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
+    command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="name kept in the files (default: %(default)s)")
+    command.add_argument(
+        "--format", choices=get_args(Format), default="auto", help="of all inputs (default: by their names)"
+    )
+    command.add_argument("--split", metavar="NAME", help="of datasets on disk that have several")
+    command.add_argument("--add", action="store_true", help="add to the cache in DIR")
+    command.add_argument("--force", action="store_true", help="replace the cache in DIR")
+    command.add_argument(
+        "--fresh", action="store_true", help="begin anew, without what a build that was ended finished"
+    )
+    command.add_argument(
+        "--field", action="append", default=[], metavar="OURS=THEIRS",
+        help="what records call text, prompt, completion, messages, token_ids or prompt_length; repeatable; THEIRS "
+        "alone is the text",
+    )  # fmt: skip
+    command.add_argument("--skip-invalid", action="store_true", help="count lines that cannot be used and go on")
+    command.add_argument(
+        "--executor", choices=("local", "ray"), default="local",
+        help="who reads, tokenises and sorts: processes here, or the workers of a Ray cluster (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="the cluster (default: $RAY_ADDRESS, else one here)"
+    )
+    command.add_argument("--jobs", type=int, metavar="N", help="processes (default: one a core; small inputs take one)")
+    command.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def run(options: argparse.Namespace) -> int:
+    check_namespace(options.namespace)
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, got {options.jobs}")
+    if options.ray_address is not None and options.executor != "ray":
+        raise ConfigError("--ray-address is for --executor ray")
+    build_options = BuildOptions(
+        namespace=options.namespace,
+        tokenizer=options.tokenizer,
+        chat_template=None if options.chat_template is None else options.chat_template.read_text(),
+        format=options.format,
+        split=options.split,
+        add=options.add,
+        force=options.force,
+        fresh=options.fresh,
+        skip_invalid=options.skip_invalid,
+        fields=FieldNames.parse(options.field),
+        jobs=options.jobs,
+    )
+    executor = None
+    if options.executor == "ray":
+        from cache_builder.building.ray_executor import ray_executor
+
+        executor = ray_executor(options.ray_address)
+    try:
+        with build_progress(quiet=options.quiet) as bar:
+            result = build(
+                options.inputs, options.out, build_options, begin=bar.begin, progress=bar.tell, executor=executor
+            )
+    except BaseException:
+        if (kept := unfinished_directory(options.out)).exists():
+            print(f"ssd-cache: what is finished is kept in {kept}: the same command goes on", file=sys.stderr)
+        raise
+    print(
+        f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences from "
+        f"{result.num_records:,} records, namespace {options.namespace}"
+    )
+    if result.num_reused_tokens:
+        print(f"  {result.num_reused_tokens:,} of these tokens had been finished by a build that was ended")
+    if result.num_skipped_prompt_tokens:
+        print(f"  {result.num_skipped_prompt_tokens:,} prompt tokens were stored before and not repeated")
+    if result.num_stored_sequences:
+        print(f"  {result.num_stored_sequences:,} sequences were there already and not stored again")
+    if result.num_invalid:
+        print(f"  {result.num_invalid:,} invalid lines were left out")
+    return 0

@@ -1,0 +1,154 @@
+"""``ssd-cache inspect``: what a cache directory holds, every byte of it checked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cache_builder.commands.options import CACHE_DIRECTORY
+from cache_builder.held import fingerprint_of, plain
+from ssd.errors import CacheError, StoreUnavailable
+from ssd.retrieval.directory import Recovered, recover, whose_segments
+from ssd.retrieval.file_bytes import CopyBudget
+from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
+from ssd.retrieval.names import is_segment_id
+from ssd.retrieval.segment_file import open_segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentReport:
+    """One segment; ``error`` is None when its file is there and every checksum matches."""
+
+    segment_id: str
+    num_tokens: int
+    num_bytes: int
+    is_static: bool
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryReport:
+    """A directory; token counts include separators.
+
+    ``manifest`` : with ``has_manifest`` the directory's, else the one that a server would make of its segment files;
+    ``left_out`` : names of those it would not use.
+    """
+
+    path: Path
+    manifest: Manifest
+    segments: tuple[SegmentReport, ...]
+    has_manifest: bool = True
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def is_intact(self) -> bool:
+        """True when there is a manifest and no segment is damaged or missing."""
+        return self.has_manifest and all(segment.error is None for segment in self.segments)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "path": str(self.path),
+            "namespace": self.manifest.namespace,
+            "fingerprint": self.manifest.fingerprint,
+            "generation": self.manifest.generation,
+            "num_tokens": sum(segment.num_tokens for segment in self.segments),
+            "num_bytes": sum(segment.num_bytes for segment in self.segments),
+            "is_intact": self.is_intact,
+            "has_manifest": self.has_manifest,
+            "left_out": list(self.left_out),
+            "segments": [
+                {
+                    "id": segment.segment_id,
+                    "num_tokens": segment.num_tokens,
+                    "num_bytes": segment.num_bytes,
+                    "is_static": segment.is_static,
+                    "error": segment.error,
+                }
+                for segment in self.segments
+            ],
+        }
+
+    def as_text(self) -> str:
+        """For people."""
+        totals = self.as_json()
+        lines = [
+            f"{self.path}",
+            f"  namespace    {plain(self.manifest.namespace)}",
+            f"  tokenizer    {plain(self.manifest.fingerprint)}",
+            f"  generation   {self.manifest.generation}",
+            f"  tokens       {totals['num_tokens']:,}",
+            f"  bytes        {totals['num_bytes']:,}",
+            f"  segments     {len(self.segments)}",
+        ]
+        for segment in self.segments:
+            state = "checksums ok" if segment.error is None else f"DAMAGED: {segment.error}"
+            lines.append(f"    {segment.segment_id:40}{segment.num_tokens:>14,} tokens   {state}")
+        if not self.has_manifest:
+            lines += [
+                f"  {MANIFEST_NAME} is MISSING. It is made anew, with the segments above, when a server opens the",
+                f"  directory: `ssd-serve --cache-dir {self.path.parent} --namespace {self.manifest.namespace}`, "
+                f"if it is called {self.manifest.namespace}",
+            ]
+            lines += [f"    {name} is left out: covered by others, or damaged" for name in self.left_out]
+        return "\n".join(lines)
+
+
+def inspect_directory(path: Path) -> DirectoryReport:
+    """Read all of a directory and check it. Changes nothing. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
+    recovered = _recovered(path)
+    if recovered is not None:
+        made_up = recovered.manifest
+        segments = tuple(_inspect_segment(path, entry, made_up.fingerprint) for entry in made_up.segments)
+        left_out = tuple(file.name for file in recovered.left_out)
+        return DirectoryReport(path=path, manifest=made_up, segments=segments, has_manifest=False, left_out=left_out)
+    manifest = read_manifest(path, fingerprint=fingerprint_of(path))
+    if manifest is None:
+        raise StoreUnavailable(f"{path} is being replaced at this moment: try again")
+    segments = tuple(_inspect_segment(path, entry, manifest.fingerprint) for entry in manifest.segments)
+    return DirectoryReport(path=path, manifest=manifest, segments=segments)
+
+
+def _recovered(path: Path) -> Recovered | None:
+    """What a server would make of a directory that lost its manifest; None where none was lost."""
+    try:
+        whose = None if (path / MANIFEST_NAME).exists() else whose_segments(path)
+        return None if whose is None else recover(path, fingerprint=whose[0], namespace=whose[1])
+    except OSError as error:
+        raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
+
+
+def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> SegmentReport:
+    segment_id = str(entry["id"])
+    assert is_segment_id(segment_id)  # read_manifest checked it
+    file = path / f"{segment_id}.seg"
+    num_tokens, num_bytes, error = 0, 0, None
+    try:
+        num_bytes = file.stat().st_size
+        num_tokens = len(open_segment(file, fingerprint=fingerprint, budget=CopyBudget(num_bytes)))
+    except FileNotFoundError:
+        error = f"{file} is missing"
+    except (CacheError, OSError) as failure:
+        error = str(failure)
+    return SegmentReport(
+        segment_id=segment_id,
+        num_tokens=num_tokens,
+        num_bytes=num_bytes,
+        is_static=entry.get("start") is None,
+        error=error,
+    )
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    report = inspect_directory(options.directory)
+    print(json.dumps(report.as_json(), indent=1) if options.json else report.as_text())
+    return 0 if report.is_intact else 1

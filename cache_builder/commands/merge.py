@@ -1,0 +1,115 @@
+"""``ssd-cache merge``: several caches become one of few large segments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cache_builder.building.unfinished import check_new, new_cache
+from cache_builder.commands.options import progress_bar
+from cache_builder.held import digest_of, open_held
+from ssd.errors import ConfigError
+from ssd.retrieval.names import check_namespace
+from ssd.retrieval.ring import sequences_of
+from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
+
+
+@dataclass(slots=True)
+class MergeResult:
+    """What went into the new cache. Tokens are without separators."""
+
+    num_directories: int = 0
+    num_segments: int = 0
+    """That there were before."""
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_repeated: int = 0
+    """Sequences left out by ``unique``."""
+    namespace: str = ""
+
+
+def merge(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    namespace: str | None = None,
+    force: bool = False,
+    unique: bool = False,
+    segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
+    progress: Callable[[int], None] = lambda num_tokens: None,
+) -> MergeResult:
+    """Write the sequences of the caches ``paths``, in their order, to ``out``, which may be one of them.
+
+    What drafting asks is how often a text occurs and with what it goes on, so equal sequences stay as many as they are.
+    ``namespace`` : of the result, None where all have the same. ``force`` : in place of a cache that is there.
+    ``unique`` : of equal sequences only the first, for some 100 bytes of memory a sequence. ``segment_tokens`` : size
+    of a segment, which bounds the memory: about 18 bytes a token. ``progress`` is told of tokens.
+
+    Raises ConfigError, CacheError, OSError; then ``out`` is as it was before.
+    """
+    check_new(out, force=force)
+    caches = open_held(paths)
+    namespaces = sorted({cache.namespace for cache in caches})
+    if namespace is None and len(namespaces) > 1:
+        raise ConfigError(
+            f"the caches are of the namespaces {', '.join(namespaces)}: say with --namespace whose the result is. What "
+            "each learned may then be drafted for the other"
+        )
+    named = namespaces[0] if namespace is None else namespace
+    result = MergeResult(len(caches), sum(len(cache.segments) for cache in caches), namespace=named)
+    if not any(cache.num_tokens for cache in caches):
+        raise ConfigError("the caches hold no text: nothing was merged")
+    known: set[int] = set()
+    fingerprint = caches[0].fingerprint
+    with new_cache(out, fingerprint=fingerprint, namespace=named, force=force, segment_tokens=segment_tokens) as writer:
+        for cache in caches:
+            for sequence in sequences_of(cache.segments):
+                progress(len(sequence) + 1)
+                if unique:
+                    digest = digest_of(sequence)
+                    if digest in known:
+                        result.num_repeated += 1
+                        continue
+                    known.add(digest)
+                writer.append(sequence)
+                result.num_sequences += 1
+                result.num_tokens += len(sequence)
+    return result
+
+
+_DESCRIPTION = """\
+Write what several caches hold into one directory of few large segments: lookups take less time in fewer segments.
+
+Caches that `ssd-cache build` made and a server's own (CACHE_DIR/NAMESPACE) may be given, of one tokenizer. They stay as
+they are. Equal texts are kept as often as they are stored, since that is what drafts are ranked by.
+"""
+
+
+def add(command: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    command.description = _DESCRIPTION
+    command.add_argument(
+        "directories", nargs="+", type=Path, metavar="DIR", help="in order, what counts as newest last"
+    )
+    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
+    command.add_argument("--namespace", help="name kept in the files (default: the caches' own, where it is one)")
+    command.add_argument("--force", action="store_true", help="replace the cache in the --out directory")
+    command.add_argument("--unique", action="store_true", help="of equal sequences keep the first only")
+
+
+def run(options: argparse.Namespace) -> int:
+    namespace = None if options.namespace is None else check_namespace(options.namespace)
+    with progress_bar(0, " tokens") as progress:
+        result = merge(
+            options.directories, options.out, namespace=namespace, force=options.force, unique=options.unique,
+            progress=progress,
+        )  # fmt: skip
+    print(
+        f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences from "
+        f"{result.num_segments} segments of {result.num_directories} caches, namespace {result.namespace}"
+    )
+    if result.num_repeated:
+        print(f"  {result.num_repeated:,} sequences were there already and not stored again")
+    return 0

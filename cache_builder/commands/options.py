@@ -1,0 +1,191 @@
+"""What the commands have in common: tokenizers, logs, stores, and how far a command is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from cache_builder.inputs.record import FORMATS, FieldNames
+from ssd.errors import SSDError
+from ssd.sharing.connection import URL_VARIABLE
+
+if TYPE_CHECKING:
+    from cache_builder.evaluation.log import ReadLog
+    from ssd.text.codec import TextCodec
+
+
+CACHE_DIRECTORY = "what `ssd-cache build` made, or CACHE_DIR/NAMESPACE of a server"
+"""Help for a directory that a command reads."""
+
+
+def add_redis_argument(command: argparse.ArgumentParser) -> None:
+    """``--redis URL``, as the servers have it."""
+    command.add_argument("--redis", metavar="URL", help=f"the servers' --redis (default: ${URL_VARIABLE})")
+
+
+def redis_url_of(options: argparse.Namespace) -> str:
+    """What ``add_redis_argument`` was given, or the environment; raises SSDError where there is neither."""
+    url = options.redis or os.environ.get(URL_VARIABLE)
+    if not url:
+        raise SSDError(f"no Redis is named: give --redis URL, or set {URL_VARIABLE}")
+    return str(url)
+
+
+def codec_of(options: argparse.Namespace) -> TextCodec | None:
+    """The tokenizer that ``--tokenizer`` names, None where it was not given. Raises ModelError."""
+    if options.tokenizer is None:
+        return None
+    from ssd.text.codec import TextCodec
+
+    return TextCodec.load(options.tokenizer)
+
+
+def add_store_arguments(command: argparse.ArgumentParser) -> None:
+    """``--redis URL`` and ``--store URL``, as the servers have ``--redis`` and ``--publish-to``."""
+    add_redis_argument(command)
+    command.add_argument("--store", metavar="URL", help="the servers' --publish-to, where they have one")
+
+
+def store_of(options: argparse.Namespace) -> tuple[str | None, str | None]:
+    """URLs of Redis and of the store; raises SSDError where there is neither."""
+    if options.redis is None and options.store is not None:
+        return os.environ.get(URL_VARIABLE) or None, str(options.store)
+    return redis_url_of(options), options.store
+
+
+def fingerprint_for(options: argparse.Namespace) -> str:
+    """Of the tokenizer whose namespace is meant: the one there is. Raises SSDError."""
+    from ssd.retrieval.names import check_fingerprint
+    from ssd.sharing.published.transfer import find_fingerprints
+
+    if options.fingerprint is not None:
+        return check_fingerprint(options.fingerprint)
+    found = find_fingerprints(*store_of(options), options.namespace)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
+    raise SSDError(f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}")
+
+
+_LINE_S: Final = 10.0
+
+
+@contextmanager
+def progress_bar(total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing anywhere else. ``total`` : 0 where it is not known."""
+    if not sys.stderr.isatty():
+        yield lambda amount: None
+        return
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        yield lambda amount: None
+        return
+    with tqdm(total=total or None, unit=unit, unit_scale=True, leave=False) as bar:
+        yield lambda amount: bar.update(amount) and None
+
+
+class BuildProgress:
+    """Bytes read and tokens made: a bar on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        """``quiet`` : nothing at all."""
+        self._quiet = quiet
+        self._bar: Any = None
+        self._total = self._num_bytes = self._num_tokens = 0
+        self._began = self._told = time.monotonic()
+
+    def begin(self, num_bytes: int) -> None:
+        """``num_bytes`` : of all inputs, 0 where nobody knows."""
+        self._total = num_bytes
+        self._began = self._told = time.monotonic()
+        if self._quiet or not sys.stderr.isatty():
+            return
+        try:
+            from tqdm import tqdm
+        except ModuleNotFoundError:
+            return
+        self._bar = tqdm(total=num_bytes or None, unit="B", unit_scale=True, leave=False)
+
+    def tell(self, num_bytes: int, num_tokens: int) -> None:
+        """So many more."""
+        self._num_bytes += num_bytes
+        self._num_tokens += num_tokens
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._rate(), refresh=False)
+            self._bar.update(num_bytes)
+        elif not self._quiet and time.monotonic() - self._told >= _LINE_S:
+            self._told = time.monotonic()
+            print(f"ssd-cache: {self._line()}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _rate(self) -> str:
+        took = max(1e-3, time.monotonic() - self._began)
+        return f"{self._num_tokens / 1e6:.1f}M tokens, {self._num_tokens / took / 1e3:,.0f}k tokens/s"
+
+    def _line(self) -> str:
+        share = self._num_bytes / self._total if self._total else 0.0
+        if not 0.0 < share <= 1.0:
+            return self._rate()
+        left = (time.monotonic() - self._began) * (1 - share) / share
+        return f"{share:.0%} of {self._total / 1e6:,.0f} MB, {self._rate()}, {left / 60:.0f} min left"
+
+
+@contextmanager
+def build_progress(*, quiet: bool) -> Iterator[BuildProgress]:
+    """A ``BuildProgress`` that is closed at the end."""
+    progress = BuildProgress(quiet=quiet)
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+def add_log_arguments(command: argparse.ArgumentParser, *, needs_tokenizer: bool = True) -> None:
+    """How logs are read: as ``ssd-cache build`` reads its inputs."""
+    command.add_argument(
+        "--tokenizer",
+        required=needs_tokenizer,
+        metavar="DIR_OR_MODEL",
+        help="the served model's directory or id, or a tokenizer.json",
+    )
+    command.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
+    )
+    command.add_argument("--format", choices=FORMATS, default="auto", help="of all logs (default: by their names)")
+    command.add_argument("--split", metavar="NAME", help="of datasets on disk that have several")
+    command.add_argument(
+        "--field", action="append", default=[], metavar="OURS=THEIRS",
+        help="what records call text, prompt, completion, messages, token_ids or prompt_length; repeatable",
+    )  # fmt: skip
+    command.add_argument("--time-field", metavar="FIELD", help="order requests by it: numbers or ISO 8601; a.b nests")
+    command.add_argument("--skip-invalid", action="store_true", help="leave out lines that cannot be used")
+
+
+def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, ReadLog]:
+    """The tokenizer and the requests of the logs ``names``, with a bar. Raises InputError, ConfigError, SSDError."""
+    from cache_builder.evaluation.log import read_log
+    from cache_builder.inputs.sources import find_sources
+    from ssd.text.codec import TextCodec
+
+    fields = FieldNames.parse(options.field)
+    sources = find_sources(names, options.format, options.split)
+    template = None if options.chat_template is None else options.chat_template.read_text()
+    codec = TextCodec.load(options.tokenizer, chat_template=template)
+    with progress_bar(sum(source.size or 0 for source in sources), "B") as progress:
+        read = read_log(
+            sources, codec, fields=fields, class_by=class_by, time_by=options.time_field,
+            skip_invalid=options.skip_invalid, progress=progress,
+        )  # fmt: skip
+    return codec, read

@@ -1,0 +1,352 @@
+"""What passes and steps cost: measured here, read from a file, a GPU's data sheet, or a plain assumption."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.errors import ConfigError, ModelError
+
+Floats = npt.NDArray[np.float64]
+
+_MOST_POINTS = 10_000
+_HOW = "run `python -m benchmarks.replay.measure_cost`, or `ssd-cache evaluate --measure MODEL --save-cost FILE`"
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Points of a curve, straight between them; beyond the last one it goes on as between the last two.
+
+    ``widths`` : float64[n], tokens of a pass, rising from 1. ``costs`` : float64[n], the first is 1.
+    """
+
+    name: str
+    widths: Floats
+    costs: Floats
+
+    def upto(self, width: int) -> Floats:
+        """float64[width + 1], cost of a pass of 0 (free), 1, ... ``width`` tokens."""
+        asked = np.arange(width + 1, dtype=np.float64)
+        slope = (self.costs[-1] - self.costs[-2]) / (self.widths[-1] - self.widths[-2])
+        beyond = np.maximum(0.0, asked - self.widths[-1])
+        costs: Floats = np.interp(asked, self.widths, self.costs) + slope * beyond
+        costs[0] = 0.0
+        return costs
+
+
+def flat(width: int) -> CostCurve:
+    """Free up to ``width`` tokens, then proportional to them: a device that waits for memory until it computes."""
+    return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
+
+
+def at_batch(curve: CostCurve, batch: int, most: int = 129) -> CostCurve:
+    """What a pass of ``batch`` rows costs by the tokens of each, all rows alike: in passes of one token a row."""
+    if batch == 1:
+        return curve
+    widths = np.arange(1.0, most + 1.0)
+    costs = curve.upto(most * batch)[batch::batch]
+    return CostCurve(f"{curve.name}, {batch} rows", widths, costs / costs[0])
+
+
+def read_curve(path: Path) -> CostCurve:
+    """The curve that a measurement wrote. Raises ConfigError where it is not usable."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"no cost curve in {path.name} ({error}); {_HOW}") from error
+    return curve_of(result, path.name)
+
+
+def curve_of(result: object, name: str) -> CostCurve:
+    """The curve in a measurement's JSON, which may be anything. ``name`` : of its file. Raises ConfigError."""
+    try:
+        widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
+        raise ConfigError(f"no cost curve in {name} ({error}); {_HOW}") from error
+    is_curve = widths.ndim == 1 and 2 <= len(widths) <= _MOST_POINTS and widths.shape == costs.shape
+    rising = is_curve and bool(widths[0] == 1 and (np.diff(widths) > 0).all() and np.isfinite(widths).all())
+    if not rising or costs[0] != 1 or not np.isfinite(costs).all() or (costs <= 0).any():
+        raise ConfigError(
+            f"{name} must hold two lists of one length, widths rising from 1 and positive costs starting with 1; {_HOW}"
+        )
+    return CostCurve("measured", widths, costs)
+
+
+def speed_up(num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], curve: CostCurve) -> float:
+    """Plain decoding's cost over that of verify steps, the time of proposals left out.
+
+    ``steps_by_drafted`` : int64[k + 1], how many steps drafted 0, 1, ... k tokens.
+    """
+    cost = float((steps_by_drafted * curve.upto(len(steps_by_drafted))[1:]).sum())
+    return num_output_tokens / cost if cost else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """All costs in plain steps: steps of an engine that decodes one token at a time, without any drafting.
+
+    ``curve`` : of the passes. ``source`` : where it comes from, one sentence. ``step_ms`` : milliseconds of a plain
+    step, where known. ``overhead`` : what a step that may draft takes more than its pass and what surrounds a plain
+    one: looking up, verifying, learning; None where it was not measured. ``recycling`` : tokens that the target's own
+    candidates, which a replay cannot know, add in the time of a plain step, >= 0. They add about as many beside a cache
+    that knows much as beside one that knows little.
+    """
+
+    curve: CostCurve
+    source: str
+    step_ms: float | None = None
+    overhead: float | None = None
+    recycling: float = 0.0
+
+    def speed_up(
+        self, num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], propose_s: float = 0.0
+    ) -> float:
+        """Plain decoding's time over that of these steps; 1 without steps. O(longest draft).
+
+        ``steps_by_drafted`` : int64[k + 1], how many steps drafted 0, 1, ... k tokens. ``propose_s`` : what their
+        proposals took together, charged where ``step_ms`` is known and the overhead, which holds them, is not.
+        """
+        passes = self.curve.upto(len(steps_by_drafted))[1:]
+        times = steps_by_drafted * (passes + (self.overhead or 0.0))
+        time = float(times.sum())
+        if self.overhead is None and self.step_ms:
+            time += propose_s * 1e3 / self.step_ms
+        return num_output_tokens / time + self.recycling if time else 1.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Its part of a report."""
+        return {
+            "name": self.curve.name,
+            "source": self.source,
+            "widths": [round(float(width), 3) for width in self.curve.widths],
+            "costs": [round(float(cost), 4) for cost in self.curve.costs],
+            "step_ms": None if self.step_ms is None else round(self.step_ms, 4),
+            "overhead": None if self.overhead is None else round(self.overhead, 4),
+            "recycling": round(self.recycling, 4),
+        }
+
+
+MEMORY_SHARE = 0.62
+"""Of the bandwidth that decoding reaches: vLLM decodes Llama 3.1 8B in bf16 at batch 1 on an H100 at 133 to 141 of the
+223 tokens/s that 3.35 TB/s allow."""
+COMPUTE_SHARE = 0.6
+"""Of the dense arithmetic that wide passes reach: an assumption, what large matrix products commonly come to."""
+
+BYTES_PER_PARAMETER = {"float32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+"""By what ``--dtype`` names. Weights of int8 and int4 are multiplied in 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """Figures of one data sheet, all dense: half of those that it gives "with sparsity".
+
+    ``gb_per_s`` : memory bandwidth, 10^9 bytes. ``tflops`` : of bf16 and fp16 tensor cores, float32 accumulation.
+    ``fp8_tflops`` : 0 where there are none.
+    """
+
+    gb_per_s: float
+    tflops: float
+    fp8_tflops: float
+    source: str
+
+
+GPUS = {
+    "A10": GPU(600, 125, 0, "NVIDIA A10 data sheet"),
+    "A100-40GB": GPU(1555, 312, 0, "NVIDIA A100 data sheet, 40 GB"),
+    "A100-80GB": GPU(2039, 312, 0, "NVIDIA A100 data sheet, 80 GB SXM"),
+    "H100": GPU(3350, 989.5, 1979, "NVIDIA H100 data sheet, SXM"),
+    "H100-PCIe": GPU(2000, 756, 1513, "NVIDIA H100 data sheet of 2022, PCIe"),
+    "H200": GPU(4800, 989.5, 1979, "NVIDIA H200 data sheet, SXM"),
+    "L4": GPU(300, 121, 242.5, "NVIDIA L4 data sheet"),
+    "L40S": GPU(864, 362.05, 733, "NVIDIA L40S data sheet"),
+    "RTX-3090": GPU(936, 71, 0, "NVIDIA Ampere GA102 whitepaper, GeForce RTX 3090"),
+    "RTX-4090": GPU(1008, 165.2, 330.3, "NVIDIA Ada whitepaper, GeForce RTX 4090"),
+    "MI300X": GPU(5300, 1307.4, 2614.9, "AMD Instinct MI300X data sheet"),
+}
+
+
+def gpu_named(name: str) -> tuple[str, GPU]:
+    """A preset and how it is spelled here, whatever the case. Raises ConfigError with those that there are."""
+    wanted = name.casefold().replace(" ", "-").replace("_", "-")
+    for spelled, gpu in GPUS.items():
+        if spelled.casefold() == wanted or spelled.casefold().removeprefix("rtx-") == wanted:
+            return spelled, gpu
+    raise ConfigError(f"--gpu {name} is not known: use one of {', '.join(GPUS)}, or --measure MODEL where it runs")
+
+
+def roofline(
+    name: str,
+    *,
+    num_params: float,
+    dtype: str = "bf16",
+    batch: int = 1,
+    context: int = 1024,
+    kv_bytes_per_token: float = 0.0,
+) -> StepCosts:
+    """Costs on a preset GPU.
+
+    From data sheets, not measured: a pass reads every weight and all keys and values once, and multiplies every weight
+    with every token; it takes as long as the slower of the two (Williams, Waterman, Patterson: Roofline, CACM 52(4),
+    2009).
+
+    ``num_params`` : of a dense model. ``batch`` : rows of a pass, each of which verifies as many tokens. ``context`` :
+    tokens of a row, each of which has ``kv_bytes_per_token`` of keys and values to be read. Raises ConfigError.
+    """
+    spelled, gpu = gpu_named(name)
+    if not 1e5 <= num_params <= 1e14:
+        raise ConfigError(f"--model-params must be within 1e5..1e14, got {num_params:g}: 8e9 is 8 billion")
+    if dtype not in BYTES_PER_PARAMETER:
+        raise ConfigError(f"--model-dtype {dtype} is not known: use one of {', '.join(BYTES_PER_PARAMETER)}")
+    if batch < 1 or context < 0 or not 0 <= kv_bytes_per_token <= 1e9:
+        raise ConfigError("--batch must be at least 1, --context at least 0, --kv-bytes within 0..1e9")
+    tflops = gpu.fp8_tflops if dtype == "fp8" and gpu.fp8_tflops else gpu.tflops
+    read_bytes = num_params * BYTES_PER_PARAMETER[dtype] + kv_bytes_per_token * context * batch
+    read_s = read_bytes / (gpu.gb_per_s * 1e9 * MEMORY_SHARE)
+    token_s = 2.0 * num_params * batch / (tflops * 1e12 * COMPUTE_SHARE)
+    step_s = max(read_s, token_s)
+    knee = step_s / token_s  # tokens of a row from which on a pass computes longer than it reads
+    widths, costs = ([1.0, knee, 2 * knee], [1.0, 1.0, 2.0]) if knee > 1.0 else ([1.0, 2.0], [1.0, 2.0])
+    source = (
+        f"a roofline, not a measurement: {gpu.source}, {gpu.gb_per_s:g} GB/s of which {MEMORY_SHARE:.0%} and "
+        f"{tflops:g} dense TFLOPS of which {COMPUTE_SHARE:.0%}; "
+        f"{num_params / 1e9:.3g} billion parameters in {dtype}, batch {batch}, "
+        + (f"{context} tokens of context" if kv_bytes_per_token else "keys and values left out")
+    )
+    return StepCosts(CostCurve(spelled, np.array(widths), np.array(costs)), source, step_ms=step_s * 1e3)
+
+
+FLAT_WIDTH = 32
+"""Tokens up to which a pass costs nothing more where nobody says what it costs."""
+_PROGRAM = "ssd.engine.measured_costs"
+_MOST_BYTES = 1 << 20
+
+Sample = Callable[[], Sequence[Sequence[int]]]
+"""Token ids of a few prompts of the log."""
+
+
+def add_cost_arguments(command: argparse.ArgumentParser) -> None:
+    """What passes cost: one of ``--measure``, ``--cost`` and ``--gpu``, and what the last needs."""
+    group = command.add_argument_group("costs", "what a pass of several tokens takes, in passes of one")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--measure", metavar="MODEL", help="measure it here, with this model: its directory or id")
+    one.add_argument("--cost", type=Path, metavar="FILE", help="read it from what --save-cost wrote")
+    one.add_argument("--gpu", metavar="NAME", help=f"estimate it from a data sheet: {', '.join(GPUS)}")
+    group.add_argument("--save-cost", type=Path, metavar="FILE", help="keep what --measure measured")
+    group.add_argument("--model-params", type=float, metavar="N", help="with --gpu: parameters of a dense model, 8e9")
+    group.add_argument(
+        "--model-dtype", default="bf16", choices=tuple(BYTES_PER_PARAMETER), help="with --gpu (default: %(default)s)"
+    )
+    group.add_argument(
+        "--context", type=int, default=1024, metavar="TOKENS",
+        help="with --gpu: tokens whose keys and values a row reads (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-bytes", type=float, default=0.0, metavar="N",
+        help="with --gpu: bytes of keys and values of a token, 131072 for Llama 3.1 8B (default: 0, left out)",
+    )  # fmt: skip
+
+
+def costs_of(options: argparse.Namespace, sample: Sample, batch: int = 1) -> StepCosts:
+    """The costs that ``add_cost_arguments`` was given; where none are named, passes free up to `FLAT_WIDTH` tokens.
+
+    ``batch`` : rows decoded together, for ``--gpu``. Raises ConfigError or ModelError with what to do.
+    """
+    if options.save_cost is not None and options.measure is None:
+        raise ConfigError("--save-cost keeps what --measure MODEL measures: name the model")
+    if options.measure is not None:
+        measured = measure(options.measure, sample())
+        if options.save_cost is not None:
+            options.save_cost.write_text(json.dumps(measured) + "\n")
+        return step_costs(measured, "--measure")
+    if options.cost is not None:
+        return read_step_costs(options.cost)
+    if options.gpu is not None:
+        if options.model_params is None:
+            raise ConfigError("--gpu needs the size of the model: add --model-params 8e9")
+        return roofline(
+            options.gpu,
+            num_params=options.model_params,
+            dtype=options.model_dtype,
+            batch=batch,
+            context=options.context,
+            kv_bytes_per_token=options.kv_bytes,
+        )
+    return StepCosts(
+        flat(FLAT_WIDTH),
+        f"an assumption: passes cost the same up to {FLAT_WIDTH} tokens and in proportion beyond, as on a device that "
+        "waits for its memory; --measure, --cost or --gpu say what they cost where you serve",
+    )
+
+
+def measure(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What steps cost with ``model`` on this machine, its candidates tried on ``prompts``, see the program's own words.
+
+    It runs in a process of its own, which loads torch; what it is doing is said on standard error. Raises ModelError.
+    """
+    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+    arguments = [sys.executable, "-m", _PROGRAM, model]
+    given = json.dumps([list(map(int, prompt)) for prompt in prompts]) if prompts else ""
+    if given:
+        arguments += ["--prompts", "-"]
+    try:
+        done = subprocess.run(
+            arguments, input=given, stdout=subprocess.PIPE, text=True, env={**os.environ, **quiet}, check=False
+        )
+    except OSError as error:
+        raise ModelError(f"the measurement did not start: {error}") from error
+    lines = done.stdout.strip().splitlines()
+    try:
+        result = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        result = {}
+    if done.returncode or not isinstance(result, dict) or "widths" not in result:
+        said = result.get("error") if isinstance(result, dict) else None
+        raise ModelError(f"cannot measure {model}: {said or f'its program ended with status {done.returncode}'}")
+    return result
+
+
+def read_step_costs(path: Path) -> StepCosts:
+    """What ``--save-cost`` or the benchmark of passes wrote. Raises ConfigError where it is not usable."""
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ConfigError(f"{path.name} is no cost curve: it has more than {_MOST_BYTES} bytes")
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"no cost curve in {path.name} ({error}); --measure MODEL --save-cost FILE makes one"
+        ) from error
+    return step_costs(found, path.name)
+
+
+def step_costs(result: object, name: str) -> StepCosts:
+    """Costs of a result's JSON, which may be anything. ``name`` : of where it is from. Raises ConfigError."""
+    curve = curve_of(result, name)
+    assert isinstance(result, dict)  # else there was no curve in it
+    numbers = {
+        key: _number(result.get(key), name, key) for key in ("step_ms", "overhead", "recycling") if key in result
+    }
+    facts = ", ".join(str(result[key])[:80] for key in ("model", "device", "dtype") if key in result)
+    threads = f", {result['threads']} threads" if isinstance(result.get("threads"), int) else ""
+    return StepCosts(
+        curve,
+        f"measured: {facts}{threads}, batch 1",
+        step_ms=numbers.get("step_ms"),
+        overhead=numbers.get("overhead"),
+        recycling=numbers.get("recycling", 0.0),
+    )
+
+
+def _number(value: object, name: str, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise ConfigError(f"{key} of {name} must be a number of at least 0, got {str(value)[:40]}")
+    return float(value)

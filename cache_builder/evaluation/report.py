@@ -1,0 +1,305 @@
+"""An evaluation for people: lines for a terminal, and one HTML file that needs nothing else: no script, font or host.
+
+Whatever comes from logs, names of classes and of files above all, may have been written by anybody: every text is
+escaped, and the page's own policy forbids it to load or run anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Final
+
+Evaluation = Mapping[str, Any]
+
+_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_STYLE: Final = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 1.5rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-bottom: 0; }
+p, li, footer { max-width: 45rem; } footer, .about { opacity: 0.75; }
+.scroll { overflow-x: auto; } img { background: white; max-width: 100%; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.5rem 0; }
+th, td { border-bottom: 1px solid #8886; padding: 0.2rem 0.8rem; text-align: right; }
+th:first-child, td:first-child { overflow-wrap: anywhere; padding-left: 0; text-align: left; }
+"""
+_MOST_ROWS: Final = 60
+_CACHES: Final = {
+    "none": "the request's own text alone",
+    "frozen": "warm directories too",
+    "growing": "all that was said before too",
+}
+_SOURCES: Final = {
+    "own": "the request's own text",
+    "tail": "the newest requests",
+    "segment": "requests before",
+    "warm": "warm directories",
+    "guess": "guesses behind a wrong token",
+}
+
+
+def summary(evaluation: Evaluation) -> str:
+    """All that it says but the cost curve, in lines of at most 110 characters or so."""
+    lines = [_headline(evaluation), _drafts(evaluation), f"costs: {evaluation['cost']['source']}"]
+    without = evaluation["without_prompt"]
+    if without["requests"]:
+        lines.append(f"{without['requests']:,} outputs without a prompt were learned from, and not counted")
+    lines += _table("by class", evaluation["classes"], "name", ("requests", "output_tokens"))
+    definitions = evaluation["class_definitions"]
+    lines += [f"  {row['name']}: {definitions[row['name']]}" for row in evaluation["classes"] if definitions]
+    lines += _table("in the order they came", evaluation["growth"], "requests", (), "up to request {:,}")
+    lines += _table("by what is searched", _named_caches(evaluation["by_cache"]), "cache", ())
+    lines += _table("by draft limit", evaluation["by_draft_limit"], "limit", (), "{:,} tokens")
+    lines += _table("by capacity", evaluation["by_capacity"], "capacity_tokens", (), "{:,} tokens")
+    lines += _table("by replicas", _named_sharing(evaluation["sharing"]), "name", ())
+    lines += ["", "what it needs", *_needs(evaluation["needs"]), "", "what this cannot know"]
+    return "\n".join([*lines, *(f"  - {sentence}" for sentence in evaluation["unknown"])])
+
+
+def _headline(evaluation: Evaluation) -> str:
+    return (
+        f"expected speed-up {evaluation['speedup']:.2f}, {evaluation['tokens_per_step']:.2f} tokens a step, on "
+        f"{evaluation['requests']:,} requests of {evaluation['prompt_tokens']:,} prompt and "
+        f"{evaluation['output_tokens']:,} output tokens"
+    )
+
+
+def _drafts(evaluation: Evaluation) -> str:
+    parameters = evaluation["parameters"]
+    return (
+        f"{evaluation['drafted_per_step']:.1f} tokens drafted a step, {evaluation['acceptance_rate']:.0%} of them "
+        f"accepted; {parameters['shape']}s of at most {parameters['draft_limit']}, cache {parameters['cache']}"
+        + (f", warm: {', '.join(parameters['warm'])}" if parameters["warm"] else "")
+        + (f", {parameters['batch']} rows a pass" if parameters["batch"] > 1 else "")
+    )
+
+
+def _table(title: str, rows: Iterable[Evaluation], name: str, more: Iterable[str], shown: str = "{}") -> list[str]:
+    """The rows' names, then ``more``, tokens a step and speed-up; nothing where there are no rows."""
+    found, columns = list(rows), list(more)
+    if not found:
+        return []
+    head = "".join(f"{column.replace('_', ' '):>16}" for column in [*columns, "tokens a step", "speed-up"])
+    lines = ["", f"{title:<32}{head}"]
+    for row in found:
+        cells = [*(f"{row[column]:,}" for column in columns), f"{row['tokens_per_step']:.2f}", f"{row['speedup']:.2f}"]
+        lines.append(f"  {shown.format(row[name]):<30.30}" + "".join(f"{cell:>16}" for cell in cells))
+    return lines
+
+
+def _named_caches(rows: Iterable[Evaluation]) -> list[Evaluation]:
+    return [{**row, "cache": _CACHES[row["cache"]]} for row in rows]
+
+
+def _named_sharing(rows: Iterable[Evaluation]) -> list[Evaluation]:
+    return [
+        {**row, "name": f"{row['replicas']} replicas, {'one cache' if row['is_shared'] else 'each its own'}"}
+        for row in rows
+    ]
+
+
+def _needs(needs: Evaluation) -> list[str]:
+    proposal = needs["propose_us"]
+    return [
+        f"  memory {_bytes(needs['memory_bytes'])} for {needs['cached_tokens']:,} tokens, files "
+        f"{_bytes(needs['disk_bytes'])}",
+        f"  sharing {_bytes(needs['redis_bytes'])} through Redis, {needs['redis_bytes_per_request']:,.0f} a request",
+        *([f"  {proposal:.0f} us of a processor for a proposal, here"] if proposal is not None else []),
+    ]
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+
+
+def page(evaluation: Evaluation) -> str:
+    """The page. ``evaluation`` : what ``evaluate`` returns. Its curves are drawn where matplotlib is installed."""
+    parts = [_section(table, rows) for table in _TABLES if (rows := table.rows(evaluation))]
+    title = f"Expected speed-up {evaluation['speedup']:.2f} on your logs"
+    needs = "".join(f"<li>{escape(line.strip())}</li>" for line in _needs(evaluation["needs"]))
+    unknown = "".join(f"<li>{escape(sentence)}</li>" for sentence in evaluation["unknown"])
+    parameters = ", ".join(f"{name} {value}" for name, value in evaluation["parameters"].items())
+    inputs, version = ", ".join(evaluation["inputs"]), evaluation["version"]
+    about = f"ssd-cache evaluate {version}, {evaluation['date']}, tokenizer {evaluation['tokenizer']}, of {inputs}"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1><p>{escape(_headline(evaluation))}.</p><p>{escape(_drafts(evaluation))}.</p>"
+        f"{''.join(parts)}"
+        f"<h2>What it needs</h2><ul>{needs}</ul><h2>What a replay cannot know</h2><ul>{unknown}</ul>"
+        f"<footer><p>{escape(about)}</p><p>{escape(parameters)}</p></footer></body></html>\n"
+    )
+
+
+def _whose(is_shared: bool | None) -> str:
+    return "one for all" if is_shared else "each its own"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _two(value: float) -> str:
+    return f"{value:.2f}"
+
+
+_Columns = tuple[tuple[str, str, Callable[[Any], str]], ...]
+_STEPS: Final[_Columns] = (("tokens a step", "tokens_per_step", _two), ("speed-up", "speedup", _two))
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """``rows`` : of an evaluation. ``columns`` : their names, keys and how a value is written.
+
+    ``is_curve`` : whether the last column is drawn over the first.
+    """
+
+    title: str
+    about: str
+    rows: Callable[[Evaluation], Sequence[Evaluation]]
+    columns: _Columns
+    is_curve: bool = False
+
+
+def _shares(evaluation: Evaluation) -> list[Evaluation]:
+    rows = evaluation["acceptance_by_position"]
+    return [{**row, "share": row["accepted"] / row["drafted"]} for row in rows if row["drafted"]]
+
+
+def _passes(evaluation: Evaluation) -> list[Evaluation]:
+    cost = evaluation["cost"]
+    return [{"width": width, "cost": value} for width, value in zip(cost["widths"], cost["costs"], strict=True)]
+
+
+def _defined(evaluation: Evaluation) -> list[Evaluation]:
+    rows = sorted(evaluation["classes"], key=lambda row: -int(row["output_tokens"]))
+    return [{**row, "about": evaluation["class_definitions"].get(row["name"], "")} for row in rows]
+
+
+_TABLES: Final = (
+    _Table(
+        "By class of traffic",
+        "Speed-up of each class, the largest first.",
+        _defined,
+        (
+            ("class", "name", str),
+            ("", "about", str),
+            ("requests", "requests", _count),
+            ("output tokens", "output_tokens", _count),
+            *_STEPS,
+        ),
+    ),
+    _Table(
+        "It grows with use",
+        "Speed-up of each part of the log, in its order: what was answered before is drafted from afterwards.",
+        lambda evaluation: evaluation["growth"],
+        (("after requests", "requests", _count), *_STEPS),
+        is_curve=True,
+    ),
+    _Table(
+        "How far drafts hold",
+        "Of the tokens drafted at each place of a draft, the share that the model agreed with. Where drafts branch, of "
+        "several candidates for a place one at most can be right.",
+        _shares,
+        (
+            ("place", "position", _count),
+            ("drafted", "drafted", _count),
+            ("accepted", "accepted", _count),
+            ("share", "share", _two),
+        ),
+        is_curve=True,
+    ),
+    _Table(
+        "What the cache adds",
+        "A request's own prompt and output are drafted from in any case; the rest is what others said before it.",
+        lambda evaluation: evaluation["by_cache"],
+        (("searched", "cache", lambda use: _CACHES[use]), *_STEPS),
+    ),
+    _Table(
+        "Where drafts come from",
+        "By the source of a draft's first token.",
+        lambda evaluation: evaluation["by_source"],
+        (
+            ("source", "source", lambda name: str(_SOURCES.get(name, name))),
+            ("drafted", "drafted", _count),
+            ("accepted", "accepted", _count),
+        ),
+    ),
+    _Table(
+        "How large the cache should be",
+        "Speed-up by the tokens that it may hold; the oldest text goes first.",
+        lambda evaluation: evaluation["by_capacity"],
+        (("tokens", "capacity_tokens", _count), ("memory", "bytes", lambda count: _bytes(count)), *_STEPS),
+        is_curve=True,
+    ),
+    _Table(
+        "How long drafts may be",
+        "Speed-up by the most tokens of a draft; below the limit drafts are as long as pays.",
+        lambda evaluation: evaluation["by_draft_limit"],
+        (("limit", "limit", _count), ("drafted a step", "drafted_per_step", _two), *_STEPS),
+        is_curve=True,
+    ),
+    _Table(
+        "What sharing brings",
+        "The same requests dealt to several replicas at random. Apart, each has seen only what came to it.",
+        lambda evaluation: evaluation["sharing"],
+        (
+            ("replicas", "replicas", _count),
+            ("caches", "is_shared", lambda one: "one" if one else "each its own"),
+            *_STEPS,
+        ),
+        is_curve=True,
+    ),
+    _Table(
+        "What a pass costs",
+        "In passes of one token.",
+        _passes,
+        (("tokens of the pass", "width", _count), ("cost", "cost", _two)),
+        is_curve=True,
+    ),
+)
+
+
+def _section(table: _Table, rows: Sequence[Evaluation]) -> str:
+    head = "".join(f"<th>{name}</th>" for name, _, _ in table.columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(write(row[key]))}</td>" for _, key, write in table.columns) + "</tr>"
+        for row in rows[:_MOST_ROWS]
+    )
+    more = f"<p>and {len(rows) - _MOST_ROWS} more, which the JSON holds</p>" if len(rows) > _MOST_ROWS else ""
+    return (
+        f'<section><h2>{table.title}</h2><p class="about">{table.about}</p>{_figure(table, rows)}'
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}</section>'
+    )
+
+
+def _figure(table: _Table, rows: Sequence[Evaluation]) -> str:
+    """The curves as a picture inside the page; nothing where there are none, or nobody to draw them."""
+    if not table.is_curve or len(rows) < 2:
+        return ""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return ""
+    (x_name, x, _), (y_name, y, _) = table.columns[0], table.columns[-1]
+    figure = Figure(figsize=(7, 2.8), layout="constrained")
+    axes = figure.subplots()
+    names = dict.fromkeys(_whose(row.get("is_shared")) for row in rows)
+    for name in names:
+        points = sorted((row[x], row[y]) for row in rows if _whose(row.get("is_shared")) == name)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xlabel=x_name, ylabel=y_name, ylim=(0, None))
+    if min(row[x] for row in rows) > 0 and max(row[x] for row in rows) > 30 * min(row[x] for row in rows):
+        axes.set_xscale("log")
+    if len(names) > 1:
+        axes.legend()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
+    return (
+        f'<img alt="{escape(table.title)}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+    )

@@ -1,0 +1,121 @@
+"""The caches that a command was given, opened: all with one tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import xxhash
+
+from ssd.errors import SegmentCorrupt, StoreUnavailable, TokenizerMismatch
+from ssd.retrieval.directory import LEARNED_NAME, whose_segments
+from ssd.retrieval.files import MANIFEST_NAME, open_file, read_manifest
+from ssd.retrieval.packed import Tokens
+from ssd.retrieval.segment import Segment
+from ssd.retrieval.static import load_static_directory
+
+_MOST_LEARNED_BYTES: Final = 1 << 26
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A directory and its segments, mapped: static ones first, then a server's from the oldest to the newest."""
+
+    path: Path
+    fingerprint: str
+    namespace: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Separators included."""
+        return sum(map(len, self.segments))
+
+
+def open_held(paths: Sequence[Path]) -> list[Held]:
+    """Each of ``paths``, all of it checked. Nothing is changed; a server may go on writing it.
+
+    Raises TokenizerMismatch where they have several tokenizers, and CacheError. O(their tokens).
+    """
+    found: list[Held] = []
+    for path in paths:
+        fingerprint = fingerprint_of(path)
+        if found and fingerprint != found[0].fingerprint:
+            raise TokenizerMismatch(
+                f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
+                "token ids mean other text. Give caches of one tokenizer, or build one of them again"
+            )
+        segments = tuple(load_static_directory(path, fingerprint=fingerprint))
+        manifest = read_manifest(path, fingerprint=fingerprint)
+        namespace = "" if manifest is None else manifest.namespace
+        found.append(Held(path=path, fingerprint=fingerprint, namespace=namespace, segments=segments))
+    return found
+
+
+def digest_of(sequence: Tokens) -> int:
+    """A number of a sequence that another one has not: 128 bits, of which no two are expected to be alike."""
+    return xxhash.xxh3_128_intdigest(sequence.tobytes())
+
+
+def read_learned(path: Path) -> bytes | None:
+    """What drafting learned, kept beside the segments in ``path``; None where nothing is. Raises StoreUnavailable."""
+    try:
+        with open_file(path / LEARNED_NAME) as file:
+            learned = file.read(_MOST_LEARNED_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreUnavailable(
+            f"{path / LEARNED_NAME} cannot be read: {error}. Remove it, or check its permissions"
+        ) from None
+    return learned[:_MOST_LEARNED_BYTES]
+
+
+def fingerprint_of(path: Path) -> str:
+    """The tokenizer a directory was made with, as its manifest says. Raises SegmentCorrupt, StoreUnavailable."""
+    try:
+        with open_file(path / MANIFEST_NAME) as file:
+            outer = json.load(file)
+        fingerprint = outer["manifest"]["fingerprint"]
+        if not isinstance(fingerprint, str):
+            raise TypeError("its fingerprint is not text")
+    except NotADirectoryError:
+        raise StoreUnavailable(f"{path} is no directory: give one that `ssd-cache build` made") from None
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
+        if path.is_dir() and whose_segments(path) is not None:
+            raise StoreUnavailable(
+                f"{path} has segment files, but no {MANIFEST_NAME}: `ssd-cache inspect` says what they hold and how "
+                "it is made anew"
+            ) from None
+        inside = sorted(child.parent.name for child in path.glob(f"*/{MANIFEST_NAME}")) if path.is_dir() else []
+        hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
+        raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SegmentCorrupt(f"{path / MANIFEST_NAME} is damaged ({error}). Restore it, or build again") from None
+    return fingerprint
+
+
+Decode: TypeAlias = Callable[[Sequence[int]], str] | None
+"""From ids to text; None where there is no tokenizer, and ids are shown."""
+
+
+def shown(ids: Sequence[int], decode: Decode) -> str:
+    """The text in quotes, on one line; or the ids."""
+    if decode is None:
+        return f"[{' '.join(map(str, ids))}]"
+    return plain(json.dumps(decode(ids), ensure_ascii=False))
+
+
+def plain(text: str) -> str:
+    """``text`` with what a terminal would obey, or cannot show, as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def percent(chance: float) -> str:
+    """Two or three digits."""
+    return f"{100 * chance:.0f} %" if chance >= 0.1 else f"{100 * chance:.1f} %"

@@ -1,1 +1,0 @@
-"""A smaller cache of what a replay of logs shows to be of use."""

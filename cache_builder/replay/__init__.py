@@ -1,1 +1,0 @@
-"""Decoding recorded text with drafts, without a model: what steps accept, and what that is worth."""
