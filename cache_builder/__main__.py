@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         hide_torch()
         signal.signal(signal.SIGTERM, _terminated)
+        sys.unraisablehook = _lost
     options = _parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -81,6 +82,15 @@ class _Terminated(BaseException):
 def _terminated(_number: int, _frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, and the way out is short
     raise _Terminated
+
+
+def _lost(unraisable: sys.UnraisableHookArgs) -> None:
+    """Raise it again a moment later where it came up in a finaliser, such as those that every import runs, and was lost."""
+    if isinstance(unraisable.exc_value, _Terminated):
+        signal.signal(signal.SIGALRM, _terminated)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

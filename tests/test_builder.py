@@ -453,6 +453,29 @@ def test_a_build_that_is_ended_leaves_nothing(number: signal.Signals, model: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
+def test_a_signal_that_arrives_in_a_finaliser_ends_it_too() -> None:
+    script = """
+import os, signal, sys, time
+import cache_builder.__main__ as program
+from cache_builder.commands import purge
+
+class Closed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def run(options):
+    Closed()
+    time.sleep(60)
+
+purge.run = run
+sys.argv = ["ssd-cache", "purge", "--namespace", "a"]
+sys.exit(program.main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
+    assert ended.stderr == "ssd-cache: terminated, nothing was changed\n"
+    assert ended.returncode == 128 + signal.SIGTERM
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
