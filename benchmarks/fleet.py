@@ -37,7 +37,6 @@ from benchmarks.fleet_views import (
     places_of,
     requests_of,
 )
-from benchmarks.peers.walk import Counts, Proposal, Steps, walk
 from benchmarks.run import Option, Run
 from benchmarks.traces import (
     TraceTokenizer,
@@ -48,6 +47,7 @@ from benchmarks.traces import (
     read_sessions,
     trace_name,
 )
+from benchmarks.walk import Counts, Proposal, Steps, walk
 from benchmarks.workloads import snippets
 from cache_builder.evaluation.costs import read_curve, speed_up
 from cache_builder.evaluation.log import Row

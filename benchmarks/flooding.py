@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.orders import limited, stream
-from benchmarks.replay.drafters import OurDrafters, Setting, Turn, replay_stream
+from benchmarks.drafters import OurDrafters, Setting, replay_stream
+from benchmarks.orders import Turn, limited, stream
 from benchmarks.run import Option, Run
 from benchmarks.traces import (
     TraceTokenizer,

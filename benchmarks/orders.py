@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from benchmarks.replay.drafters import Turn
 from cache_builder.evaluation.log import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a stream.
+
+    ``is_scored`` : False: it is learned as a completed request, and no draft is asked for.
+    """
+
+    row: Row
+    is_scored: bool = True
 
 
 def shuffled(sessions: Iterable[list[Row]], seed: int) -> list[list[Row]]:

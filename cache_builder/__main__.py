@@ -85,7 +85,7 @@ def _terminated(_number: int, _frame: object) -> None:
 
 
 def _lost(unraisable: sys.UnraisableHookArgs) -> None:
-    """Raise it again a moment later where it came up in a finaliser, such as those that every import runs, and was lost."""
+    """Raise it again a moment later where it came up in a finaliser, as imports run them, and was lost."""
     if isinstance(unraisable.exc_value, _Terminated):
         signal.signal(signal.SIGALRM, _terminated)
         signal.setitimer(signal.ITIMER_REAL, 0.01)

@@ -19,7 +19,7 @@ from benchmarks.peers.client import environment
 from benchmarks.peers.frames import FrameError, read_frame, write_frame
 from benchmarks.peers.local import Setting, Speculation, chain
 from benchmarks.peers.process import Server, serve
-from benchmarks.peers.walk import Steps
+from benchmarks.walk import Steps
 
 needs_peers = pytest.mark.skipif(
     not (environment() / ".ready").exists(), reason="the peers are not installed: run `make bench-peers`"

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.drafters import OurDrafters, replay_stream
 from benchmarks.orders import stream
 from benchmarks.peers.frequency import FrequencyDrafter
-from benchmarks.peers.walk import Counts, Steps
 from benchmarks.replay import digest, main, replay
 from benchmarks.replay.contenders import PeerDrafter
-from benchmarks.replay.drafters import OurDrafters, replay_stream
 from benchmarks.replay.settings import FREQUENCY, PeerSetting, settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.traces import TraceTokenizer, all_traces, read_records, read_rows
+from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.peers.walk import Counts, Steps
+from benchmarks.drafters import CurvePrice, FixedPrice
 from benchmarks.replay import measure_cost
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.comparison import compare, compare_results, envelope, geometric_means
-from benchmarks.replay.drafters import CurvePrice, FixedPrice
 from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, settings_of
+from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.costs import CostCurve, flat, read_curve, speed_up
 from ssd.drafting.protocol import Draft
 from ssd.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.peers.walk import Proposal, Steps, verify, walk
+from benchmarks.walk import Proposal, Steps, verify, walk
 from tests.reference import walk as reference
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8)

@@ -27,7 +27,7 @@ from benchmarks.peers.answers import Draft, Insertion, PeerError, PeerUnavailabl
 from benchmarks.peers.frames import FrameError, TokenIds, read_frame, write_frame
 from benchmarks.peers.local import Setting
 from benchmarks.peers.names import PEER_NAMES
-from benchmarks.peers.walk import Steps
+from benchmarks.walk import Steps
 
 _ROOT = Path(__file__).parents[2]
 _CHUNK_TOKENS = 1 << 20

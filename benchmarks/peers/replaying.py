@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.peers.frames import TokenIds
 from benchmarks.peers.local import LocalPeer, Setting
-from benchmarks.peers.walk import Proposal, Steps, walk
+from benchmarks.walk import Proposal, Steps, walk
 
 
 def replay(

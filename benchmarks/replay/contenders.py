@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from benchmarks.drafters import Replayer, Setting
 from benchmarks.peers import Peer
-from benchmarks.peers.walk import Steps
-from benchmarks.replay.drafters import Replayer, Setting
 from benchmarks.replay.settings import PEERS, PeerSetting
+from benchmarks.walk import Steps
 from cache_builder.evaluation.log import Row
 
 

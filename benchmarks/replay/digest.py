@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.orders import limited, stream
-from benchmarks.replay.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.traces import (
     TraceTokenizer,
     all_traces,

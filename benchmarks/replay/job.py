@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.orders import adversarial, limited, shuffled, stream
+from benchmarks.drafters import OurDrafters, Setting, replay_stream
+from benchmarks.orders import Turn, adversarial, limited, shuffled, stream
 from benchmarks.peers.frequency import FrequencyDrafter
-from benchmarks.peers.walk import Counts
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.contenders import Contender, PeerDrafter
-from benchmarks.replay.drafters import OurDrafters, Setting, Turn, replay_stream
 from benchmarks.replay.settings import FREQUENCY, PEERS, PeerSetting, settings_of
 from benchmarks.traces import TraceTokenizer, read_records, read_sessions, trace_name
+from benchmarks.walk import Counts
 from cache_builder.evaluation.costs import CostCurve, speed_up
 from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.orders import limited, stream
-from benchmarks.peers.walk import Counts
-from benchmarks.replay.drafters import OurDrafters, Setting, replay_stream
+from benchmarks.walk import Counts
 from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import Drafter

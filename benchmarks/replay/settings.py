@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.replay.drafters import Setting
+from benchmarks.drafters import Setting
 from cache_builder.evaluation.costs import CostCurve
 from ssd.drafting import DRAFTER_NAMES
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.replay.drafters import CurvePrice
+from benchmarks.drafters import CurvePrice
 from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.log import Row
 from ssd.drafting.drafter import SuffixDrafter

@@ -10,7 +10,8 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from benchmarks.peers.walk import UNSCORED_SHARE, Counts, Proposal, Steps, walk
+from benchmarks.orders import Turn
+from benchmarks.walk import UNSCORED_SHARE, Counts, Proposal, Steps, walk
 from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.decoding import rising
 from cache_builder.evaluation.log import Row, TokenIds
@@ -196,17 +197,6 @@ class _OurAsker:
         assert self._draft is not None
         self._drafter.observe(self._request_id, self._draft, num_accepted)
         self._pricing.learn(len(self._draft.token_ids), min(num_accepted + 1, self._num_left))
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One request of a stream.
-
-    ``is_scored`` : False: it is learned as a completed request, and no draft is asked for.
-    """
-
-    row: Row
-    is_scored: bool = True
 
 
 class Replayer(Protocol):
