@@ -54,26 +54,29 @@ def fit_nonnegative(moments: Floats) -> tuple[float, float, float]:
     return best
 
 
-@inlined
+@kernel
 def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> float:
     """Least squares in the features of the bits of ``chosen``: what it explains of the sum of squares; -1 for none."""
-    rows[:] = moments
-    for i in range(NUM_FEATURES):  # Gauss-Jordan; the matrix is positive definite, so the diagonal holds the pivots
+    num = len(solution)  # not the constant, for which LLVM unrolls every loop, and takes half a minute
+    for i in range(num):
+        for j in range(num + 1):
+            rows[i, j] = moments[i, j]
+    for i in range(num):  # Gauss-Jordan; the matrix is positive definite, so the diagonal holds the pivots
         if not chosen >> i & 1:
             continue
         if rows[i, i] <= _SINGULAR * moments[i, i]:
             return -1.0
-        for other in range(NUM_FEATURES):
+        for other in range(num):
             if other != i and chosen >> other & 1:
                 factor = rows[other, i] / rows[i, i]
-                for j in range(NUM_FEATURES + 1):
+                for j in range(num + 1):
                     rows[other, j] -= factor * rows[i, j]
     explained = 0.0
-    for i in range(NUM_FEATURES):
-        solution[i] = rows[i, NUM_FEATURES] / rows[i, i] if chosen >> i & 1 else 0.0
+    for i in range(num):
+        solution[i] = rows[i, num] / rows[i, i] if chosen >> i & 1 else 0.0
         if solution[i] < 0.0:
             return -1.0
-        explained += solution[i] * moments[i, NUM_FEATURES]
+        explained += solution[i] * moments[i, num]
     return explained
 
 
@@ -118,7 +121,10 @@ def _features(num_positions: int, is_wide: bool) -> tuple[float, float, float]:
 @inlined
 def _fit(costs: PassCosts) -> None:
     """Least squares over recent passes and, with little weight, those of the warm-up."""
-    moments = costs.recent + _LASTING_SHARE * costs.lasting
+    moments = np.empty((NUM_FEATURES, NUM_FEATURES + 1))
+    for i in range(NUM_FEATURES):
+        for j in range(NUM_FEATURES + 1):
+            moments[i, j] = costs.recent[i, j] + _LASTING_SHARE * costs.lasting[i, j]
     passes, positions, wide, seconds = moments[0, 0], moments[0, 1], moments[0, 2], moments[0, 3]
     if passes * moments[1, 1] - positions * positions >= _MIN_VARIANCE * passes * passes:
         costs.fixed, costs.per_position, costs.wide = fit_nonnegative(moments)
