@@ -6,6 +6,7 @@ PORT ?= 8000
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+SERVES := $(VENV)/.serves
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 PEERS_READY := $(PEERS)/.ready
@@ -30,13 +31,17 @@ TREES := --drafter sglang --tree
 .PHONY: serve quick test kernels fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 
 # Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
-$(READY): pyproject.toml constraints.txt
+$(SERVES): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[server,structured]'
+	touch $@
+
+$(READY): $(SERVES)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-serve: $(READY)
+serve: $(SERVES)
 	exec $(BIN)/ssd-serve --port $(PORT) $(ARGS)
 
 # One thread for each of JOBS processes.

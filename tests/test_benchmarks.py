@@ -75,7 +75,7 @@ PROGRAMS: tuple[tuple[str, Sequence[str], Callable[[Found], object]], ...] = (
         few_passes_when_asked_again,
     ),
     ("coupled", ("--windows", "2", "4", "--requests", "3", *_SMALL), same_outputs),
-    ("flooding", (*_FLOODED, "--small-traffic-tokens", "1200"), kept_through_a_flood),
+    ("flooding", ("--traces", "python", *_FLOODED, "--small-traffic-tokens", "1200"), kept_through_a_flood),
     (
         "fleet",
         (*_FLEET, "--share", "0.1", "--scored", "1", "--concurrency", "1", "--lags", "0.5"),

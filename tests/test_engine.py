@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.exactness import OracleDrafter, RandomDrafter
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
@@ -22,6 +23,7 @@ from ssd.model.loading.load_target import open_target
 from ssd.retrieval.cache import CacheSet
 from tests.models import VOCAB, tiny_model
 from tests.reference.target import greedy_decode
+from tests.sharing_replica import eventually
 
 MODEL = tiny_model()
 PLAIN_MODEL = tiny_model()  # the same weights, never driven by an engine
@@ -58,6 +60,36 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:
 
 def prompt(seed: int, length: int = 9) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(3, VOCAB, length).tolist())
+
+
+def test_requests_are_answered_while_the_kernels_that_draft_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, warm_up = threading.Event(), SuffixDrafter.warm_up
+    asked: list[str] = []
+
+    def wait_and_warm_up(drafter: SuffixDrafter) -> None:
+        assert compiled.wait(60)
+        warm_up(drafter)
+
+    def ask(drafter: SuffixDrafter, requests: Sequence[DraftRequest]) -> list[Draft]:
+        asked.extend(request.request_id for request in requests)
+        return propose(drafter, requests)
+
+    propose = SuffixDrafter.propose
+    monkeypatch.setattr(SuffixDrafter, "warm_up", wait_and_warm_up)
+    monkeypatch.setattr(SuffixDrafter, "propose", ask)
+    engine = make_engine()
+    engine.warm_up(patience_s=0.0)
+    said = {}
+    for name in ("before", "after"):
+        assert engine.is_drafting == (name == "after")
+        engine.submit(Request(request_id=name, prompt_token_ids=prompt(1), sampling=GREEDY))
+        said[name] = tokens_of(finish_all(engine)[name])
+        assert (name in asked) == (name == "after")
+        compiled.set()
+        eventually(lambda: engine.is_drafting)
+        engine.calibrate()
+    assert said["before"] == said["after"]
+    assert engine.metrics.drafter_failures == 0
 
 
 def test_greedy_output_is_plain_decoding() -> None:

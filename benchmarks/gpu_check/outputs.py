@@ -65,7 +65,7 @@ def _exactness(
     keep: Keep,
     *,
     types: Sequence[str] = _TYPES,
-    drafters: Sequence[str] = ("ssd", "frequency", "random", "oracle"),
+    drafters: Sequence[str] = ("ssd", "random", "oracle"),
 ) -> Found:
     sizes, codec = scene.sizes, TextCodec.load(name)
     eos = codec.eos_token_ids

@@ -28,7 +28,8 @@ def add_state(app: FastAPI, service: Service) -> None:
         if worker.state is WorkerState.READY and engine is not None:
             exactness = engine.target.exactness
             why = {} if exactness.holds else {"reason": str(exactness)}
-            return JSONResponse({"status": "ok", "exact": exactness.holds, **why})
+            drafts = {} if engine.is_drafting else {"drafts": "their kernels are being compiled, once on each machine"}
+            return JSONResponse({"status": "ok", "exact": exactness.holds, **why, **drafts})
         headers = {} if worker.state is WorkerState.FAILED else {"retry-after": str(RETRY_AFTER_S)}
         return JSONResponse({"status": worker.state.value}, 503, headers)
 

@@ -26,6 +26,7 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
     counts = engine.metrics
     found |= {
         "max_model_len": engine.max_model_len,
+        "is_drafting": engine.is_drafting,
         "running": counts.num_running,
         "waiting": counts.num_waiting,
         "tokens": counts.generation_tokens,

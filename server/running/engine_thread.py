@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # the engine brings torch, which is loaded by the thread, aft
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.25
+_COMPILING_S = 5.0
+"""How long a start waits for the kernels that draft, before it answers without them."""
 """How long an idle engine thread sleeps before it looks whether it shall stop."""
 _DRAIN_LOOK_S = 0.02
 _SHUTTING_DOWN = "the server is shutting down"
@@ -213,7 +215,7 @@ class Worker:
             try:
                 engine = self._load(resources)
                 resources.callback(engine.close)
-                engine.warm_up()
+                engine.warm_up(_COMPILING_S)
             except BaseException as error:
                 self.load_error = error
                 self.state = WorkerState.FAILED
@@ -233,6 +235,8 @@ class Worker:
         while not self._stop.is_set():
             if engine.wait_for_work(_IDLE_WAIT_S):
                 self._deliver([(output.request_id, output) for output in engine.step()])
+            else:
+                engine.calibrate()
 
     def _deliver(self, deliveries: list[tuple[str, RequestOutput | Exception]]) -> None:
         """Wake each event loop once, however many requests got something."""

@@ -86,6 +86,7 @@ class Engine:
         self._best_effort = BestEffort()
         self._proposals = Proposals(target, drafter, draft, self._best_effort)
         self._under_way: Pass | None = None
+        self._is_calibrated = False
         self._reuse = PrefixReuse(target, enabled=self.config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
         self._isolation = Isolation(target, self._scheduler, self._reuse, self._proposals)
@@ -285,21 +286,46 @@ class Engine:
             arriving = list(self._inbox)
         return violations(self.target, self._scheduler, self._reuse, arriving, is_under_way=self._under_way is not None)
 
-    def warm_up(self) -> None:
-        """Compile every kernel and run every kind of pass once, so that the first request compiles nothing."""
-        self._proposals.warm_up()
+    @property
+    def is_drafting(self) -> bool:
+        """Whether drafts are made by now: False while their kernels are compiled beside the passes, see ``warm_up``."""
+        return self._proposals.is_ready
+
+    def warm_up(self, patience_s: float | None = None) -> None:
+        """Compile every kernel and run every kind of pass once, so that the first request compiles nothing.
+
+        patience_s : the kernels that draft take most of that, once on each machine. After so many seconds they are
+        compiled on a thread of their own, and requests are answered meanwhile, each token by a pass of its own.
+        """
         self._coupling.warm_up()
         warm_up_verification()
-        repeated = tuple([1, 2, 3] * min(12, self.max_model_len // 6))
-        sampled = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True)
-        greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         self.target.warm_up()
+        if patience_s is not None:  # one kernel is compiled at a time: first those without which nothing is answered
+            self._proposals.wait()
+            self._warm_up_passes()
+        self._proposals.warm_up(patience_s)
+        if self.is_drafting:
+            self._warm_up_passes()
+        else:
+            log.info("drafts join once their kernels are compiled, a minute or so, once on each machine")
+        self.calibrate()
+        self.metrics = EngineMetrics()
+
+    def _warm_up_passes(self) -> None:
+        repeated = tuple([1, 2, 3] * min(12, self.max_model_len // 6))
+        sampled = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, seed=0, ignore_eos=True, logprobs=1)
+        greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         for i, params in enumerate((greedy, sampled)):
             self.submit(Request(request_id=f"warm-up-{i}", prompt_token_ids=repeated, sampling=params, namespace=None))
         while self.has_work():
             self.step()
-        self._proposals.calibrate()
-        self.metrics = EngineMetrics()
+
+    def calibrate(self) -> None:
+        """Time passes, where that has not been done and drafts are made; between requests, by the thread that steps."""
+        if not self._is_calibrated and self.is_drafting and not self.has_work() and self._under_way is None:
+            self._reuse.forget_all()
+            self._proposals.calibrate()
+            self._is_calibrated = True
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Go on with other weights of the same model, as between steps of its training; by the thread that steps.

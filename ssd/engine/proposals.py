@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 from itertools import product
+from threading import Thread
 
 import numpy as np
 
 from ssd.config import DraftConfig
+from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoreObserver
 from ssd.drafting.source import OneByOne
 from ssd.engine.metrics import BestEffort
@@ -69,6 +71,19 @@ class Proposals:
         self._price_list = PriceList()
         self._kept_shares = KeptShares()
         self._throttle = Throttle()
+        self._is_asked = True
+        self._compiling: Thread | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the drafter is asked and told: not before its kernels are compiled, where that is done aside."""
+        if self._compiling is not None and not self._compiling.is_alive():
+            self._compiling, self._is_asked = None, True
+        return self._is_asked
+
+    def wait(self) -> None:
+        """Leave the drafter alone until ``warm_up``; one that runs a model of its own is not left alone."""
+        self._is_asked = not isinstance(self._drafter, SuffixDrafter)
 
     @property
     def num_failures(self) -> int:
@@ -76,13 +91,27 @@ class Proposals:
         own = self._best_effort.num_failures + self._asked.num_failures
         return own + int(getattr(self._drafter, "num_failures", 0))
 
-    def warm_up(self) -> None:
-        """Compile the drafter's kernels."""
-        self._best_effort(lambda: getattr(self._drafter, "warm_up", lambda: None)())
+    def warm_up(self, patience_s: float | None) -> None:
+        """Compile the drafter's kernels; where ``wait`` was called, on a thread that is waited for no longer than that."""
+
+        def compile_kernels() -> None:
+            self._best_effort(lambda: getattr(self._drafter, "warm_up", lambda: None)())
+            prices = PriceList()
+            prices.calibrate(1, 1.0, is_wide=False)
+            prices.begin()
+            prices.price(1)
+
+        if self._is_asked:
+            compile_kernels()
+        else:
+            self._compiling = Thread(target=compile_kernels, name="ssd-compile", daemon=True)
+            self._compiling.start()
+            self._compiling.join(patience_s)
 
     def publish(self) -> None:
         """Have the drafter publish what it learned about namespaces, to be kept with their text."""
-        self._best_effort(lambda: getattr(self._drafter, "publish", lambda: None)())
+        if self.is_ready:
+            self._best_effort(lambda: getattr(self._drafter, "publish", lambda: None)())
 
     def calibrate(self) -> None:
         """Time passes of several sizes, on free slots."""
@@ -93,7 +122,8 @@ class Proposals:
 
     def propose(self, batch: Rows[Sequence]) -> list[Draft]:
         """One draft per sequence; those that are not asked for get none, and all where this fails."""
-        drafts = self._best_effort(lambda: self._paying_drafts(batch)) if batch and self._limit else None
+        is_asked = batch and self._limit and self.is_ready
+        drafts = self._best_effort(lambda: self._paying_drafts(batch)) if is_asked else None
         return drafts or [EMPTY_DRAFT] * len(batch)
 
     def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
@@ -114,7 +144,11 @@ class Proposals:
     def observe_scores(self, ended: Pass) -> None:
         """Tell the drafter all that a pass said, before any of its tokens is taken; not where that costs too much."""
         observer = self._observer
-        if observer is None or not self._throttle.tells(has_drafts=any(len(d.token_ids) for d in ended.drafts)):
+        if (
+            observer is None
+            or not self.is_ready
+            or not self._throttle.tells(has_drafts=any(len(d.token_ids) for d in ended.drafts))
+        ):
             return
         started = time.perf_counter()
         self._best_effort(lambda: observer.observe_scores(ended.scored(self._owners_of(ended))))
@@ -148,14 +182,16 @@ class Proposals:
         if is_told and draft is not EMPTY_DRAFT:  # else nobody was asked, or what was said has been put aside
             promised = 0.0 if draft.probabilities is None else draft.promised
             self._kept_shares.observe(sequence.request.sampling.temperature, promised, len(verification.path))
-        self._drafter.observe(sequence.request.request_id, draft, num_accepted)
+        if self.is_ready:
+            self._drafter.observe(sequence.request.request_id, draft, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a request: nothing of it will be asked for, or all of it anew."""
         self._owners = None  # it holds the sequence
         sequence.note_context()
         self._asked.forget(sequence.request.request_id)
-        self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
+        if self.is_ready:
+            self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 
     def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
         """A draft for each sequence with its share, in a pass of ``num_rows``."""

@@ -60,6 +60,7 @@ class FailingEngine:
         self.metrics = EngineMetrics()
         self.caches = None
         self.closed = False
+        self.is_drafting = True
         self.warm_up_gate: threading.Event | None = None
         self.load_error: Exception | None = None
         self._step_s, self._max_waiting, self._fail_at_step = step_s, max_waiting, fail_at_step
@@ -130,7 +131,10 @@ class FailingEngine:
         limit = request.sampling.max_tokens or len(prompt)
         return output((token,), FinishReason.LENGTH if stats.num_output_tokens == limit else None)
 
-    def warm_up(self) -> None:
+    def calibrate(self) -> None:
+        """Nothing is timed."""
+
+    def warm_up(self, patience_s: float | None = None) -> None:
         if self.warm_up_gate is not None:
             assert self.warm_up_gate.wait(PATIENCE_S)
         if self.load_error is not None:

@@ -253,8 +253,8 @@ warm_up = Engine.warm_up
 def failing(*arguments, **options):
     raise MemoryError("the device is gone")
 
-def warm_up_and_break(engine):
-    warm_up(engine)
+def warm_up_and_break(engine, patience_s):
+    warm_up(engine, patience_s)
     SlotTarget.forward = failing
 
 Engine.warm_up = warm_up_and_break

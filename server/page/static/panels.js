@@ -28,7 +28,8 @@ export function watch(onRefused) {
       if (error.status === 401) onRefused();
       return;
     }
-    show(now.state, now.state === "ready" ? "good" : "loading");
+    const isCompiling = now.state === "ready" && !now.is_drafting;
+    show(isCompiling ? "ready; drafts join once compiled" : now.state, now.state === "ready" ? "good" : "loading");
     find("model").textContent = now.model;
     if (now.tokens === undefined) return;
     const held = Object.values(now.namespaces).reduce((sum, n) => sum + n.tail + n.segments + n.kept + n.warm, 0);
