@@ -92,7 +92,7 @@ class Proposals:
         return own + int(getattr(self._drafter, "num_failures", 0))
 
     def warm_up(self, patience_s: float | None) -> None:
-        """Compile the drafter's kernels; where ``wait`` was called, on a thread that is waited for no longer than that."""
+        """Compile the drafter's kernels; where ``wait`` was called, on a thread that is waited for so long."""
 
         def compile_kernels() -> None:
             self._best_effort(lambda: getattr(self._drafter, "warm_up", lambda: None)())
