@@ -16,18 +16,15 @@ import numpy as np
 import pytest
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import StoreUnavailable
-from ssd.retrieval import merge_worker, merging, upkeep
+from ssd.errors import CacheError, StoreUnavailable
+from ssd.retrieval import merge_worker, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.merging import FIRST_PAUSE_S, LONGEST_PAUSE_S, PutOff
+from ssd.retrieval.merge_worker import MergeJob, MergeWorker
 from ssd.retrieval.segment import SEPARATOR, Segment
-from ssd.retrieval.segment_file import open_segment
+from ssd.retrieval.segment_file import open_segment, write_segment
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS, build_segment
-from tests.reference.retrieval import sequences, snapshot_text
-from tests.test_merge_worker import _is_gone as is_gone
-from tests.test_merge_worker import _job as make_job
+from tests.reference.retrieval import naive_order, sequences, snapshot_text
 from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -60,6 +57,64 @@ def worker() -> Iterator[MergeWorker]:
 
 
 # The process
+
+
+def make_job(directory: Path, num_inputs: int = 2, num_tokens: int = 50) -> MergeJob:
+    random = np.random.default_rng(0)
+    inputs = []
+    for i in range(num_inputs):
+        tokens = random.integers(0, 4, num_tokens).astype(np.int32)
+        tokens[-1] = SEPARATOR
+        segment = build_segment(tokens, start=i * num_tokens, segment_id=f"in-{i}")
+        inputs.append(directory / f"in-{i}.seg")
+        write_segment(inputs[-1], segment, fingerprint=FINGERPRINT, namespace="default", durable=False)
+    return MergeJob(
+        inputs=tuple(map(str, inputs)),
+        output=str(directory / "out.seg"),
+        segment_id="out",
+        start=0,
+        fingerprint=FINGERPRINT,
+        namespace="default",
+        num_tokens=num_inputs * num_tokens,
+        durable=False,
+    )
+
+
+def is_gone(process_id: int) -> bool:
+    """True for a zombie too: it runs no more."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+def test_the_process_merges_reports_errors_and_survives_kill_9(tmp_path: Path) -> None:
+    worker = MergeWorker()
+    try:
+        job = make_job(tmp_path)
+        worker.submit(job).result(timeout=PATIENCE_S)
+        merged = open_segment(tmp_path / "out.seg", fingerprint=FINGERPRINT)
+        assert merged.order.tolist() == naive_order(merged.tokens.tolist())
+        assert len(merged) == 100 and merged.start == 0
+
+        (tmp_path / "in-1.seg").write_bytes(b"damaged")
+        with pytest.raises(CacheError, match=r"SegmentCorrupt"):
+            worker.submit(job).result(timeout=PATIENCE_S)
+
+        job = make_job(tmp_path, num_inputs=3)
+        first = worker.process_id
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        worker.submit(job).result(timeout=PATIENCE_S)
+        assert len(open_segment(tmp_path / "out.seg", fingerprint=FINGERPRINT)) == 150
+        assert worker.num_restarts == 1 and worker.process_id not in (None, first)
+        last = worker.process_id
+    finally:
+        worker.close()
+    assert worker.process_id is None and last is not None and is_gone(last)
+    with pytest.raises(StoreUnavailable):
+        worker.submit(job).result(timeout=1)
 
 
 def test_a_stopped_process_is_killed_and_another_does_the_job(
@@ -191,8 +246,7 @@ class Unsortable:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
         self.limit = limit
         self.num_refused = 0
-        for room in (upkeep, merging):
-            monkeypatch.setattr(room, "build_segment", self._build)
+        monkeypatch.setattr(upkeep, "build_segment", self._build)
 
     def _build(self, tokens: np.ndarray, **names: Any) -> Segment:
         if len(tokens) > self.limit:
@@ -203,9 +257,9 @@ class Unsortable:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What put-off merges take for the time, in its first element."""
+    """What failed merges take for the time, in its first element."""
     now = [1000.0]
-    monkeypatch.setattr("ssd.retrieval.merging.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ssd.retrieval.upkeep.time.monotonic", lambda: now[0])
     return now
 
 
@@ -224,14 +278,20 @@ def test_a_merge_that_fails_is_counted_logged_once_and_tried_again_later_while_o
         assert stats.num_merged > 20 and stats.num_segments < 30 and said(caches) == list(range(60))
         (message,) = messages(caplog)
         assert "a merge failed" in message and "no memory to sort" in message
-        directory = cache._files.directory
+        directory = cache._directory
         assert directory is not None and len(directory.manifest.segment_ids) == stats.num_segments  # all are on disk
         cache.maintain()
         assert memory.num_refused == refused
-        memory.limit = 1 << 30
-        clock[0] += FIRST_PAUSE_S + 1
+        clock[0] += upkeep.FIRST_PAUSE_S + 1
         cache.maintain()
-        assert cache.stats().num_segments < stats.num_segments / 2 and cache.stats().num_failed_merges == refused
+        again = memory.num_refused
+        clock[0] += upkeep.FIRST_PAUSE_S + 1  # twice as long by now
+        cache.maintain()
+        assert refused < again == memory.num_refused
+        memory.limit = 1 << 30
+        clock[0] += upkeep.FIRST_PAUSE_S
+        cache.maintain()
+        assert cache.stats().num_segments < stats.num_segments / 2 and cache.stats().num_failed_merges == again
     with opened(tmp_path, inline=True) as caches:
         assert said(caches) == list(range(60))
 
@@ -249,25 +309,9 @@ def test_the_number_of_segments_is_bounded_though_every_merge_fails(
         stats = cache.stats()
         assert stats.num_segments <= 33 and stats.num_failed_merges > 0
         assert said(caches) == list(range(200)) and stats.num_dropped_tokens == 0
-        for room in (upkeep, merging):
-            monkeypatch.setattr(room, "build_segment", build_segment)
+        monkeypatch.setattr(upkeep, "build_segment", build_segment)
     with opened(tmp_path, inline=True) as caches:  # closing seals what is left
         assert said(caches) == list(range(200))
-
-
-def test_a_failed_merge_waits_longer_each_time_and_is_forgotten_with_its_segments(clock: list[float]) -> None:
-    segments = [build_segment(np.array([1, SEPARATOR], np.int32), start=2 * i, segment_id=str(i)) for i in range(4)]
-    failed, pauses = PutOff(), []
-    for _ in range(12):
-        failed.failed(segments[:2])
-        assert failed.waiting(segments) == {"0", "1"}
-        began = clock[0]
-        while failed.waiting(segments):
-            clock[0] += FIRST_PAUSE_S / 2
-        pauses.append(clock[0] - began)
-    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S] and pauses[-1] == LONGEST_PAUSE_S
-    failed.failed(segments[:2])
-    assert failed.waiting(segments[1:]) == frozenset() and failed.waiting(segments) == frozenset()
 
 
 def test_no_segment_is_planned_that_is_too_long_to_be_sorted() -> None:

@@ -121,7 +121,6 @@ def recover(path: Path, *, fingerprint: str, namespace: str) -> Recovered | None
         fingerprint=fingerprint,
         namespace=namespace,
         next_position=max([header.stop or 0 for header in kept], default=0),
-        segment_ids=tuple(header.segment_id for header in kept),
         segments=tuple({"id": h.segment_id, "num_tokens": h.num_tokens, "start": h.start} for h in kept),
     )
     return Recovered(manifest, tuple(left_out))
@@ -272,7 +271,7 @@ class SegmentDirectory(DirectoryReader):
         """
         path = self.path_of(segment_id)
         try:
-            segment = self.reread(segment_id)
+            segment = open_segment(path, fingerprint=self._fingerprint, namespace=self._namespace, budget=self._budget)
             if not self.durable and segment.shared is None:
                 keep_text_only(path, segment)  # a merge needs no more, and nobody else comes
         except (CacheError, OSError):
@@ -282,12 +281,6 @@ class SegmentDirectory(DirectoryReader):
         self._files.add(segment_id)
         self._has_unsynced_names = True
         return segment
-
-    def reread(self, segment_id: str) -> Segment:
-        """A segment once more from its file. Raises CacheError, OSError."""
-        return open_segment(
-            self.path_of(segment_id), fingerprint=self._fingerprint, namespace=self._namespace, budget=self._budget
-        )
 
     def commit(
         self, segments: Sequence[Segment], *, next_position: int, shared: Mapping[str, Any] | None = None
@@ -301,14 +294,12 @@ class SegmentDirectory(DirectoryReader):
         """
         self._lock.check()
         kept = [segment for segment in segments if segment.segment_id in self._files]
-        entries = tuple({"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in kept)
         self.manifest = Manifest(
             fingerprint=self._fingerprint,
             namespace=self._namespace,
             generation=self.manifest.generation + 1,
             next_position=next_position,
-            segment_ids=tuple(segment.segment_id for segment in kept),
-            segments=entries,
+            segments=tuple({"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in kept),
             shared=shared,
         )
         if self.durable:
