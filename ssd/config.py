@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -232,6 +233,12 @@ class StructuredOutput:
         return cls("parts", json.dumps({"lark": lark, "parts": written}), param)
 
 
+_COUNTS = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_TUPLES = ("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "shown_special_ids")
+_MAY_BE_NONE = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "allowed_token_ids"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one completion is sampled. Names and meanings are OpenAI's and vLLM's."""
@@ -254,6 +261,7 @@ class SamplingParams:
     coupled: bool = True
     """Whether it may draw with noise that other requests share, where the engine has any; a seed goes before it."""
     stop: tuple[str, ...] = ()
+    """Strings that end the text; one alone may be given as it is."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -285,6 +293,19 @@ class SamplingParams:
             if not condition:
                 raise RequestError(f"{param} must be {allowed}, got {shown(getattr(self, param))}", param=param)
 
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in _COUNTS:
+            value = getattr(self, name)
+            check(isinstance(value, Integral) or (value is None and name in _MAY_BE_NONE), name, "an integer")
+        for name in _NUMBERS:
+            check(isinstance(getattr(self, name), Real), name, "a number")
+        for name in _TUPLES:
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+            check(isinstance(value, tuple | list) or (value is None and name in _MAY_BE_NONE), name, "a list")
+        check(all(isinstance(text, str) for text in self.stop), "stop", "a string or a list of strings")
         check(self.max_tokens is None or 1 <= self.max_tokens <= _MOST, "max_tokens", f"within 1..{_MOST}")
         check(0.0 <= self.temperature <= 2.0, "temperature", "within 0..2")
         check(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")

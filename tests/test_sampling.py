@@ -160,10 +160,17 @@ def test_choices_of_one_seed_are_independent_streams() -> None:
     ("field", "value"),
     [
         ("temperature", -1), ("top_p", 0), ("min_p", 2), ("max_tokens", -1), ("stop", ("",)), ("allowed_token_ids", ()),
-        ("bad_words", ((1,), ())), ("logprobs", 21), ("prompt_logprobs", -1),
+        ("bad_words", ((1,), ())), ("logprobs", 21), ("prompt_logprobs", -1), ("stop", 5), ("stop", (1,)),
+        ("temperature", "0"), ("max_tokens", 1.5), ("logit_bias", {1: 2.0}),
     ],
 )  # fmt: skip
 def test_a_bad_value_names_its_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+def test_one_stop_string_is_a_string_and_lists_are_taken() -> None:
+    assert SamplingParams(stop="return").stop == ("return",)  # type: ignore[arg-type]
+    params = SamplingParams(stop=["a", "b"], stop_token_ids=[3], seed=np.int64(2), temperature=np.float32(0.5))  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids) == (("a", "b"), (3,))
