@@ -34,7 +34,18 @@ def address(array: npt.NDArray[Any]) -> int:
 def _compiled(function: _F, **options: Any) -> _F:
     dispatcher = njit(nogil=True, boundscheck=CHECKED or None, **options)(function)
     keep_machine_code(dispatcher)
+    _take_no_literals(dispatcher)
     return cast(_F, dispatcher)
+
+
+def _take_no_literals(dispatcher: Any) -> None:
+    """Have calls with constants share the code of all others: numba would compile it again for each constant."""
+    find = dispatcher.get_call_template
+
+    def find_any(args: Any, kws: Any) -> Any:
+        return find(tuple(map(types.unliteral, args)), {name: types.unliteral(kind) for name, kind in kws.items()})
+
+    dispatcher.get_call_template = find_any
 
 
 def kernel(function: _F) -> _F:
