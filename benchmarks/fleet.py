@@ -56,7 +56,7 @@ from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import Drafter, make_drafter
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.errors import ConfigError
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from ssd.text.codec import TextCodec
 

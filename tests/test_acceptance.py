@@ -18,8 +18,8 @@ from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.lookup import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.drafting.protocol import DraftRequest
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference
@@ -346,7 +346,7 @@ def test_what_is_saved_while_a_drafter_learns_was_true_at_one_moment(tmp_path: P
 
         def save() -> None:
             while not stop.is_set():
-                cache._files.save_learned(now=True)
+                cache._save_learned(now=True)
                 with suppress(FileNotFoundError):
                     saved.append((tmp_path / "default" / "learned.bin").read_bytes())
 

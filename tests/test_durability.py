@@ -262,7 +262,7 @@ def test_a_cache_that_dies_anywhere_has_what_it_had_maintained(capacity: int, op
 def die(caches: CacheSet) -> None:
     """Let go of an inline set as the end of its process would: nothing is sealed or written, the locks are free."""
     for name in caches.names():
-        directory = caches.get(name)._files.directory
+        directory = caches.get(name)._directory
         assert directory is not None
         directory.close()
 
@@ -297,7 +297,7 @@ def learn(caches, first, stop):
         caches.maintain()
 
 def die(caches):
-    caches.get()._files.directory.close()
+    caches.get()._directory.close()
 
 def failures(caches):
     return caches.get().stats().num_failures
@@ -506,7 +506,7 @@ except StoreUnavailable as error:
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
 caches = opened()
 result["read"] = numbers(caches)
-caches.get()._files.directory.close()
+caches.get()._directory.close()
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 result["unchanged"] = names == sorted(p.name for p in (home / "default").glob("*.seg"))
 caches = opened()

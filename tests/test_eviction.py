@@ -283,7 +283,7 @@ def test_text_of_use_that_cannot_be_written_is_not_lost_with_its_old_file(
         said(cache, TEXT)
         said(cache, TEXT)
         cache.flush()
-        directory = cache._files.directory
+        directory = cache._directory
         assert directory is not None
         write = directory.write
 

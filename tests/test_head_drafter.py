@@ -27,7 +27,7 @@ from ssd.model.kv.tree import is_tree, leading_chain
 from ssd.model.loading.load_target import load_model
 from ssd.model.target import pad_rows
 from ssd.model.ways.slot_target import SlotTarget
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 from ssd.text.codec import TextCodec
 from tests.heads import PerfectHead, RandomParallelHead, forgetful_model, head_drafter, random_eagle3
 from tests.models import VOCAB, tiny_model

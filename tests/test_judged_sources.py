@@ -29,8 +29,8 @@ from ssd.drafting.protocol import (
     ScoredPass,
 )
 from ssd.drafting.vote import MAX_RECYCLED
+from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference

@@ -20,7 +20,7 @@ from ssd.drafting.noise import GAMMA, SequenceNoise
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
 from ssd.drafting.successors import MOST_TABLES
 from ssd.drafting.vote import MAX_RECYCLED
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference.noise import coupled_key, mix

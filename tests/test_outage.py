@@ -16,7 +16,7 @@ import pytest
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval import directory as directories
 from ssd.retrieval import files as manifests
-from ssd.retrieval import merging, segment_store, suffix_cache, upkeep
+from ssd.retrieval import suffix_cache, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.search import longest_match
@@ -79,9 +79,9 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadOnly]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What ``segment_store`` takes for the time, in its first element."""
+    """What ``upkeep`` takes for the time, in its first element."""
     now = [1000.0]
-    monkeypatch.setattr("ssd.retrieval.segment_store.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ssd.retrieval.upkeep.time.monotonic", lambda: now[0])
     return now
 
 
@@ -109,12 +109,12 @@ def test_what_is_sealed_while_nothing_can_be_written_is_searched_and_written_lat
         read_only.is_on = False
         caches.maintain()
         assert len(caplog.records) == 1  # too soon
-        clock[0] += segment_store.RETRY_S
+        clock[0] += upkeep.RETRY_S
         caches.maintain()
         assert caches.get().stats().num_failures == stats.num_failures
         assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING]
         assert "can be written again" in caplog.text
-        kept = caches.get()._files.directory
+        kept = caches.get()._directory
         assert kept is not None
         assert all(kept.has_file(segment.segment_id) for segment in caches.get().snapshot().segments)
         kept.close()  # as if killed
@@ -131,11 +131,11 @@ def test_an_outage_is_told_once_and_a_second_one_again(
             read_only.is_on = True
             learn(caches, range(first, first + 60))
             for _ in range(5):
-                clock[0] += segment_store.RETRY_S
+                clock[0] += upkeep.RETRY_S
                 caches.maintain()
             caches.flush()
             read_only.is_on = False
-            clock[0] += segment_store.RETRY_S
+            clock[0] += upkeep.RETRY_S
             caches.flush()
             caches.maintain()
         assert [level for level, _ in messages(caplog)] == [logging.ERROR, logging.WARNING] * 2
@@ -160,7 +160,7 @@ def test_an_outage_lasts_while_anything_is_missing(
     monkeypatch.setattr(SegmentDirectory, "write", write)
     with opened(tmp_path) as caches:
         learn(caches, range(60))
-        clock[0] += segment_store.RETRY_S
+        clock[0] += upkeep.RETRY_S
         learn(caches, range(60, 80))
         assert [level for level, _ in messages(caplog)] == [logging.ERROR]
         largest = 1 << 30
@@ -220,8 +220,7 @@ def test_closing_and_flushing_do_not_wait_for_what_is_appended_meanwhile(
             cache.append_shared([next(numbers)] * 20)
         return sorted_(*arguments, **settings)
 
-    for room in (upkeep, merging):
-        monkeypatch.setattr(room, "build_segment", sort)
+    monkeypatch.setattr(upkeep, "build_segment", sort)
     for call in (cache.maintain, cache.flush, cache.close):
         cache.append_shared([next(numbers)] * 20)
         before = num_sorts
@@ -267,7 +266,7 @@ def test_maintenance_ends_with_the_segment_it_is_at_when_the_cache_is_being_clos
     sorted_, num_merged = build_segment, 0
     cache = SuffixCache("a", IndexConfig(capacity_tokens=4096, seal_tokens=4, merge_fanout=2), fingerprint=FINGERPRINT)
     with monkeypatch.context() as patch:
-        patch.setattr(merging.Merging, "run", lambda _, wait: None)
+        patch.setattr(SuffixCache, "_merge", lambda _, wait: None)
         for number in range(16):
             cache.append([number] * 8)
             cache.maintain()
@@ -278,7 +277,7 @@ def test_maintenance_ends_with_the_segment_it_is_at_when_the_cache_is_being_clos
         cache.begin_close()
         return sorted_(*arguments, **settings)
 
-    monkeypatch.setattr(merging, "build_segment", sort)
+    monkeypatch.setattr(upkeep, "build_segment", sort)
     cache.maintain()
     cache.close()
     assert num_merged == 1

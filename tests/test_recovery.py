@@ -13,7 +13,7 @@ from ssd.drafting.acceptance import ENTRIES, KNOTS, NUM_LEARNED, WHEN_SETS, most
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 from tests.reference import drafting as reference
 
 _HEADER_BYTES = len(AcceptanceModel().to_bytes()) - 4 * (2 * ENTRIES + NUM_LEARNED) - 8

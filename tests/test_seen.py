@@ -11,8 +11,8 @@ from ssd.drafting.acceptance import KNOTS, KNOTS_PER_UNIT
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Position, Seen, see
+from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference import acceptance as slow
 from tests.reference import drafting as reference

@@ -23,7 +23,7 @@ from ssd.drafting.successors import (
     row_after_two,
     successors_at,
 )
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 from tests.reference.successors import Entry, entries_of_row
 
 BIG = (1 << 31) - 1

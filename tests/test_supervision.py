@@ -17,12 +17,11 @@ import pytest
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import StoreUnavailable
-from ssd.retrieval import merge_worker, merging, upkeep
+from ssd.retrieval import merge_worker, upkeep
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.merging import FIRST_PAUSE_S, LONGEST_PAUSE_S, PutOff
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment import Segment
 from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS, build_segment
 from tests.reference.retrieval import sequences, snapshot_text
@@ -191,8 +190,7 @@ class Unsortable:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
         self.limit = limit
         self.num_refused = 0
-        for room in (upkeep, merging):
-            monkeypatch.setattr(room, "build_segment", self._build)
+        monkeypatch.setattr(upkeep, "build_segment", self._build)
 
     def _build(self, tokens: np.ndarray, **names: Any) -> Segment:
         if len(tokens) > self.limit:
@@ -203,9 +201,9 @@ class Unsortable:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What put-off merges take for the time, in its first element."""
+    """What failed merges take for the time, in its first element."""
     now = [1000.0]
-    monkeypatch.setattr("ssd.retrieval.merging.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ssd.retrieval.upkeep.time.monotonic", lambda: now[0])
     return now
 
 
@@ -224,14 +222,20 @@ def test_a_merge_that_fails_is_counted_logged_once_and_tried_again_later_while_o
         assert stats.num_merged > 20 and stats.num_segments < 30 and said(caches) == list(range(60))
         (message,) = messages(caplog)
         assert "a merge failed" in message and "no memory to sort" in message
-        directory = cache._files.directory
+        directory = cache._directory
         assert directory is not None and len(directory.manifest.segment_ids) == stats.num_segments  # all are on disk
         cache.maintain()
         assert memory.num_refused == refused
-        memory.limit = 1 << 30
-        clock[0] += FIRST_PAUSE_S + 1
+        clock[0] += upkeep.FIRST_PAUSE_S + 1
         cache.maintain()
-        assert cache.stats().num_segments < stats.num_segments / 2 and cache.stats().num_failed_merges == refused
+        again = memory.num_refused
+        clock[0] += upkeep.FIRST_PAUSE_S + 1  # twice as long by now
+        cache.maintain()
+        assert refused < again == memory.num_refused
+        memory.limit = 1 << 30
+        clock[0] += upkeep.FIRST_PAUSE_S
+        cache.maintain()
+        assert cache.stats().num_segments < stats.num_segments / 2 and cache.stats().num_failed_merges == again
     with opened(tmp_path, inline=True) as caches:
         assert said(caches) == list(range(60))
 
@@ -249,25 +253,9 @@ def test_the_number_of_segments_is_bounded_though_every_merge_fails(
         stats = cache.stats()
         assert stats.num_segments <= 33 and stats.num_failed_merges > 0
         assert said(caches) == list(range(200)) and stats.num_dropped_tokens == 0
-        for room in (upkeep, merging):
-            monkeypatch.setattr(room, "build_segment", build_segment)
+        monkeypatch.setattr(upkeep, "build_segment", build_segment)
     with opened(tmp_path, inline=True) as caches:  # closing seals what is left
         assert said(caches) == list(range(200))
-
-
-def test_a_failed_merge_waits_longer_each_time_and_is_forgotten_with_its_segments(clock: list[float]) -> None:
-    segments = [build_segment(np.array([1, SEPARATOR], np.int32), start=2 * i, segment_id=str(i)) for i in range(4)]
-    failed, pauses = PutOff(), []
-    for _ in range(12):
-        failed.failed(segments[:2])
-        assert failed.waiting(segments) == {"0", "1"}
-        began = clock[0]
-        while failed.waiting(segments):
-            clock[0] += FIRST_PAUSE_S / 2
-        pauses.append(clock[0] - began)
-    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S] and pauses[-1] == LONGEST_PAUSE_S
-    failed.failed(segments[:2])
-    assert failed.waiting(segments[1:]) == frozenset() and failed.waiting(segments) == frozenset()
 
 
 def test_no_segment_is_planned_that_is_too_long_to_be_sorted() -> None:

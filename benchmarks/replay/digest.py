@@ -38,7 +38,7 @@ from ssd.drafting import Draft, Drafter, DraftRequest
 from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.rows import RowDrafter, Text
 from ssd.retrieval.cache import CacheSet, SuffixCache
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 
 _LIMIT = 16
 _AT_ONCE = 6

@@ -319,13 +319,13 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "memory: 2 to 4 bytes a token of capacity; else not measured",
         ),
         Choice(
-            "retrieval/merging.py",
+            "retrieval/upkeep.py",
             {"_MERGED_IN_PROCESS": "1 << 14"},
             "merges too small for the worker",
             "sorting 4,096 tokens takes 0.6 ms (`benchmarks.index`); asking the worker was not timed",
         ),
         Choice(
-            "retrieval/merging.py",
+            "retrieval/upkeep.py",
             {"_MANY_SEGMENTS": "64"},
             "when nothing waits for the worker",
             "300 seals with the worker stopped: 65 segments, 17 us a match; before, 300 and 119 us",
@@ -336,7 +336,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "segments that the builder makes",
             "sorting takes about 3 s and 10 to 14 bytes a token",
         ),
-        Choice("retrieval/segment_store.py", {"SAVE_LEARNED_S": "60.0"}, "saves of what was learned"),
+        Choice("retrieval/upkeep.py", {"SAVE_LEARNED_S": "60.0"}, "saves of what was learned"),
     ),
     "Sharing": (
         Choice(

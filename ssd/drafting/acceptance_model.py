@@ -24,7 +24,7 @@ from ssd.drafting.acceptance import (
     prior_model,
     within_reach,
 )
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 
 log = logging.getLogger(__name__)
 _MAGIC: Final = b"SSDACC\r\n"

@@ -20,7 +20,7 @@ from ssd.compiled.records import Address, Int64, Record, Records, view_of
 from ssd.drafting.noise import SequenceNoise, UInt, drawn_tokens, noise_at, num_drawn
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.successors import NamespaceTables
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 
 IN_BUCKET: Final = 8
 FIRST_BUCKETS: Final = 1 << 13

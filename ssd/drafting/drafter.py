@@ -31,8 +31,8 @@ from ssd.drafting.propose import (
 from ssd.drafting.protocol import EMPTY_DRAFT, MAX_OFFERED, Draft, DraftRequest, Offers, ScoredPass, TokenIds
 from ssd.drafting.successors import NamespaceSuccessors
 from ssd.errors import ConfigError
+from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.lanes import MAX_MATCH_LENGTH, PATTERNS_BYTES, Lane, Walker, as_context
-from ssd.retrieval.segment_store import LearnedState
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 
 _MAX_STATES: Final = 4096  # requests remembered; when there are more, all begin anew

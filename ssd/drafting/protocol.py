@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise, UInt64
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 if TYPE_CHECKING:  # it brings a tokenizer library with it

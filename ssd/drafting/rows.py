@@ -21,7 +21,7 @@ from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths, contig
 from ssd.drafting.propose import Frame, frame_at, propose_suffix
 from ssd.pricing.pass_costs import cut_rows, observe_pass, token_price
 from ssd.pricing.price_list import PriceList
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 NOT_SEATED: Final = -1

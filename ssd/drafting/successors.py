@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ssd.compiled.addresses import Int64s, TokenIds, address, inlined, kernel
 from ssd.compiled.records import Int64, Record, dtype_of, view_of
 from ssd.drafting.protocol import ScoredPass
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 
 SUCCESSORS: Final = 8
 """Kept of each entry, the most probable first."""

@@ -21,7 +21,7 @@ from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.target import Target
 from ssd.model.verification import accepted_lengths, accepted_path
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,15 +1,11 @@
-"""What learning and upkeep of one namespace share: its index and counters under one lock."""
+"""What stands beside the text of one namespace: how far its source was read, what drafting learned, counters."""
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
-
-from ssd.retrieval.index import SuffixIndex
+from typing import Any, NamedTuple, Protocol, Self
 
 SourcePosition = Mapping[str, Any]
 """Where the giver of text is in its source. Opaque here; JSON, and never changed after it was given."""
@@ -82,7 +78,42 @@ class PendingCheckpoints:
             self._pending.popleft()
 
 
-log = logging.getLogger(__name__)
+class Copy(Protocol):
+    """What was learned up to some moment; never changed after it was published."""
+
+    def to_bytes(self) -> bytes:
+        """All of it, for ``LearnedState.stored`` of the next process. From any thread."""
+        ...
+
+
+class LearnedState:
+    """Where a drafter publishes copies of what it learns about a namespace, and upkeep finds the newest to save.
+
+    What is learned has one owner, the drafter that changes it at every step; only copies get here, each with one
+    assignment. Where several drafters learn about one namespace, the copy published last is kept. The retrieval layer
+    knows nothing of what they hold.
+
+    ``stored`` : bytes that the directory kept from an earlier process, None when there are none. ``newest`` : the copy
+    that was published last; None before the first.
+    """
+
+    def __init__(self, stored: bytes | None = None) -> None:
+        self.stored = stored
+        self.newest: Copy | None = None
+
+    def adopt(self, stored: bytes) -> None:
+        """Begin with ``stored``, of another process, where nothing is known and nobody has begun. O(1), any thread."""
+        if self.stored is None and self.newest is None:
+            self.stored = stored
+
+    def to_bytes(self) -> bytes | None:
+        """The newest there is; None where nothing was learned."""
+        newest = self.newest
+        return self.stored if newest is None else newest.to_bytes()
+
+    def publish(self, copy: Copy) -> None:
+        """Make ``copy`` the newest. O(1), from any thread."""
+        self.newest = copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,64 +146,3 @@ class CacheStats:
     """Tokens lost because sealing could not keep up."""
     num_failures: int
     """Refused appends, failed listeners, files that could not be read or written, failed merges."""
-
-
-class CacheState:
-    """The index, the checkpoints and the counters of the namespace ``name``.
-
-    ``lock`` : held for microseconds while any of them is changed, or read where more than one must fit together.
-    ``room`` : a condition of that lock, notified when sealing made room and when the cache is being closed, which
-    ``is_closing`` says.
-    """
-
-    def __init__(self, name: str, index: SuffixIndex, kept: Checkpoint | None) -> None:
-        self.name = name
-        self.index = index
-        self.checkpoints = PendingCheckpoints(kept)
-        self.lock = threading.Lock()
-        self.room = threading.Condition(self.lock)
-        self.is_closing = False
-        self.is_discarded = False
-        """Whether all was to be forgotten: nothing is stored any more."""
-        self.num_appended = self.num_skipped = self.num_sealed = self.num_merged = self.num_failures = 0
-        self.num_failed_merges = self.num_damaged = 0
-        self._complained: set[str] = set()
-
-    @property
-    def tail_start(self) -> int:
-        """Ring position of the first token that no segment holds."""
-        return self.index.next_position - self.index.num_tail_tokens
-
-    def report_failure(self, what: str, error: BaseException) -> None:
-        """Count a failure and log the first of its kind: what fails once often fails always."""
-        self.num_failures += 1
-        kind = f"{what} {type(error).__name__}"
-        if kind not in self._complained:
-            self._complained.add(kind)
-            log.warning("cache namespace=%s: %s (logged once): %s", self.name, what, error)
-
-    def stats(self) -> CacheStats:
-        """Sizes and counters."""
-        with self.lock:
-            snapshot, index = self.index.snapshot(), self.index
-            num_borrowed = sum(map(len, index.borrowed))
-            num_static = sum(len(segment) for segment in index.own if segment.start is None)
-            return CacheStats(
-                num_tokens=snapshot.num_tokens - num_static - num_borrowed,
-                num_kept_tokens=index.num_kept_tokens,
-                num_static_tokens=num_static,
-                num_borrowed_tokens=num_borrowed,
-                num_tail_tokens=index.num_tail_tokens,
-                num_segments=len(snapshot.segments),
-                generation=snapshot.generation,
-                num_appended_tokens=self.num_appended,
-                num_skipped_tokens=self.num_skipped,
-                num_sealed=self.num_sealed,
-                num_merged=self.num_merged,
-                num_failed_merges=self.num_failed_merges,
-                num_damaged_segments=self.num_damaged,
-                num_evicted_segments=index.num_evicted_segments,
-                num_evicted_tokens=index.num_evicted_tokens,
-                num_dropped_tokens=index.num_dropped_tokens,
-                num_failures=self.num_failures,
-            )

@@ -11,20 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import IndexConfig
-from ssd.errors import CacheError
-from ssd.retrieval.cache_state import CacheState, CacheStats, Checkpoint, SourcePosition
-from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
+from ssd.retrieval.cache_state import CacheStats, Checkpoint, SourcePosition
+from ssd.retrieval.directory import DirectoryReader
 from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.merge_worker import MergeWorker
-from ssd.retrieval.merging import Merging
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import PrefixFilter, as_sequence
 from ssd.retrieval.segment import Segment
-from ssd.retrieval.segment_store import Damage, LearnedState, SegmentStore
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import load_static_directory
-from ssd.retrieval.upkeep import Upkeep
+from ssd.retrieval.upkeep import MaintainedIndex
 from ssd.retrieval.usage import WINDOW_TOKENS, windows
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
@@ -60,11 +56,10 @@ _RING_BYTES_PER_TOKEN: Final = 7  # of a segment that holds text of the ring
 _ROOM_WAIT_S: Final = 1.0
 
 
-class SuffixCache:
+class SuffixCache(MaintainedIndex):
     """What one namespace has learned. Made by ``CacheSet``, which also calls ``maintain`` unless it is inline.
 
-    Appending and reading are safe from any thread and never wait for sorting or files: those are the business of its
-    ``Upkeep``.
+    Appending and reading are safe from any thread and never wait for sorting or files.
     """
 
     def __init__(
@@ -82,52 +77,12 @@ class SuffixCache:
         None keeps them in memory. ``budget`` : what private copies of static segments may take. ``worker`` : merges
         files; ``wake`` : called when there is maintenance to do, None when the owner calls ``maintain`` by itself.
         """
-        self.name = name
-        self._fingerprint = fingerprint
-        self._budget = budget
-        self._seal_tokens = config.seal_tokens
-        self._keeps_used = config.eviction == "used"
-        self._ring_bytes = config.capacity_tokens * _RING_BYTES_PER_TOKEN
-        self._wake = wake
-        self._listeners: tuple[Listener, ...] = ()
-
-        segments: list[Segment] = []
-        failures: list[CacheError | OSError] = []
-        next_position = 0
-        self.kept: Checkpoint | None = None
-        """What the directory said when it was opened: the last source position whose text had all reached files, and
-        the ring position before which everything had. None without a directory and where none was ever given."""
-        if directory is not None:
-            segments, failures = directory.load()
-            next_position = directory.manifest.next_position
-            self.kept = Checkpoint.from_json(directory.manifest.shared)
-        index = SuffixIndex(config, [segment for segment in segments if segment.start is not None], next_position)
-        index.add_static([segment for segment in segments if segment.start is None])
+        super().__init__(
+            name, config, fingerprint=fingerprint, directory=directory, budget=budget, worker=worker, wake=wake
+        )
         self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
-        self._state = state = CacheState(name, index, self.kept)
-        self._index, self._lock = index, state.lock
-        for failure in failures:
-            state.report_failure("a segment was left out", failure)
-        self.learned = LearnedState(self._read_learned(directory))
-        """What drafting learns beside the text; the directory keeps the copy published last."""
-        self._files = SegmentStore(
-            state,
-            directory if isinstance(directory, SegmentDirectory) else None,
-            segments=segments,
-            kept=self.kept,
-            learned=self.learned,
-        )
-        damage = Damage(state, self._files, fingerprint=fingerprint, budget=budget)
-        merging = Merging(
-            state,
-            self._files,
-            damage,
-            worker=worker,
-            fingerprint=fingerprint,
-            keeps_used=self._keeps_used,
-            wake=wake,
-        )
-        self._upkeep = Upkeep(state, self._files, damage, merging, seal_tokens=config.seal_tokens)
+        self._listeners: tuple[Listener, ...] = ()
+        self._num_appended = self._num_skipped = 0
 
     def snapshot(self) -> Snapshot:
         """What can be searched now, the last append included. O(1)."""
@@ -136,9 +91,9 @@ class SuffixCache:
     def sealed(self) -> SealedText:
         """What was sealed of its own text until now, for whoever copies it. O(number of segments)."""
         with self._lock:
-            position = self._state.tail_start
-            segments = () if self._state.is_discarded else self._index.ring_born
-            return SealedText(segments, position, self._state.checkpoints.newest_at(position))
+            position = self._tail_start
+            segments = () if self._is_discarded else self._index.ring_born
+            return SealedText(segments, position, self._checkpoints.newest_at(position))
 
     def own_text(self) -> tuple[tuple[Segment, ...], Tokens]:
         """Segments of its own text, and a copy of the tail with its separators: int32[n]. O(tail)."""
@@ -149,7 +104,7 @@ class SuffixCache:
     @property
     def capacity_tokens(self) -> int:
         """Most tokens of its own text."""
-        return self._index.config.capacity_tokens
+        return self._config.capacity_tokens
 
     # Learning
 
@@ -164,14 +119,14 @@ class SuffixCache:
             output = tokens[max(0, prompt_length - WINDOW_TOKENS + 1) :]
             said = windows(output) if self._keeps_used else None
             with self._lock:
-                if self._state.is_discarded:
+                if self._is_discarded:
                     return
                 if said is not None:
                     self._index.note_said(said)
                 pieces = self._filter.pieces(tokens, prompt_length, self._index.next_position)
                 stored = self._store(pieces)
-                self._state.num_appended += len(tokens)
-                self._state.num_skipped += len(tokens) - sum(map(len, pieces))
+                self._num_appended += len(tokens)
+                self._num_skipped += len(tokens) - sum(map(len, pieces))
         except Exception as error:  # a cache must not fail a request
             self.report_failure("a sequence was not stored", error)
             return
@@ -203,24 +158,24 @@ class SuffixCache:
         not outrun the sealing. Once the cache is being closed there is none, and no wait. Not for the request path,
         which a call of many tokens may hold up: some thousand at once are well.
         """
-        state, index = self._state, self._index
+        index = self._index
         try:
             wait_until: float | None = None
-            with state.room:
+            with self._room:
                 num_dropped = index.num_dropped_tokens
                 for tokens in pieces:
                     if self._wake is not None and not index.has_room():
                         index.publish()  # others have the lock meanwhile
                         self._wake()
                         wait_until = wait_until or time.monotonic() + _ROOM_WAIT_S
-                        state.room.wait_for(
-                            lambda: state.is_closing or index.has_room(), max(0.0, wait_until - time.monotonic())
+                        self._room.wait_for(
+                            lambda: self._is_closing or index.has_room(), max(0.0, wait_until - time.monotonic())
                         )
-                    if state.is_discarded:
+                    if self._is_discarded:
                         return
                     self._filter.note(tokens, index.next_position)
                     index.add(tokens)
-                    state.num_appended += len(tokens)
+                    self._num_appended += len(tokens)
                 index.publish()
                 self._forget_prefixes(index.num_dropped_tokens > num_dropped)
                 if source is not None:
@@ -242,7 +197,7 @@ class SuffixCache:
             self._set_source(source)
 
     def _set_source(self, source: SourcePosition) -> None:
-        self._state.checkpoints.set(source, self._index.next_position, self._state.tail_start)
+        self._checkpoints.set(source, self._index.next_position, self._tail_start)
 
     def add_listener(self, listener: Listener) -> None:
         """Call ``listener`` with the pieces of every ``append`` that stored any, on its thread."""
@@ -256,7 +211,10 @@ class SuffixCache:
         """
         # Text of the ring comes and goes in copies: there must be room for it.
         segments = load_static_directory(
-            path, fingerprint=self._fingerprint, budget=self._budget, leaving=self._ring_bytes
+            path,
+            fingerprint=self._fingerprint,
+            budget=self._budget,
+            leaving=self.capacity_tokens * _RING_BYTES_PER_TOKEN,
         )
         with self._lock:
             self._index.add_static(segments)
@@ -265,7 +223,7 @@ class SuffixCache:
     def exchange_static(self, former: Sequence[Segment], segments: Sequence[Segment]) -> None:
         """Search ``segments``, in memory of this process, in place of ``former``, which a call like this brought."""
         with self._lock:
-            if not self._state.is_discarded:
+            if not self._is_discarded:
                 self._index.leave_out(former)
                 self._index.add_static(segments)
 
@@ -277,7 +235,7 @@ class SuffixCache:
     def borrow(self, segments: tuple[Segment, ...]) -> None:
         """Search ``segments`` too, without a position, which another namespace owns, in place of those before."""
         with self._lock:
-            if not self._state.is_discarded:
+            if not self._is_discarded:
                 self._index.borrow(segments)
 
     def _store(self, pieces: list[Tokens]) -> Pieces:
@@ -291,56 +249,31 @@ class SuffixCache:
         self._filter.forget_before(self._index.next_position if has_dropped else self._index.recent_position)
 
     def _wake_if_due(self) -> None:
-        if self._wake is not None and self._index.num_tail_tokens >= self._seal_tokens:
+        if self._wake is not None and self._index.num_tail_tokens >= self._config.seal_tokens:
             self._wake()
-
-    # Maintenance
-
-    def maintain(self, *, seal_all: bool = False, wait: bool = True) -> None:
-        """Seal what is due, merge what is due, bring the directory up to date.
-
-        ``seal_all`` : seal the tail however short it is. ``wait`` : also finish merges that the worker does; without,
-        they are started here and taken over by a later call.
-        """
-        self._upkeep.maintain(seal_all=seal_all, wait=wait)
-
-    def flush(self) -> None:
-        """Seal the whole tail, wait for all merges, try again with what could not be written."""
-        self.maintain(seal_all=True)
-
-    def begin_close(self) -> None:
-        """Have maintenance that runs on another thread end with the segment it is at. ``close`` must follow."""
-        self._upkeep.begin_close()
-
-    def close(self) -> None:
-        """Seal the tail and let go of the directory. Appends still work afterwards, in memory only.
-
-        Bounded while others append: what they store after the call is not waited for. Sorts a tail at most, and writes
-        it and what could not be written before.
-        """
-        self._upkeep.close()
-
-    def discard(self) -> None:
-        """Forget everything, for good: no snapshot taken from now on holds a token, and nothing is stored any more.
-
-        Files are left to the caller, with no right to write them: see ``remove_directory``. Waits for what is being
-        sealed or merged.
-        """
-        self._upkeep.discard()
-
-    def _read_learned(self, directory: DirectoryReader | None) -> bytes | None:
-        if directory is None:
-            return None
-        try:
-            return directory.read_learned()
-        except OSError as error:
-            self.report_failure("what was learned beside the text was not read", error)
-            return None
-
-    def report_failure(self, what: str, error: BaseException) -> None:
-        """Count a failure and log the first of its kind: what fails once often fails always."""
-        self._state.report_failure(what, error)
 
     def stats(self) -> CacheStats:
         """Sizes and counters."""
-        return self._state.stats()
+        with self._lock:
+            snapshot, index = self._index.snapshot(), self._index
+            num_borrowed = sum(map(len, index.borrowed))
+            num_static = sum(len(segment) for segment in index.own if segment.start is None)
+            return CacheStats(
+                num_tokens=snapshot.num_tokens - num_static - num_borrowed,
+                num_kept_tokens=index.num_kept_tokens,
+                num_static_tokens=num_static,
+                num_borrowed_tokens=num_borrowed,
+                num_tail_tokens=index.num_tail_tokens,
+                num_segments=len(snapshot.segments),
+                generation=snapshot.generation,
+                num_appended_tokens=self._num_appended,
+                num_skipped_tokens=self._num_skipped,
+                num_sealed=self._num_sealed,
+                num_merged=self._num_merged,
+                num_failed_merges=self._num_failed_merges,
+                num_damaged_segments=self._num_damaged,
+                num_evicted_segments=index.num_evicted_segments,
+                num_evicted_tokens=index.num_evicted_tokens,
+                num_dropped_tokens=index.num_dropped_tokens,
+                num_failures=self._num_failures,
+            )

@@ -15,7 +15,7 @@ from ssd.model.heads.head import RecurrentHead
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.target import Target, pad_rows
 from ssd.pricing.rate import Rate
-from ssd.retrieval.segment_store import LearnedState
+from ssd.retrieval.cache_state import LearnedState
 
 READ_WIDTH = 8
 """Most positions of a pass that reads several rows at once; longer text is read row by row."""
