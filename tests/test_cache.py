@@ -17,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import CacheLocked, ConfigError, StoreUnavailable, TokenizerMismatch
+from ssd.errors import ConfigError, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import naive_count, naive_skipped, sequences, snapshot_count, snapshot_text
 from tests.waiting import wait_until
@@ -49,12 +47,6 @@ def _wait_until_sealed(caches: CacheSet) -> None:
 
 
 # Learning
-
-
-def test_an_append_is_seen_at_once() -> None:
-    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
-        caches.get().append((1, 2, 3), prompt_length=1)
-        assert _said(caches) == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -111,17 +103,6 @@ def test_namespaces_do_not_see_each_other() -> None:
 def test_names_that_could_leave_the_directory_are_refused(name: str) -> None:
     with CacheSet(_config(), FINGERPRINT, inline=True) as caches, pytest.raises(ConfigError):
         caches.get(name)
-
-
-def test_the_least_used_namespace_makes_room_and_the_default_one_stays() -> None:
-    with CacheSet(_config(), FINGERPRINT, inline=True, max_namespaces=2) as caches:
-        caches.get().append([1])
-        old = caches.get("a")
-        caches.get("b")
-        assert caches.names() == ["b", "default"]
-        old.append([1])  # whoever still holds it may go on
-        old.flush()
-        assert _said(caches) == [[1]]
 
 
 # Maintenance
@@ -295,11 +276,6 @@ def test_what_was_said_is_known_after_a_restart(tmp_path: Path) -> None:
         assert _said(caches) == [[1, 2, 3], [5]]
 
 
-def test_a_second_server_on_the_same_directory_is_refused(tmp_path: Path) -> None:
-    with CacheSet(_config(tmp_path), FINGERPRINT, inline=True), pytest.raises(CacheLocked):
-        CacheSet(_config(tmp_path), FINGERPRINT)
-
-
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
         caches.get().append([1])
@@ -307,12 +283,6 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         CacheSet(_config(tmp_path), "f" * 32)
     with pytest.raises(ConfigError):
         CacheSet(_config(), "not a fingerprint", inline=True)
-
-
-def test_a_directory_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StoreUnavailable, match=r"Not a directory: .*/file'"):
-        CacheSet(_config(tmp_path / "file"), FINGERPRINT)
 
 
 def test_a_directory_that_cannot_be_used_later_costs_only_persistence(
@@ -342,37 +312,6 @@ def test_two_namespaces_of_one_directory_are_served_at_once(tmp_path: Path) -> N
         assert (_said(caches, "a"), _said(caches, "b")) == ([[1]], [[2]])
 
 
-def test_a_directory_that_disappears_costs_only_persistence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with CacheSet(_config(tmp_path / "home"), FINGERPRINT, inline=True) as caches:
-        caches.get().append([1] * 20)
-        caches.flush()
-        (tmp_path / "home" / "default").rename(tmp_path / "gone")
-        for i in range(20):
-            caches.get().append([i] * 20)
-            caches.maintain()
-        assert len(_said(caches)) == 21
-        assert caches.get().stats().num_failures > 2
-    assert 1 <= len(caplog.records) <= 3  # one for each kind
-
-
-def test_a_segment_that_could_not_be_written_is_written_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with CacheSet(_config(tmp_path), FINGERPRINT, inline=True) as caches:
-        with monkeypatch.context() as patch:
-            patch.setattr(SegmentDirectory, "write", full)
-            caches.get().append([1, 2, 3])
-            caches.get().flush()
-            assert _said(caches) == [[1, 2, 3]]  # from memory
-        caches.get().append([4, 5])
-    with CacheSet(_config(tmp_path), FINGERPRINT, inline=True) as caches:
-        assert _said(caches) == [[1, 2, 3], [4, 5]]
-    assert "No space left on device" in caplog.text
-
-
 def test_a_damaged_segment_loses_its_text_only(tmp_path: Path) -> None:
     with CacheSet(_config(tmp_path, merge_fanout=9), FINGERPRINT, inline=True) as caches:
         for i in range(3):
@@ -383,17 +322,6 @@ def test_a_damaged_segment_loses_its_text_only(tmp_path: Path) -> None:
     with CacheSet(_config(tmp_path), FINGERPRINT, inline=True) as caches:
         assert _said(caches) == [[0] * 20, [2] * 20]
         assert caches.get().stats().num_failures == 1
-
-
-def test_static_segments_come_first_and_can_be_removed(tmp_path: Path) -> None:
-    with StaticWriter(tmp_path, fingerprint=FINGERPRINT) as writer:
-        writer.append([1, 2, 3])
-    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
-        cache = caches.get()
-        cache.append([4])
-        cache.add_static_directory(tmp_path)
-        assert snapshot_count(cache.snapshot(), [2, 3]) == 1 and _said(caches) == [[4]]
-        assert (cache.stats().num_static_tokens, cache.stats().num_tokens) == (4, 2)
 
 
 _WRITER = """

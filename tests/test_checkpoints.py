@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.cache_state import Checkpoint, PendingCheckpoints
+from ssd.retrieval.cache_state import Checkpoint
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.segment import Segment
 from tests.sharing_replica import FINGERPRINT, stored
@@ -27,22 +25,6 @@ def _after_crash(path: Path, copy: Path) -> CacheSet:
     """The directory opened as a process killed now would leave it."""
     shutil.copytree(path, copy)
     return _set(copy)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=40))
-def test_the_newest_mark_before_a_position_is_kept(steps: list[tuple[int, int]]) -> None:
-    pending = PendingCheckpoints()
-    tail_start = position = 0
-    everything: list[tuple[int, int]] = []  # (position, number of the source position)
-    for number, (appended, sealed) in enumerate(steps):
-        position += appended
-        pending.set({"number": number}, position, tail_start)
-        everything.append((position, number))
-        tail_start = min(position, tail_start + sealed)
-        kept = pending.kept_at(tail_start)
-        newest = [number for position, number in everything if position <= tail_start]
-        assert (None if kept is None else kept) == (Checkpoint({"number": newest[-1]}, tail_start) if newest else None)
-        assert len(pending) <= position - tail_start + 1
 
 
 def test_a_mark_waits_for_the_text_before_it(tmp_path: Path) -> None:
@@ -69,20 +51,6 @@ def test_a_mark_is_kept_through_a_life_that_sets_none(tmp_path: Path) -> None:
         caches.get().append([3, 4, 5])
     with _set(tmp_path / "a") as caches:
         assert caches.get().kept == Checkpoint({"n": 1}, 3)
-
-
-def test_marks_without_a_directory_cost_nothing() -> None:
-    with CacheSet(CacheConfig(), FINGERPRINT, inline=True) as caches:
-        caches.get().append_shared([1], source={"n": 1})
-        caches.get().set_source({"n": 2})
-        assert caches.get().kept is None and caches.get().stats().num_failures == 0
-
-
-@pytest.mark.parametrize(
-    "content", [None, 3, [], {}, {"mark": {}}, {"mark": 3, "position": 1}, {"mark": {}, "position": -1}]
-)
-def test_what_is_no_mark_counts_as_none(content: object) -> None:
-    assert Checkpoint.from_json(content) is None
 
 
 # Where files cannot be written

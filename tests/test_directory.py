@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, TokenizerMismatch
+from ssd.errors import CacheError, CacheLocked, SegmentCorrupt
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.files import MANIFEST_NAME, is_regular, is_temporary, read_manifest
 from ssd.retrieval.segment import SEPARATOR, Segment
@@ -40,24 +38,6 @@ def _filled(path: Path) -> Path:
     return path
 
 
-def test_what_was_committed_is_found_again(tmp_path: Path) -> None:
-    directory = _open(_filled(tmp_path))
-    segments, failures = directory.load()
-    assert [segment.segment_id for segment in segments] == ["a", "b"] and failures == []
-    assert [segment.start for segment in segments] == [0, 2]
-    assert (directory.manifest.next_position, directory.manifest.generation) == (4, 1)
-    directory.close()
-
-
-def test_a_commit_removes_the_files_it_leaves_out(tmp_path: Path) -> None:
-    directory = _open(_filled(tmp_path))
-    segments, _ = directory.load()
-    directory.commit(segments[1:], next_position=4)
-    assert _files(tmp_path) == {"b.seg"}
-    assert segments[0].tokens.tolist() == [0, SEPARATOR]  # the map is still good
-    directory.close()
-
-
 def test_uncommitted_and_temporary_files_are_removed_at_the_next_opening(tmp_path: Path) -> None:
     directory = _open(_filled(tmp_path))
     directory.write(_segment(4, "c"))
@@ -72,13 +52,6 @@ def test_a_commit_leaves_files_alone_that_are_being_written(tmp_path: Path) -> N
     (tmp_path / "merged.seg").write_bytes(b"another process is at it")
     directory.commit(directory.load()[0], next_position=4)
     assert (tmp_path / "merged.seg").exists()
-    directory.close()
-
-
-def test_a_segment_without_a_file_is_left_out(tmp_path: Path) -> None:
-    directory = _open(tmp_path)
-    directory.commit([_segment(0, "memory"), directory.write(_segment(2, "b"))], next_position=4)
-    assert directory.manifest.segment_ids == ("b",)
     directory.close()
 
 
@@ -105,22 +78,6 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     _open(tmp_path).close()
 
 
-def test_another_tokenizer_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerMismatch, match=r"another directory"):
-        _open(_filled(tmp_path), fingerprint="f" * 32)
-    _open(tmp_path).close()
-
-
-def test_a_damaged_segment_is_left_out_and_the_others_are_found(tmp_path: Path) -> None:
-    path = _filled(tmp_path) / "a.seg"
-    os.truncate(path, 300)
-    directory = _open(tmp_path)
-    segments, failures = directory.load()
-    assert [segment.segment_id for segment in segments] == ["b"]
-    assert [type(failure) for failure in failures] == [SegmentCorrupt]
-    directory.close()
-
-
 def test_a_missing_or_exchanged_segment_is_left_out(tmp_path: Path) -> None:
     _filled(tmp_path)
     (tmp_path / "b.seg").replace(tmp_path / "a.seg")
@@ -128,13 +85,6 @@ def test_a_missing_or_exchanged_segment_is_left_out(tmp_path: Path) -> None:
     segments, failures = directory.load()
     assert segments == [] and len(failures) == 2
     directory.close()
-
-
-def test_another_manifest_format_is_refused(tmp_path: Path) -> None:
-    path = _filled(tmp_path) / MANIFEST_NAME
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 9}))
-    with pytest.raises(FormatVersion):
-        _open(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,6 @@ def test_static_segments_are_kept_without_a_manifest_too(tmp_path: Path) -> None
             assert caches.get().stats().num_merged > 0
 
 
-def test_a_new_directory_has_a_manifest_at_once(tmp_path: Path) -> None:
-    with opened(tmp_path):
-        assert (tmp_path / "default" / MANIFEST_NAME).exists()
-
-
 # Strangers' files
 
 
@@ -212,13 +207,6 @@ def test_a_segment_of_another_namespace_is_left_out_and_left_alone(
         assert said(caches) == [1]
         learn(caches, range(5))
     assert foreign.exists() and "namespace 'other'" in caplog.text
-
-
-def test_a_builder_does_not_add_to_another_namespaces_cache(tmp_path: Path) -> None:
-    with StaticWriter(tmp_path, fingerprint=FINGERPRINT, namespace="a") as writer:
-        writer.append([1])
-    with pytest.raises(NamespaceMismatch):
-        StaticWriter(tmp_path, fingerprint=FINGERPRINT, namespace="b")
 
 
 # Who may read it

@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, EvictionPolicy, IndexConfig
-from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.names import is_kept, is_segment_id, new_segment_id
+from ssd.retrieval.names import is_kept, new_segment_id
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.retrieval.usage import BLOCK_TOKENS, WINDOW_TOKENS, Usage, used_text, windows
+from ssd.retrieval.usage import BLOCK_TOKENS, WINDOW_TOKENS, used_text, windows
 from tests.reference.eviction import SlowIndex, slow_used_text, slow_windows
 from tests.reference.retrieval import sequences, snapshot_text
 
@@ -51,12 +50,6 @@ def test_windows_equal_hashing_each_by_itself(ids: list[int]) -> None:
     assert list(zip(found.ends.tolist(), found.keys.tolist(), strict=True)) == slow_windows(ids)
 
 
-def test_about_one_window_in_four_is_remembered() -> None:
-    random = np.random.default_rng(0)
-    found = windows(random.integers(0, 32_000, 40_000).astype(np.int32))
-    assert 9_000 < len(found.ends) < 11_000
-
-
 @given(st.integers(0, 300), st.integers(1, 400), st.sets(st.integers(0, 12)), st.integers(0, 2**32 - 1))
 def test_what_is_kept_of_a_segment_equals_going_through_its_tokens(
     start: int, size: int, marks: set[int], seed: int
@@ -67,16 +60,6 @@ def test_what_is_kept_of_a_segment_equals_going_through_its_tokens(
     blocks = np.arange(start // BLOCK_TOKENS, -(-(start + size) // BLOCK_TOKENS))
     used = np.isin(blocks, list(marks))
     assert used_text(ids, start, used).tolist() == slow_used_text((start, ids.tolist()), marks)
-
-
-def test_only_what_an_output_says_again_is_marked() -> None:
-    usage, text = Usage(CAPACITY), np.arange(640, dtype=np.int32)
-    usage.learn(text, 0, 640)
-    assert not usage.used(0, 640).any()
-    usage.mark(windows(np.arange(128, 192, dtype=np.int32)))
-    assert np.flatnonzero(usage.used(0, 640)).tolist() == [2]
-    usage.learn(text[:0], 128, 192)
-    assert not usage.used(0, 640).any()
 
 
 # The policy
@@ -305,13 +288,3 @@ def test_text_of_use_that_cannot_be_written_is_not_lost_with_its_old_file(
     copy.rename(killed / "default")
     with opened(killed) as caches:
         assert longest_known(caches.get().snapshot(), TEXT) >= 250
-
-
-def test_a_kept_segment_is_known_by_its_name() -> None:
-    assert is_segment_id(new_segment_id(5, kept=True)) and is_kept(new_segment_id(5, kept=True))
-    assert not is_kept(new_segment_id(5)) and not is_kept(new_segment_id(None))
-
-
-def test_another_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="eviction must be one of used, fifo"):
-        IndexConfig(eviction="lru")  # type: ignore[arg-type]

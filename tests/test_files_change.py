@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ssd.config import CacheConfig, DraftConfig, IndexConfig
-from ssd.drafting import DraftRequest, make_drafter
+from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.search import longest_match
-from ssd.retrieval.segment_file import open_segment
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import sequences, snapshot_text
@@ -221,24 +219,6 @@ def test_memory_may_be_given_back_in_the_middle_of_anything() -> None:
         bus_guard.forget(slot)
     assert free_bytes_are(budget, 10) and bus_guard.watch(1 << 50, 4096) == slot
     bus_guard.forget(slot)
-
-
-def test_a_copy_and_a_map_hold_the_same_and_draft_the_same(tmp_path: Path) -> None:
-    make_static(tmp_path)
-    path = min((tmp_path / "static").glob("*.seg"))
-    copied = open_segment(path, fingerprint=FINGERPRINT, budget=CopyBudget(1 << 30))
-    mapped = open_segment(path, fingerprint=FINGERPRINT)
-    for one, other in ((copied.text, mapped.text), (copied.order, mapped.order), (copied.fence, mapped.fence)):
-        assert np.array_equal(one, other) and not one.flags.writeable and not other.flags.writeable
-        assert one.ctypes.data % 64 == other.ctypes.data % 64 == 0
-    drafts = []
-    for budget in (0, 1 << 30):
-        with CacheSet(config(None, memory_bytes=budget), FINGERPRINT, inline=True) as caches:
-            caches.get().add_static_directory(tmp_path / "static")
-            request = DraftRequest("a", np.array([1007, 10], np.int32), 0, caches.get().snapshot(), 16)
-            drafts.append(make_drafter("ssd", DraftConfig()).propose([request])[0].token_ids)
-    one, other = drafts
-    assert np.array_equal(one, other)
 
 
 _FOREIGN_MAP = """

@@ -71,10 +71,6 @@ def test_any_header_with_a_right_checksum_is_one_or_a_cache_error(changes: list[
     check_header(signed(bytes(content[:HEADER_LENGTH])))
 
 
-def test_a_header_is_what_it_was() -> None:
-    assert SegmentHeader.from_bytes(Path("a.seg"), HEADER.to_bytes()) == HEADER
-
-
 # Manifests
 
 _VALUES = st.recursive(

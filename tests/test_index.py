@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -44,27 +43,6 @@ def _index(capacity_tokens: int = 800, seal_tokens: int = 4, merge_fanout: int =
     )
 
 
-def test_an_empty_index_has_an_empty_snapshot() -> None:
-    snapshot = _index().snapshot()
-    assert snapshot.num_tokens == 0 and snapshot.segments == () and len(snapshot.segment_table) == 0
-    assert _index().tail_to_seal() is None and _index().merge_plan() is None
-
-
-def test_an_append_is_seen_at_once_and_an_older_snapshot_is_unchanged() -> None:
-    index = _index()
-    before = index.snapshot()
-    index.append(_tokens(1, 2))
-    assert snapshot_text(before) == []
-    assert snapshot_text(index.snapshot()) == [1, 2, SEPARATOR]
-    assert index.snapshot().generation > before.generation
-
-
-def test_appending_nothing_stores_nothing() -> None:
-    index = _index()
-    assert index.append(_tokens()) == []
-    assert index.snapshot().num_tokens == 0
-
-
 def test_a_snapshot_is_unchanged_by_a_later_seal_and_merge() -> None:
     index = _index()
     for token in range(8):
@@ -76,17 +54,6 @@ def test_a_snapshot_is_unchanged_by_a_later_seal_and_merge() -> None:
         pass
     assert len(index.snapshot().segments) < len(before.segments)
     assert snapshot_text(before) == text == snapshot_text(index.snapshot())
-
-
-def test_appends_between_the_halves_of_a_seal_are_kept() -> None:
-    index = _index()
-    index.append(_tokens(1))
-    due = index.tail_to_seal()
-    assert due is not None
-    index.append(_tokens(2))
-    index.install_sealed(build_segment(due[1], start=due[0], segment_id="a"))
-    assert snapshot_text(index.snapshot()) == [1, SEPARATOR, 2, SEPARATOR]
-    assert index.num_tail_tokens == 2
 
 
 def test_sequences_dropped_while_they_are_being_sealed_are_not_lost() -> None:
@@ -122,42 +89,6 @@ def test_a_backlog_of_seals_is_sorted_about_as_often_as_a_steady_stream(fanout: 
     assert len(index.snapshot().segments) <= 2 * fanout * math.log(1250 / size, fanout) + 8
 
 
-def test_a_merge_of_an_evicted_segment_is_thrown_away() -> None:
-    index = _index(capacity_tokens=32)
-    index.append(_tokens(1))
-    _seal(index)
-    index.append(_tokens(2))
-    _seal(index)
-    inputs = index.merge_plan()
-    assert inputs is not None
-    for token in range(20):
-        index.append(_tokens(token))
-        _seal(index)
-    text = snapshot_text(index.snapshot())
-    merged = build_segment(np.concatenate([s.tokens for s in inputs]), start=inputs[0].start, segment_id="merged")
-    assert not index.install_merged(inputs, merged)
-    assert snapshot_text(index.snapshot()) == text
-
-
-def test_a_sequence_longer_than_the_capacity_is_cut_and_its_end_is_kept() -> None:
-    index = _index(capacity_tokens=80)
-    pieces = index.append(_tokens(*range(200)))
-    assert all(len(piece) < 10 for piece in pieces)
-    assert all(a[-1] == b[0] for a, b in itertools.pairwise(pieces))  # the lead-in
-    text = snapshot_text(index.snapshot())
-    assert len(text) <= 80 and text[-2] == 199
-
-
-def test_the_smallest_capacity_works() -> None:
-    index = _index(capacity_tokens=8)
-    for token in range(100):
-        index.append(_tokens(token, token + 1))
-        _seal(index)
-        _merge(index)
-        assert index.snapshot().num_tokens <= 8
-    assert snapshot_text(index.snapshot())[-2] == 100
-
-
 def test_small_segments_between_large_ones_are_merged_too() -> None:
     index = _index(capacity_tokens=100_000, seal_tokens=4, merge_fanout=4)
     for i in range(400):
@@ -166,32 +97,6 @@ def test_small_segments_between_large_ones_are_merged_too() -> None:
         while _merge(index):
             pass
     assert len(index.snapshot().segments) <= 4 * 8
-
-
-def test_tokens_are_sorted_again_logarithmically_often() -> None:
-    index = _index(capacity_tokens=1 << 17, seal_tokens=16, merge_fanout=4)
-    num_sorted = 0
-    for _ in range(600):
-        index.append(_tokens(*range(15)))
-        _seal(index)
-        while (inputs := index.merge_plan()) is not None:
-            num_sorted += sum(map(len, inputs))
-            _merge(index)
-    assert num_sorted <= 6 * 600 * 16
-    assert len(index.snapshot().segments) <= 3 * 6
-
-
-def test_static_segments_are_outside_the_capacity() -> None:
-    index = _index(capacity_tokens=16)
-    static = build_segment(_tokens(*range(100), SEPARATOR), start=None, segment_id="static-a")
-    index.add_static([static])
-    for token in range(50):
-        index.append(_tokens(token))
-        _seal(index)
-    snapshot = index.snapshot()
-    assert snapshot.segments[0] is static and len(snapshot_text(snapshot)) <= 16
-    assert index.leave_out([static]) == 1 and index.leave_out([static]) == 0
-    assert static not in index.snapshot().segments
 
 
 _SEQUENCES = st.lists(st.integers(0, 2), max_size=14)

@@ -25,6 +25,7 @@ from ssd.model.sampling import target_tokens as choosing
 from ssd.model.sampling.sampler import host_tokens
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.namespace import Namespace
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
@@ -326,10 +327,10 @@ def test_a_namespace_that_cannot_be_opened_costs_others_no_draft(
     with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         open_cache = caches._open
 
-        def failing(name: str) -> SuffixCache:
-            if name == "bad":
+        def failing(namespace: Namespace) -> SuffixCache:
+            if namespace.name == "bad":
                 raise kind("injected")
-            return open_cache(name)
+            return open_cache(namespace)
 
         monkeypatch.setattr(caches, "_open", failing)
         poisoned = Poisoned(kind("injected"))
@@ -359,11 +360,11 @@ class Gate:
         self.threads: list[str] = []
         open_cache = caches._open
 
-        def slow(name: str) -> SuffixCache:
+        def slow(namespace: Namespace) -> SuffixCache:
             self.threads.append(threading.current_thread().name)
-            if name == "slow":
+            if namespace.name == "slow":
                 assert self.open.wait(PATIENCE_S)
-            return open_cache(name)
+            return open_cache(namespace)
 
         monkeypatch.setattr(caches, "_open", slow)
 

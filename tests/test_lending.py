@@ -17,9 +17,10 @@ from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.successors import NamespaceSuccessors
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.namespace import HeldNamespace, NamespaceTerms
+from ssd.retrieval.namespace import HeldNamespace, Namespace, NamespaceTerms
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.suffix_cache import SuffixCache
 from tests.test_successors import scored_pass
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -177,10 +178,10 @@ def test_forgetting_waits_for_an_opening_that_is_under_way(tmp_path: Path) -> No
     gate = threading.Event()
 
     class Slow(CacheSet):
-        def _open(self, name: str):  # type: ignore[no-untyped-def]
-            if name == "a":
+        def _open(self, namespace: Namespace) -> SuffixCache:
+            if namespace.name == "a":
                 assert gate.wait(PATIENCE_S)
-            return super()._open(name)
+            return super()._open(namespace)
 
     with Slow(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
         mine = caches.hold("a")

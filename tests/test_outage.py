@@ -169,20 +169,6 @@ def test_an_outage_lasts_while_anything_is_missing(
         assert said(caches) == list(range(80))
 
 
-def test_closing_while_nothing_can_be_written_keeps_what_was_and_ends(
-    tmp_path: Path, read_only: ReadOnly, caplog: pytest.LogCaptureFixture
-) -> None:
-    with opened(tmp_path) as caches:
-        learn(caches, range(20))
-        caches.flush()
-        read_only.is_on = True
-        learn(caches, range(20, 40))
-    read_only.is_on = False
-    with opened(tmp_path) as caches:
-        assert said(caches) == list(range(20))
-    assert [level for level, _ in messages(caplog)] == [logging.ERROR]
-
-
 @pytest.mark.timeout(300)
 def test_a_merge_the_worker_could_not_write_is_part_of_the_outage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

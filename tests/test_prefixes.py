@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,47 +17,6 @@ def _pieces(known: PrefixFilter, ids: list[int], prompt_length: int, position: i
     return [piece.tolist() for piece in known.pieces(_tokens(ids), prompt_length, position)]
 
 
-def test_a_repeated_prompt_is_stored_once_with_its_lead_in() -> None:
-    known = PrefixFilter(4, 2)
-    prompt = list(range(9))
-    assert _pieces(known, [*prompt, 50], 9) == [[*prompt, 50]]
-    assert _pieces(known, [*prompt, 60], 9) == [[6, 7, 8, 60]]
-
-
-def test_the_next_turn_of_a_conversation_stores_only_what_is_new() -> None:
-    known = PrefixFilter(4, 2)
-    first = list(range(12))  # prompt of 5, completion of 7
-    _pieces(known, first, 5)
-    assert _pieces(known, [*first, 20, 21, 22], 13) == [[10, 11, 20, 21, 22]]
-
-
-def test_a_completion_is_always_stored() -> None:
-    known = PrefixFilter(4, 2)
-    for _ in range(3):
-        stored = _pieces(known, list(range(12)), 4)
-    assert stored == [[2, 3, *range(4, 12)]]
-
-
-def test_a_seen_prompt_without_completion_stores_nothing() -> None:
-    known = PrefixFilter(4, 2)
-    _pieces(known, list(range(8)), 8)
-    assert _pieces(known, list(range(8)), 8) == []
-
-
-@pytest.mark.parametrize("ids", [[], [1], [1, 2, 3]])
-def test_less_than_a_block_is_stored_whole(ids: list[int]) -> None:
-    known = PrefixFilter(4, 2)
-    _pieces(known, ids, len(ids))
-    assert _pieces(known, ids, len(ids)) == ([ids] if ids else [])
-
-
-def test_switched_off_it_stores_everything() -> None:
-    known = PrefixFilter(0, 2)
-    for _ in range(2):
-        assert _pieces(known, list(range(8)), 8) == [list(range(8))]
-    assert len(known) == 0
-
-
 def test_an_evicted_block_is_forgotten() -> None:
     known = PrefixFilter(4, 0)
     _pieces(known, list(range(8)), 8, position=100)
@@ -67,14 +25,6 @@ def test_an_evicted_block_is_forgotten() -> None:
     known.forget_before(101)
     assert len(known) == 0
     assert _pieces(known, list(range(8)), 8, position=200) == [list(range(8))]
-
-
-def test_a_block_stored_again_outlives_its_first_place() -> None:
-    known = PrefixFilter(4, 0)
-    _pieces(known, list(range(8)), 0, position=0)
-    _pieces(known, list(range(8)), 0, position=9)
-    known.forget_before(9)
-    assert len(known) == 2
 
 
 @given(
@@ -115,14 +65,6 @@ def test_splitting_equals_cutting_step_by_step(length: int, max_tokens: int, lea
 
 def _follower() -> PrefixFilter:
     return PrefixFilter(4, 2, follows_others=True)
-
-
-def test_what_another_replica_stored_is_not_stored_again() -> None:
-    here, there = _follower(), _follower()
-    first = list(range(12))  # prompt of 5, completion of 7
-    (piece,) = there.pieces(_tokens(first), 5, 0)
-    here.note(piece, 0)
-    assert _pieces(here, [*first, 20, 21, 22], 13) == [[10, 11, 20, 21, 22]]
 
 
 def test_a_conversation_is_stored_once_though_each_turn_is_answered_elsewhere() -> None:

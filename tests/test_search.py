@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,25 +56,6 @@ def test_segments_of_every_width_are_searched_together(
     wide = spread([min(value, 2) for value in context], asked)
     match = longest_match(snapshot, as_context(wide), max_length)
     assert (match.length, match.support) == reference.longest_match(snapshot, wide, max_length)
-
-
-@given(st.integers(1, 4), st.integers(60, 400), st.integers(0, 2**32 - 1))
-@settings(max_examples=60)
-def test_longer_texts_with_several_fence_posts(alphabet: int, size: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    text = [*random.integers(0, alphabet, size).tolist(), SEPARATOR]
-    snapshot = reference.make_snapshot([text, text[size // 2 :]])
-    for _ in range(5):
-        start = int(random.integers(0, size))
-        context = [*text[start : start + 40], *random.integers(0, alphabet, 1).tolist()]
-        context = [token for token in context if token >= 0]
-        match = longest_match(snapshot, as_context(context), 32)
-        assert (match.length, match.support) == reference.longest_match(snapshot, context, 32)
-
-
-@pytest.mark.parametrize("context", [[], [0], [SEPARATOR], [5] * 1000])
-def test_empty_index_matches_nothing(context: list[int]) -> None:
-    assert longest_match(reference.make_snapshot([]), as_context(context), 32).length == 0
 
 
 def test_one_token_repeated_a_million_times() -> None:

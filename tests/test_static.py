@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,13 +41,6 @@ def test_a_long_sequence_is_cut_to_the_segment_size(tmp_path: Path) -> None:
     assert {int(token) for segment in segments for token in segment.tokens} == {SEPARATOR, *range(500)}
 
 
-def test_a_second_run_adds(tmp_path: Path) -> None:
-    _write(tmp_path, [[1]])
-    _write(tmp_path, [[2]])
-    segments = load_static_directory(tmp_path, fingerprint=FINGERPRINT)
-    assert [segment.tokens.tolist() for segment in segments] == [[1, SEPARATOR], [2, SEPARATOR]]
-
-
 def test_a_run_that_fails_changes_nothing(tmp_path: Path) -> None:
     _write(tmp_path, [[1]])
     with (
@@ -78,10 +70,3 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(StoreUnavailable, match=r"incomplete"):
         load_static_directory(tmp_path, fingerprint=FINGERPRINT)
-
-
-def test_numpy_integers_of_any_width_are_taken(tmp_path: Path) -> None:
-    with StaticWriter(tmp_path, fingerprint=FINGERPRINT) as writer:
-        writer.append(np.array([3, 4], np.uint16))
-        assert writer.num_tokens == 3
-    assert load_static_directory(tmp_path, fingerprint=FINGERPRINT)[0].tokens.tolist() == [3, 4, SEPARATOR]

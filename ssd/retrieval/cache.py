@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from ssd.config import CacheConfig
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, require_fault
 from ssd.retrieval.cache_state import CacheStats
-from ssd.retrieval.directory import remove_directory
+from ssd.retrieval.directory import DirectoryReader, SegmentDirectory, remove_directory
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.files import make_scratch
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import check_fingerprint, check_namespace
-from ssd.retrieval.namespace import DEFAULT_TERMS, CacheOpener, HeldNamespace, Lending, Namespace, NamespaceTerms
+from ssd.retrieval.namespace import DEFAULT_TERMS, HeldNamespace, Namespace, NamespaceTerms, SharedSegments
 from ssd.retrieval.suffix_cache import SuffixCache
 
 __all__ = ["DEFAULT_NAMESPACE", "CacheSet", "CacheStats", "SuffixCache"]
@@ -31,6 +33,7 @@ DEFAULT_NAMESPACE = "default"
 
 _BYTES_PER_TOKEN = 8  # token and suffix
 _SCRATCH_COPIES = 2  # while segments are merged, both they and the result are there
+_NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LONG_OPENING_S: Final = 10.0
 _CLOSE_WAIT_S: Final = 5.0
 
@@ -76,7 +79,7 @@ class CacheSet:
         self._max_namespaces = max(1, max_namespaces)
         self._on_open = on_open
         self._on_close = on_close
-        self._lending: Lending | None = None
+        self._shared: SharedSegments | None = None
         self._namespaces: OrderedDict[str, Namespace] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()  # held for microseconds, never while files are read
         self._aside: dict[threading.Thread, str] = {}  # what opens or closes a namespace
@@ -88,26 +91,18 @@ class CacheSet:
         self._stopping = False
         self._inline = inline
 
-        root = config.directory
+        self._root = config.directory  # holds a directory for each namespace; None keeps all in memory
         self._scratch = None
-        if root is None and not inline:
+        if self._root is None and not inline:
             self._scratch = make_scratch(config.index.capacity_tokens * _BYTES_PER_TOKEN * _SCRATCH_COPIES)
-            root = None if self._scratch is None else self._scratch[0]
+            self._root = None if self._scratch is None else self._scratch[0]
         self._worker = None
-        if not inline and root is not None:
+        if not inline and self._root is not None:
             self._worker = MergeWorker(None if self._scratch is None else self._scratch[0])
-        self._opener = CacheOpener(
-            config=config.index,
-            fingerprint=fingerprint,
-            root=root,
-            is_durable=self._scratch is None,
-            budget=CopyBudget(config.memory_bytes),
-            worker=self._worker,
-            wake=None if inline else self._wake.set,
-        )
+        self._budget = CopyBudget(config.memory_bytes)
         try:
             self._namespaces[namespace] = first = Namespace(namespace, self._open)
-            self._lending = Lending(first.opened())
+            self._shared = SharedSegments(first.opened())
         except BaseException:
             self._remove_scratch()
             raise
@@ -141,7 +136,11 @@ class CacheSet:
         except ConfigError as error:
             self._opening_failed(name, error)
             return None
-        if not self._stopping and namespace.begin_opening():
+        with self._lock:
+            is_to_open = not self._stopping and namespace.cache is None and namespace.opening_since is None
+            if is_to_open:
+                namespace.opening_since = time.monotonic()
+        if is_to_open:
             if self._inline:
                 self._open_held(namespace)
             else:
@@ -153,8 +152,8 @@ class CacheSet:
 
         Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
         """
-        assert self._lending is not None
-        self._lending.lend_to_all(self.get().add_static_directory(path))
+        assert self._shared is not None
+        self._shared.add_static_directory(path)
         self._lend()
 
     def discard(self, name: str) -> None:
@@ -176,8 +175,8 @@ class CacheSet:
             namespace.discard()
         if closing is not None:
             closing.wait()
-        if self._opener.root is not None:
-            path = self._opener.root / name
+        if self._root is not None:
+            path = self._root / name
             try:
                 remove_directory(path)
             except (OSError, CacheError) as error:
@@ -242,44 +241,72 @@ class CacheSet:
         with self._lock:
             return [each.cache for each in self._namespaces.values() if each.cache is not None]
 
-    def _open_or_begin(self, name: str) -> SuffixCache:
-        """While it serves, a directory that cannot be used costs only what would be kept there."""
-        try:
-            return self._open(name)
-        except CacheError as error:
-            return self._announced(self._opener.in_memory(name, error, self._terms_of(name)))
+    def _open(self, namespace: Namespace) -> SuffixCache:
+        """Its cache. While the set serves, a directory that cannot be used costs only what would be kept there.
 
-    def _open(self, name: str) -> SuffixCache:
-        """Raises CacheError."""
+        Raises CacheError for that of the first namespace.
+        """
         with self._lock:
-            closing = self._closing.get(name)
+            closing = self._closing.get(namespace.name)
         if closing is not None:
             closing.wait()
-        return self._announced(self._opener.open(name, self._terms_of(name)))
-
-    def _announced(self, cache: SuffixCache) -> SuffixCache:
+        try:
+            cache = self._open_directory(namespace)
+        except CacheError as error:
+            if namespace.name == self.namespace:
+                raise
+            cache = self._make(namespace, None)
+            cache.report_failure("its directory cannot be used, it stays in memory", error)
         with self._lock:
-            namespace = self._namespaces.get(cache.name)
-        if namespace is None:  # discarded meanwhile
-            return cache
-        if self._on_open is not None and namespace.terms.is_kept:
-            self._on_open(cache)
-        if self._lending is not None:
-            self._lending.refresh(namespace, cache)
+            is_discarded = self._namespaces.get(namespace.name) is not namespace
+        if not is_discarded:
+            if self._on_open is not None and namespace.terms.is_kept:
+                self._on_open(cache)
+            if self._shared is not None:
+                self._shared.lend(cache, namespace.terms)
         return cache
 
-    def _terms_of(self, name: str) -> NamespaceTerms:
-        with self._lock:
-            namespace = self._namespaces.get(name)
-        return DEFAULT_TERMS if namespace is None else namespace.terms
+    def _open_directory(self, namespace: Namespace) -> SuffixCache:
+        """One whose directory cannot be written is searched, and learns in memory. Raises CacheError."""
+        if self._root is None or not namespace.terms.is_kept:
+            return self._make(namespace, None)
+        path = self._root / namespace.name
+        whose: dict[str, Any] = {"fingerprint": self.fingerprint, "namespace": namespace.name, "budget": self._budget}
+        try:
+            try:
+                return self._make(namespace, SegmentDirectory(path, durable=self._scratch is None, **whose))
+            except OSError as error:
+                if error.errno not in _NOT_WRITABLE or not path.is_dir():
+                    raise
+                cache = self._make(namespace, DirectoryReader(path, **whose))
+                cache.report_failure(
+                    "its directory cannot be written: what it holds is searched, what is learned stays in memory", error
+                )
+                return cache
+        except OSError as error:
+            raise StoreUnavailable(
+                f"the cache directory {path} cannot be used: {error}. Give one that can be written, or at least read"
+            ) from error
+
+    def _make(self, namespace: Namespace, directory: DirectoryReader | None) -> SuffixCache:
+        config, capacity = self.config.index, namespace.terms.capacity_tokens
+        return SuffixCache(
+            namespace.name,
+            config if capacity is None else replace(config, capacity_tokens=capacity),
+            fingerprint=self.fingerprint,
+            directory=directory,
+            budget=self._budget,
+            worker=self._worker,
+            wake=None if self._inline else self._wake.set,
+        )
 
     def _lend(self) -> None:
         """Have every namespace search what the first one has by now for it."""
         with self._lock:
             namespaces = list(self._namespaces.values())
         for namespace in namespaces:
-            if self._lending is not None and namespace.cache is not None:
-                self._lending.refresh(namespace, namespace.cache)
+            if self._shared is not None and namespace.cache is not None:
+                self._shared.lend(namespace.cache, namespace.terms)
 
     def _is_group_full(self, name: str, terms: NamespaceTerms) -> bool:
         """Whether no place is left for one more namespace of its group: as many as may be are held."""
@@ -295,15 +322,15 @@ class CacheSet:
             namespace = self._namespaces.get(name)
             are_new = namespace is not None and terms is not None and terms != namespace.terms
             if namespace is None:
-                namespace = Namespace(check_namespace(name), self._open_or_begin, terms or DEFAULT_TERMS)
+                namespace = Namespace(check_namespace(name), self._open, terms or DEFAULT_TERMS)
                 self._namespaces[name] = namespace
             elif terms is not None:
                 namespace.terms = terms
             self._namespaces.move_to_end(name)
             held = namespace.held()
             leaving = self._take_least_used(namespace.terms)
-        if are_new and self._lending is not None and namespace.cache is not None:
-            self._lending.refresh(namespace, namespace.cache)  # before the first draft on new terms
+        if are_new and self._shared is not None and namespace.cache is not None:
+            self._shared.lend(namespace.cache, namespace.terms)  # before the first draft on new terms
         for cache in leaving:
             if self._inline:
                 self._close_one(cache)
@@ -358,7 +385,7 @@ class CacheSet:
                 require_fault(error)
             self._opening_failed(namespace.name, error)
         finally:
-            namespace.end_opening()
+            namespace.opening_since = None
 
     def _opening_failed(self, name: str, error: BaseException) -> None:
         self.num_failed_openings += 1
@@ -395,8 +422,9 @@ class CacheSet:
                 log.error("namespace=%s is still being opened: it is left alone", name)
 
     def _report_long_openings(self) -> None:
+        before = time.monotonic() - _LONG_OPENING_S
         with self._lock:
-            slow = [each.name for each in self._namespaces.values() if each.opening_s > _LONG_OPENING_S]
+            slow = [each.name for each in self._namespaces.values() if (each.opening_since or before) < before]
         for name in slow:
             if (kind := f"{name} is slow") not in self._complained:
                 self._complained.add(kind)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from weakref import WeakSet
 
-from ssd.config import IndexConfig
-from ssd.errors import CacheError, StoreUnavailable
-from ssd.retrieval.directory import DirectoryReader, SegmentDirectory
-from ssd.retrieval.file_bytes import CopyBudget
-from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_cache import SuffixCache
@@ -49,20 +42,21 @@ _MOST_WAITING_TOKENS: Final = 1 << 18
 class Namespace:
     """A name and, once its files were read, its cache. Safe from any thread; only ``opened`` ever waits.
 
-    ``cache`` : None until it is open.
+    ``cache`` : None until it is open. ``opening_since`` : when a thread of the set's began to open it, None while none
+    does; that is the set's to change.
     """
 
     def __init__(
-        self, name: str, open_cache: Callable[[str], SuffixCache], terms: NamespaceTerms = DEFAULT_TERMS
+        self, name: str, open_cache: Callable[[Namespace], SuffixCache], terms: NamespaceTerms = DEFAULT_TERMS
     ) -> None:
-        """``open_cache`` : makes the cache of a name; reads files. ``terms`` : those that count now."""
+        """``open_cache`` : makes the cache of a namespace; reads files. ``terms`` : those that count now."""
         self.name = name
         self.terms = terms
         self.cache: SuffixCache | None = None
+        self.opening_since: float | None = None
         self._open_cache = open_cache
         self._opening = threading.Lock()  # held while files are read
         self._lock = threading.Lock()
-        self._opening_since: float | None = None
         self._waiting: list[tuple[Tokens, int]] = []
         self._num_waiting_tokens = self._num_lost_tokens = 0
         self._is_discarded = False
@@ -74,7 +68,7 @@ class Namespace:
             return self.cache
         with self._opening:
             if self.cache is None:
-                cache = self._open_cache(self.name)
+                cache = self._open_cache(self)
                 with self._lock:
                     for tokens, prompt_length in self._waiting:
                         cache.append(tokens, prompt_length=prompt_length)
@@ -121,26 +115,7 @@ class Namespace:
     def is_held(self) -> bool:
         """Whether what ``held`` gave is still alive, or the cache is being opened."""
         with self._lock:
-            return self._opening_since is not None or len(self._holders) > 0
-
-    def begin_opening(self) -> bool:
-        """Whether the caller is to call ``opened``, and then ``end_opening``: True for one caller at a time."""
-        with self._lock:
-            if self.cache is not None or self._opening_since is not None:
-                return False
-            self._opening_since = time.monotonic()
-            return True
-
-    def end_opening(self) -> None:
-        """The cache is open, or could not be opened."""
-        with self._lock:
-            self._opening_since = None
-
-    @property
-    def opening_s(self) -> float:
-        """Seconds since somebody began to open it; 0 while nobody does."""
-        since = self._opening_since
-        return 0.0 if since is None else time.monotonic() - since
+            return self.opening_since is not None or len(self._holders) > 0
 
 
 class HeldNamespace:
@@ -161,11 +136,10 @@ class HeldNamespace:
         self._namespace.append(tokens, prompt_length=prompt_length)
 
 
-class Lending:
-    """Segments of ``owner`` for others: those of warm-up directories for all, what it sealed for its readers.
+class SharedSegments:
+    """Segments of the first namespace that others search too: of warm-up directories all, what it sealed its readers.
 
-    Segments never change, so lending one costs no memory; a tail is lent once it is sealed. Borrowers get new tuples
-    when the owner's segments have changed. Safe from any thread.
+    Segments never change, so this costs no memory; a tail is shared once it is sealed. Safe from any thread.
     """
 
     def __init__(self, owner: SuffixCache) -> None:
@@ -173,103 +147,35 @@ class Lending:
         self._lock = threading.Lock()  # held while one namespace gets what there is for it
         self._warm_ids: frozenset[str] = frozenset()
         self._table = -1
-        self._warm: tuple[Segment, ...] = ()
-        self._all: tuple[Segment, ...] = ()
+        self._shared: tuple[Segment, ...] = ()
 
-    def lend_to_all(self, segment_ids: frozenset[str]) -> None:
-        """These segments of the owner are for every namespace."""
+    def add_static_directory(self, path: Path) -> None:
+        """``SuffixCache.add_static_directory`` of the owner, for all."""
+        segment_ids = self._owner.add_static_directory(path)
         with self._lock:
             self._warm_ids |= segment_ids
-            self._table = -1
 
-    def refresh(self, namespace: Namespace, cache: SuffixCache) -> None:
-        """Give ``cache`` of ``namespace`` what there is by now on its terms, if that is new to it. O(segments)."""
+    def lend(self, cache: SuffixCache, terms: NamespaceTerms) -> None:
+        """Have ``cache``, of a namespace on these terms, search what there is for it by now. O(segments)."""
         if cache is self._owner:
             return
         with self._lock:
-            if self._owner.snapshot().segment_table.number != self._table:
-                self._collect()
-            lent = self._all if namespace.terms.reads_shared else self._warm
-            if cache.borrowed is not lent:
-                cache.borrow(lent)
+            self._collect()
+            shared = self._shared
+            if not terms.reads_shared:
+                shared = tuple(segment for segment in shared if segment.segment_id in self._warm_ids)
+            if cache.borrowed != shared:
+                cache.borrow(shared)
 
     def _collect(self) -> None:
-        """Tuples that stay the same objects while what they hold does."""
         snapshot = self._owner.snapshot()
+        if snapshot.segment_table.number == self._table:
+            return
         self._table = snapshot.segment_table.number
-        known = {segment.segment_id: segment for segment in self._all}
+        known = {segment.segment_id: segment for segment in self._shared}
         found = []
         for segment in snapshot.segments:
-            lent = known.get(segment.segment_id)
+            there = known.get(segment.segment_id)
             # The same arrays, and to the kernels a segment outside the ring: its positions are not the borrower's.
-            found.append(lent if lent is not None and lent.text is segment.text else replace(segment, start=None))
-        warm = [segment for segment in found if segment.segment_id in self._warm_ids]
-        self._all = self._all if _are_same(found, self._all) else tuple(found)
-        self._warm = self._warm if _are_same(warm, self._warm) else tuple(warm)
-
-
-def _are_same(some: Sequence[Segment], others: Sequence[Segment]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-_NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CacheOpener:
-    """Makes the caches of one tokenizer below one directory. Safe from any thread.
-
-    ``root`` : holds a directory for each namespace; None keeps all in memory. ``is_durable`` : whether it is to outlive
-    the process. ``budget``, ``worker``, ``wake`` : as for ``SuffixCache``.
-    """
-
-    config: IndexConfig
-    fingerprint: str
-    root: Path | None
-    is_durable: bool
-    budget: CopyBudget
-    worker: MergeWorker | None
-    wake: Callable[[], None] | None
-
-    def open(self, name: str, terms: NamespaceTerms = DEFAULT_TERMS) -> SuffixCache:
-        """The cache of a namespace; one whose directory cannot be written is searched, and learns in memory.
-
-        Raises CacheError: what is wrong with the directory.
-        """
-        if self.root is None or not terms.is_kept:
-            return self._make(name, None, terms)
-        path = self.root / name
-        whose: dict[str, Any] = {"fingerprint": self.fingerprint, "namespace": name, "budget": self.budget}
-        try:
-            try:
-                return self._make(name, SegmentDirectory(path, durable=self.is_durable, **whose), terms)
-            except OSError as error:
-                if error.errno not in _NOT_WRITABLE or not path.is_dir():
-                    raise
-                cache = self._make(name, DirectoryReader(path, **whose), terms)
-                cache.report_failure(
-                    "its directory cannot be written: what it holds is searched, what is learned stays in memory", error
-                )
-                return cache
-        except OSError as error:
-            raise StoreUnavailable(
-                f"the cache directory {path} cannot be used: {error}. Give one that can be written, or at least read"
-            ) from error
-
-    def in_memory(self, name: str, error: CacheError, terms: NamespaceTerms = DEFAULT_TERMS) -> SuffixCache:
-        """An empty cache without a directory, because that cannot be used: ``error`` is its first failure."""
-        cache = self._make(name, None, terms)
-        cache.report_failure("its directory cannot be used, it stays in memory", error)
-        return cache
-
-    def _make(self, name: str, directory: DirectoryReader | None, terms: NamespaceTerms) -> SuffixCache:
-        capacity = terms.capacity_tokens
-        return SuffixCache(
-            name,
-            self.config if capacity is None else replace(self.config, capacity_tokens=capacity),
-            fingerprint=self.fingerprint,
-            directory=directory,
-            budget=self.budget,
-            worker=self.worker,
-            wake=self.wake,
-        )
+            found.append(there if there is not None and there.text is segment.text else replace(segment, start=None))
+        self._shared = tuple(found)
