@@ -448,44 +448,6 @@ def test_a_read_only_directory_is_searched_and_costs_only_what_would_be_kept(tmp
     assert "what it holds is searched, what is learned stays in memory" in line and "Read-only file system" in line
 
 
-_READ_ONLY_WHILE_OPEN = (
-    _CHILD_SETUP
-    + """
-caches = opened()
-learn(caches, 0, 20)
-caches.flush()
-result = {"before": failures(caches), "on_disk": numbers(caches)}
-# A mount on top: what the process has open stays, every path leads to a file system that takes nothing.
-subprocess.run(["mount", "--bind", str(home), str(home)], check=True)
-subprocess.run(["mount", "-o", "remount,ro,bind", str(home)], check=True)
-learn(caches, 20, 40)
-caches.flush()
-result["said"], result["failures"] = numbers(caches), failures(caches)
-subprocess.run(["umount", "-l", str(home)], check=True)
-learn(caches, 40, 50)
-caches.flush()
-result["failures_after"] = failures(caches)
-die(caches)
-caches = opened()
-result["reopened"] = numbers(caches)
-caches.close()
-print(json.dumps(result))
-"""
-)
-
-
-def test_a_directory_that_turns_read_only_while_open_costs_nothing_once_it_is_writable_again(tmp_path: Path) -> None:
-    need_mounts()
-    result, log = run_child(_READ_ONLY_WHILE_OPEN, str(tmp_path), namespace="true")
-    assert result["before"] == 0 and result["on_disk"] == list(range(20))
-    assert result["said"] == list(range(40)) and result["failures"] > 0
-    assert result["reopened"] == list(range(50)) and result["failures_after"] == result["failures"]
-    errors = [line for line in log.splitlines() if line.startswith("ERROR")]
-    assert len(errors) == 1 and "Read-only file system" in errors[0] and "namespace=default" in errors[0]
-    assert [line for line in log.splitlines() if "can be written again" in line and line.startswith("WARNING")]
-    assert len(log.splitlines()) == 2
-
-
 _TOO_FEW_FILES = (
     _CHILD_SETUP
     + """

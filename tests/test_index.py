@@ -4,14 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ssd.config import IndexConfig
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_array import build_segment
-from tests.reference.retrieval import naive_count, sequences, snapshot_count, snapshot_text
+from tests.reference.retrieval import snapshot_text
 
 
 def _tokens(*ids: int) -> np.ndarray:
@@ -97,54 +95,3 @@ def test_small_segments_between_large_ones_are_merged_too() -> None:
         while _merge(index):
             pass
     assert len(index.snapshot().segments) <= 4 * 8
-
-
-_SEQUENCES = st.lists(st.integers(0, 2), max_size=14)
-_OPERATIONS = st.one_of(_SEQUENCES, _SEQUENCES, st.sampled_from(["seal", "seal", "merge", "reopen"]))
-
-
-@settings(max_examples=200)
-@given(
-    capacity_tokens=st.integers(8, 160),
-    seal_tokens=st.integers(1, 12),
-    merge_fanout=st.integers(2, 4),
-    operations=st.lists(_OPERATIONS, min_size=10, max_size=80),
-    pattern=st.lists(st.integers(0, 2), min_size=1, max_size=4),
-)
-def test_equals_a_list_of_everything_said(
-    capacity_tokens: int,
-    seal_tokens: int,
-    merge_fanout: int,
-    operations: list[list[int] | str],
-    pattern: list[int],
-) -> None:
-    index = _index(capacity_tokens, seal_tokens, merge_fanout)
-    said: list[int] = []
-    gone = 0
-    for operation in operations:
-        if operation == "seal":
-            _seal(index)
-        elif operation == "merge":
-            _merge(index)
-        elif operation == "reopen":
-            while _seal(index):
-                pass
-            gone += index.num_evicted_tokens + index.num_dropped_tokens
-            index = SuffixIndex(index.config, index.ring_born, index.next_position)
-        else:
-            assert isinstance(operation, list)
-            for piece in index.append(_tokens(*operation)):
-                said += [*piece.tolist(), SEPARATOR]
-
-        snapshot = index.snapshot()
-        text = snapshot_text(snapshot)
-        assert len(text) == snapshot.num_tokens <= capacity_tokens
-        assert text == said[len(said) - len(text) :]  # the newest, in order
-        assert index.next_position == len(said)
-        assert gone + index.num_evicted_tokens + index.num_dropped_tokens == len(said) - len(text)
-        assert all(len(segment) <= max(2, capacity_tokens // 8) for segment in snapshot.segments)
-        assert all(sequence != [] for sequence in sequences(text))
-    assert snapshot_count(index.snapshot(), pattern) == naive_count(snapshot_text(index.snapshot()), pattern)
-    assert index.snapshot().segment_table.records.array["num_tokens"].tolist() == [
-        len(s) for s in index.snapshot().segments
-    ]

@@ -117,32 +117,6 @@ def test_the_process_merges_reports_errors_and_survives_kill_9(tmp_path: Path) -
         worker.submit(job).result(timeout=1)
 
 
-_PARENT = """
-import sys, time
-from pathlib import Path
-from ssd.retrieval.merge_worker import MergeWorker
-worker = MergeWorker(Path(sys.argv[1]))
-worker.start().result()
-print(worker.process_id, flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_killed_parent_leaves_neither_process_nor_scratch_directory(tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    (scratch / "a.seg").write_bytes(b"text")
-    root = Path(__file__).resolve().parents[1]
-    with subprocess.Popen(
-        [sys.executable, "-c", _PARENT, str(scratch)], stdout=subprocess.PIPE, text=True, cwd=root
-    ) as parent:
-        assert parent.stdout is not None
-        worker_id = int(parent.stdout.readline())
-        assert not is_gone(worker_id)
-        parent.kill()
-    wait_until(lambda: is_gone(worker_id) and not scratch.exists())
-
-
 def test_a_stopped_process_is_killed_and_another_does_the_job(
     tmp_path: Path, worker: MergeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

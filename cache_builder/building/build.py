@@ -244,7 +244,6 @@ def _publish(out: Path, working: Path, final: Sequence[Neighbours], options: Blo
         fingerprint=options.fingerprint,
         namespace=options.namespace,
         generation=1,
-        segment_ids=tuple(segment.segment_id for segment in final),
         segments=tuple({"id": s.segment_id, "num_tokens": s.num_tokens, "start": None} for s in final),
     )
     write_manifest(options.segments, manifest)

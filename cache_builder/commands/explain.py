@@ -20,10 +20,10 @@ from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.seen import CONTEXT_END, OWN_TEXT, Candidate, Lookup, Place, Position, Seen, see
 from ssd.errors import CacheError, ConfigError, StoreUnavailable, TokenizerMismatch
+from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.directory import load_segments
 from ssd.retrieval.files import read_manifest
 from ssd.retrieval.packed import unpack
-from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.text.codec import TextCodec
 

@@ -1,5 +1,6 @@
 """The retrieval cache: what was said before, searchable.
 
-``ring`` takes tokens in, ``index`` keeps them as a ring tail and sorted segments, ``cache`` runs it per namespace with
-files (``segment_file``, ``directory``) and a rebuild process (``worker``). Readers only ever hold a ``Snapshot``.
+``ring`` takes tokens in, ``index`` keeps them as its tail and sorted segments, ``upkeep`` seals, merges and writes
+them (``segment_file``, ``directory``, ``merge_worker``), ``suffix_cache`` is one namespace's cache and ``cache`` all of
+a server's. Readers only ever hold a ``Snapshot``.
 """

@@ -121,7 +121,6 @@ def recover(path: Path, *, fingerprint: str, namespace: str) -> Recovered | None
         fingerprint=fingerprint,
         namespace=namespace,
         next_position=max([header.stop or 0 for header in kept], default=0),
-        segment_ids=tuple(header.segment_id for header in kept),
         segments=tuple({"id": h.segment_id, "num_tokens": h.num_tokens, "start": h.start} for h in kept),
     )
     return Recovered(manifest, tuple(left_out))
@@ -301,14 +300,12 @@ class SegmentDirectory(DirectoryReader):
         """
         self._lock.check()
         kept = [segment for segment in segments if segment.segment_id in self._files]
-        entries = tuple({"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in kept)
         self.manifest = Manifest(
             fingerprint=self._fingerprint,
             namespace=self._namespace,
             generation=self.manifest.generation + 1,
             next_position=next_position,
-            segment_ids=tuple(segment.segment_id for segment in kept),
-            segments=entries,
+            segments=tuple({"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in kept),
             shared=shared,
         )
         if self.durable:

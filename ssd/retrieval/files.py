@@ -18,7 +18,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -214,18 +214,22 @@ class Manifest:
     """Which segments make up one generation of a directory.
 
     ``next_position`` : the first ring position nothing was ever stored at.
-    ``segment_ids`` : static ones first, then those of the ring, oldest first.
+    ``segments`` : id, num_tokens and start (None when static) of each; all but the id is for people and tools. Static
+        ones first, then those of the ring, oldest first.
     """
 
     fingerprint: str
     namespace: str
     generation: int = 0
     next_position: int = 0
-    segment_ids: tuple[str, ...] = ()
-    segments: tuple[dict[str, Any], ...] = field(default=(), compare=False)
-    """For people and tools: id, num_tokens, start (None when static) of each segment."""
+    segments: tuple[dict[str, Any], ...] = ()
     shared: Mapping[str, Any] | None = field(default=None, compare=False)
     """JSON that ``SuffixCache`` keeps here about where the text came from; true of exactly these segments."""
+
+    @property
+    def segment_ids(self) -> tuple[str, ...]:
+        """Ids of ``segments``."""
+        return tuple(segment["id"] for segment in self.segments)
 
 
 def read_manifest(path: Path, *, fingerprint: str | None = None, namespace: str | None = None) -> Manifest | None:
@@ -276,19 +280,17 @@ def read_manifest(path: Path, *, fingerprint: str | None = None, namespace: str 
 
 def _from_json(content: Any) -> Manifest:
     """Raises ValueError, KeyError, TypeError for what ``write_manifest`` does not write."""
-    segments = content["segments"]
     manifest = Manifest(
         fingerprint=content["fingerprint"],
         namespace=content["namespace"],
         generation=content["generation"],
         next_position=content["next_position"],
-        segment_ids=tuple(segment["id"] for segment in segments),
-        segments=tuple(segments),
+        segments=tuple(content["segments"]),
         shared=content.get("shared"),  # whatever it is: ``Checkpoint`` looks
     )
     if not all(map(is_segment_id, manifest.segment_ids)):
         raise ValueError("it names a segment that no file can have")
-    if len(set(manifest.segment_ids)) < len(segments):
+    if len(set(manifest.segment_ids)) < len(manifest.segments):
         raise ValueError("it names a segment twice")
     if not (isinstance(manifest.fingerprint, str) and isinstance(manifest.namespace, str)):
         raise ValueError("it does not say whose it is")
@@ -300,15 +302,9 @@ def _from_json(content: Any) -> Manifest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Put it into directory ``path``, in the place of the one that is there, and on disk. Raises OSError."""
-    content: dict[str, Any] = {
-        "fingerprint": manifest.fingerprint,
-        "namespace": manifest.namespace,
-        "generation": manifest.generation,
-        "next_position": manifest.next_position,
-        "segments": list(manifest.segments),
-    }
-    if manifest.shared is not None:
-        content["shared"] = manifest.shared
+    content = asdict(manifest)
+    if manifest.shared is None:
+        del content["shared"]
     outer = {"format": MANIFEST_FORMAT, "manifest": content, "xxh3": _digest(content)}
     write_file(path / MANIFEST_NAME, [json.dumps(outer, indent=1).encode()], durable=True)
     sync_directory(path)

@@ -1,4 +1,4 @@
-"""The server's side of the rebuild process: start, ask, restart, stop."""
+"""The process that merges segment files at low priority, and the server's side of it: start, ask, restart, stop."""
 
 from __future__ import annotations
 
@@ -27,6 +27,17 @@ import numpy as np
 from ssd.errors import CacheError, StoreUnavailable
 from ssd.retrieval.segment_file import read_tokens, write_segment
 from ssd.retrieval.suffix_array import build_segment
+
+log = logging.getLogger(__name__)
+
+_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+_ATTEMPTS = 2  # a job that kills the process twice is given back
+_MAX_CRASHES = 5  # in a row; then jobs are refused for a while, and one is tried after it
+_FIRST_BACK_OFF_S = 0.1  # doubles with every crash in a row
+_FIRST_PAUSE_S = 10.0  # doubles too
+_LONGEST_PAUSE_S = 300.0
+_PATIENCE_S = 30.0  # a job may take so long, and so much more for each token: some thirty times what it does take
+_PATIENCE_PER_TOKEN_S = 2e-5
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _PARENT_DIED = signal.SIGUSR1  # no other process has a reason to send it
@@ -130,22 +141,6 @@ def main() -> None:
     finally:
         if arguments.scratch is not None and leaving.is_orphan(arguments.parent, wait_s):
             shutil.rmtree(arguments.scratch, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()
-
-
-log = logging.getLogger(__name__)
-
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-_ATTEMPTS = 2  # a job that kills the process twice is given back
-_MAX_CRASHES = 5  # in a row; then jobs are refused for a while, and one is tried after it
-_FIRST_BACK_OFF_S = 0.1  # doubles with every crash in a row
-_FIRST_PAUSE_S = 10.0  # doubles too
-_LONGEST_PAUSE_S = 300.0
-_PATIENCE_S = 30.0  # a job may take so long, and so much more for each token: some thirty times what it does take
-_PATIENCE_PER_TOKEN_S = 2e-5
 
 
 class MergeWorker:
@@ -318,3 +313,7 @@ def _remove_temporary(job: MergeJob | None) -> None:
         with contextlib.suppress(OSError):
             for path in output.parent.glob(f"{output.name}.*.tmp"):
                 path.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -123,8 +123,10 @@ class SuffixCache(MaintainedIndex):
                     return
                 if said is not None:
                     self._index.note_said(said)
-                pieces = self._filter.pieces(tokens, prompt_length, self._index.next_position)
-                stored = self._store(pieces)
+                num_dropped, position = self._index.num_dropped_tokens, self._index.next_position
+                pieces = self._filter.pieces(tokens, prompt_length, position)
+                stored = Pieces((part for piece in pieces for part in self._index.append(piece)), position)
+                self._forget_prefixes(self._index.num_dropped_tokens > num_dropped)
                 self._num_appended += len(tokens)
                 self._num_skipped += len(tokens) - sum(map(len, pieces))
         except Exception as error:  # a cache must not fail a request
@@ -237,12 +239,6 @@ class SuffixCache(MaintainedIndex):
         with self._lock:
             if not self._is_discarded:
                 self._index.borrow(segments)
-
-    def _store(self, pieces: list[Tokens]) -> Pieces:
-        num_dropped, position = self._index.num_dropped_tokens, self._index.next_position
-        stored = Pieces((part for piece in pieces for part in self._index.append(piece)), position)
-        self._forget_prefixes(self._index.num_dropped_tokens > num_dropped)
-        return stored
 
     def _forget_prefixes(self, has_dropped: bool) -> None:
         # Positions say nothing about text dropped from the middle, so then every block is forgotten.
