@@ -271,7 +271,7 @@ class SegmentDirectory(DirectoryReader):
         """
         path = self.path_of(segment_id)
         try:
-            segment = self.reread(segment_id)
+            segment = open_segment(path, fingerprint=self._fingerprint, namespace=self._namespace, budget=self._budget)
             if not self.durable and segment.shared is None:
                 keep_text_only(path, segment)  # a merge needs no more, and nobody else comes
         except (CacheError, OSError):
@@ -281,12 +281,6 @@ class SegmentDirectory(DirectoryReader):
         self._files.add(segment_id)
         self._has_unsynced_names = True
         return segment
-
-    def reread(self, segment_id: str) -> Segment:
-        """A segment once more from its file. Raises CacheError, OSError."""
-        return open_segment(
-            self.path_of(segment_id), fingerprint=self._fingerprint, namespace=self._namespace, budget=self._budget
-        )
 
     def commit(
         self, segments: Sequence[Segment], *, next_position: int, shared: Mapping[str, Any] | None = None

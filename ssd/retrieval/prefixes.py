@@ -71,7 +71,8 @@ class PrefixFilter:
         if len(piece) > self._lead_in_tokens:
             before = self._ends.get(hash_of(piece[: self._lead_in_tokens]))
         start, seed = (0, 0) if before is None else (self._lead_in_tokens, before)
-        self._keep(*self._chain(piece, start, seed), position)
+        hashes, ends = block_hashes(piece, start, seed, self._block_tokens, self._lead_in_tokens)
+        self._keep(hashes, ends, position)
 
     def forget_before(self, position: int) -> None:
         """Forget the blocks stored before ``position``: they are evicted. O(1) for each."""
@@ -85,7 +86,7 @@ class PrefixFilter:
 
     def _remember(self, tokens: Tokens, prompt_length: int, position: int) -> int:
         """Returns how many leading tokens are stored already, a multiple of the block length within the prompt."""
-        hashes, ends = self._chain(tokens, 0, 0)
+        hashes, ends = block_hashes(tokens, 0, 0, self._block_tokens, self._lead_in_tokens)
         num_known, most = 0, min(len(hashes), prompt_length // self._block_tokens)
         while num_known < most and hashes[num_known] in self._positions:
             num_known += 1
@@ -93,24 +94,20 @@ class PrefixFilter:
         return num_known * self._block_tokens
 
     def _keep(self, hashes: list[int], ends: list[int], position: int) -> None:
-        """Blocks that follow each other, as ``_chain`` gives them."""
+        """Blocks that follow each other, as ``block_hashes`` gives them."""
         if hashes:
             self._positions.update(dict.fromkeys(hashes, position))
             if self._follows_others:
                 self._ends.update(zip(ends, hashes, strict=True))
             self._by_age.append((position, hashes, ends))
 
-    def _chain(self, tokens: Tokens, start: int, seed: int) -> tuple[list[int], list[int]]:
-        """Of each whole block from ``start`` on: the hash of everything up to its end, and of its last tokens, those
-        that a piece after it would begin with."""
-        return block_hashes(tokens, start, seed, self._block_tokens, self._lead_in_tokens)
-
 
 def block_hashes(
     tokens: Tokens, start: int, seed: int, block_tokens: int, lead_in_tokens: int
 ) -> tuple[list[int], list[int]]:
     """Two hashes of each whole block of ``tokens`` : int32[n], from ``start`` on: of the text up to its end, where
-    ``seed`` is that up to ``start``, and of its last ``lead_in_tokens`` tokens, or all there are. O(n), in one kernel.
+    ``seed`` is that up to ``start``, and of its last ``lead_in_tokens`` tokens, or all there are: those that a piece
+    after it would begin with. O(n), in one kernel.
     """
     found = np.empty((2, max(0, len(tokens) - start) // block_tokens), np.int64)
     _hash_blocks(tokens, start, seed, block_tokens, lead_in_tokens, found)
