@@ -27,6 +27,14 @@ def test_an_evicted_block_is_forgotten() -> None:
     assert _pieces(known, list(range(8)), 8, position=200) == [list(range(8))]
 
 
+def test_a_block_stored_again_outlives_its_first_place() -> None:
+    known = PrefixFilter(4, 0)
+    _pieces(known, list(range(8)), 0, position=0)
+    _pieces(known, list(range(8)), 0, position=9)
+    known.forget_before(9)
+    assert len(known) == 2
+
+
 @given(
     st.integers(0, 4),
     st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=14), st.integers(0, 16)), max_size=20),
