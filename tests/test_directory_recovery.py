@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import stat
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +15,10 @@ import pytest
 
 from cache_builder.__main__ import main as ssd_cache
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import CacheLocked, NamespaceMismatch, StoreUnavailable
+from ssd.errors import CacheLocked, FormatVersion, NamespaceMismatch, StoreUnavailable
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.files import MANIFEST_NAME, make_directory, make_scratch, write_file
+from ssd.retrieval.files import MANIFEST_NAME, is_regular, is_temporary, make_directory, make_scratch, write_file
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.segment_file import write_segment
 from ssd.retrieval.static import StaticWriter
@@ -58,6 +61,56 @@ def put(path: Path, one: Segment, namespace: str = "default") -> Path:
     file = path / f"{one.segment_id}.seg"
     write_segment(file, one, fingerprint=FINGERPRINT, namespace=namespace)
     return file
+
+
+def as_writer(path: Path) -> SegmentDirectory:
+    return SegmentDirectory(path, fingerprint=FINGERPRINT, namespace="default")
+
+
+def committed(path: Path) -> list[Segment]:
+    """Two segments, in files that a manifest names."""
+    directory = as_writer(path)
+    segments = [directory.write(segment(0, 1)), directory.write(segment(2, 2))]
+    directory.commit(segments, next_position=4)
+    directory.close()
+    return segments
+
+
+def test_uncommitted_and_temporary_files_are_removed_at_the_next_opening(tmp_path: Path) -> None:
+    names = {f"{each.segment_id}.seg" for each in committed(tmp_path)}
+    directory = as_writer(tmp_path)
+    directory.write(segment(4, 3))
+    directory.close()
+    (tmp_path / "d.seg.17.tmp").write_bytes(b"half")
+    as_writer(tmp_path).close()
+    assert {path.name for path in tmp_path.glob("*.seg")} == names and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_commit_leaves_files_alone_that_are_being_written(tmp_path: Path) -> None:
+    committed(tmp_path)
+    directory = as_writer(tmp_path)
+    (tmp_path / "merged.seg").write_bytes(b"another process is at it")
+    directory.commit(directory.load()[0], next_position=4)
+    assert (tmp_path / "merged.seg").exists()
+    directory.close()
+
+
+def test_a_missing_or_exchanged_segment_is_left_out(tmp_path: Path) -> None:
+    one, other = (tmp_path / f"{each.segment_id}.seg" for each in committed(tmp_path))
+    other.replace(one)
+    directory = as_writer(tmp_path)
+    segments, failures = directory.load()
+    assert segments == [] and len(failures) == 2
+    directory.close()
+
+
+def test_a_file_that_is_removed_meanwhile_is_no_file(tmp_path: Path) -> None:
+    """Who opens the directory of a server that was killed may find its rebuild process still cleaning up."""
+    gone = tmp_path / "000000000000-0123456789abcdef.seg.17.tmp"
+    gone.touch()
+    assert is_temporary(gone)
+    gone.unlink()
+    assert not is_temporary(gone) and not is_regular(gone)
 
 
 # Without a manifest
@@ -147,8 +200,6 @@ def test_a_directory_that_is_a_link_to_anothers_files_loses_none(tmp_path: Path)
 
 
 def test_a_name_that_leads_elsewhere_is_not_written_through(tmp_path: Path) -> None:
-    import os
-
     target = tmp_path / "precious"
     target.write_bytes(b"years of work")
     (tmp_path / f"learned.bin.{os.getpid()}.tmp").symlink_to(target)
@@ -199,9 +250,7 @@ def test_a_segment_of_another_namespace_is_left_out_and_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "default"
-    directory = SegmentDirectory(path, fingerprint=FINGERPRINT, namespace="default")
-    directory.commit([directory.write(segment(0, 1)), directory.write(segment(2, 2))], next_position=4)
-    directory.close()
+    committed(path)
     foreign = put(path, segment(2, 7), namespace="other")
     with opened(tmp_path) as caches:
         assert said(caches) == [1]
@@ -216,7 +265,7 @@ def test_what_is_made_is_for_its_owner_alone(tmp_path: Path) -> None:
     home = tmp_path / "new" / "home"
     with opened(home) as caches:
         learn(caches, range(10))
-    directory = SegmentDirectory(home / "default", fingerprint=FINGERPRINT, namespace="default")
+    directory = as_writer(home / "default")
     directory.write_learned(b"learned")
     directory.close()
     for path in (home.parent, home, home / "default"):
@@ -254,3 +303,75 @@ def test_the_builder_says_in_one_line_what_is_wrong_with_a_directory(
         assert ssd_cache([command[0], str(tmp_path / path), *command[1:]]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("ssd-cache: error: ") and hint in line
+
+
+# It is not what it was
+
+
+def test_a_directory_replaced_while_in_use_belongs_to_its_new_writer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as first:
+        first.get().append([1] * 20)
+        first.flush()
+        shutil.rmtree(tmp_path / "default")
+        with opened(tmp_path) as second:
+            second.get().append([2] * 20)
+            second.flush()
+            for i in range(5):
+                first.get().append([3 + i] * 20)
+                first.flush()
+            assert len(said(first)) == 6 and first.get().stats().num_failures > 0
+            second.get().append([9] * 20)
+            second.flush()
+            assert second.get().stats().num_failures == 0
+    with opened(tmp_path) as caches:
+        assert said(caches) == [2, 9]
+        assert caches.get().stats().num_failures == 0
+    assert any("goes on from memory" in record.getMessage() for record in caplog.records)
+
+
+def _raise_manifest_format(path: Path) -> None:
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+
+
+def _raise_segment_format(path: Path) -> None:
+    segment = min(path.glob("*.seg"))
+    content = bytearray(segment.read_bytes())
+    content[8:12] = struct.pack("<I", 99)
+    segment.write_bytes(content)
+
+
+@pytest.mark.parametrize("raise_format", [_raise_manifest_format, _raise_segment_format])
+def test_a_newer_directory_is_refused_and_left_as_it_is(tmp_path: Path, raise_format: Callable[[Path], None]) -> None:
+    with opened(tmp_path) as caches:
+        for i in range(3):
+            caches.get().append([i] * 20)
+            caches.flush()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "default").iterdir()}
+    raise_format(tmp_path / "default")
+    newer = {path.name: path.read_bytes() for path in (tmp_path / "default").iterdir()}
+    assert newer.keys() == before.keys() and newer != before
+    for _ in range(2):  # the lock is given back
+        with pytest.raises(FormatVersion, match=r"has format 99, this version reads \d+.*version of ssd that wrote it"):
+            opened(tmp_path)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "default").iterdir()} == newer
+    for name, content in before.items():
+        (tmp_path / "default" / name).write_bytes(content)
+    with opened(tmp_path) as caches:
+        assert said(caches) == [0, 1, 2]
+
+
+def test_a_new_directory_is_synced_into_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    path = tmp_path / "a" / "b"
+    as_writer(path).close()
+    assert {tmp_path, tmp_path / "a"} <= set(synced)

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import shutil
-import signal
-import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,18 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import CacheError, FormatVersion, StoreUnavailable
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.merge_worker import MergeJob, MergeWorker
 from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.snapshot import Snapshot
-from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
 from tests.reference.retrieval import naive_count, sequences, snapshot_text
-from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
 ROOT = Path(__file__).resolve().parents[1]
@@ -482,192 +472,3 @@ def test_segments_that_cannot_be_read_for_now_are_not_removed(tmp_path: Path) ->
     result, log = run_child(_TOO_FEW_FILES, str(tmp_path))
     assert "Too many open files" in result["refused"] and result["unchanged"] and log == ""
     assert result["read"] == result["reopened"] == list(range(40))
-
-
-# The directory is not what it was
-
-
-def make_config(directory: Path) -> CacheConfig:
-    index = IndexConfig(capacity_tokens=8000, seal_tokens=16, merge_fanout=9, dedup_block_tokens=0)
-    return CacheConfig(index=index, directory=directory)
-
-
-def said(caches: CacheSet) -> list[Text]:
-    return sequences(snapshot_text(caches.get().snapshot()))
-
-
-def test_a_directory_replaced_while_in_use_belongs_to_its_new_writer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as first:
-        first.get().append([1] * 20)
-        first.flush()
-        shutil.rmtree(tmp_path / "default")
-        with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as second:
-            second.get().append([2] * 20)
-            second.flush()
-            for i in range(5):
-                first.get().append([3 + i] * 20)
-                first.flush()
-            assert len(said(first)) == 6 and first.get().stats().num_failures > 0
-            second.get().append([9] * 20)
-            second.flush()
-            assert second.get().stats().num_failures == 0
-    with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as caches:
-        assert said(caches) == [[2] * 20, [9] * 20]
-        assert caches.get().stats().num_failures == 0
-    assert any("goes on from memory" in record.getMessage() for record in caplog.records)
-
-
-def _raise_manifest_format(path: Path) -> None:
-    manifest = path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
-
-
-def _raise_segment_format(path: Path) -> None:
-    segment = min(path.glob("*.seg"))
-    content = bytearray(segment.read_bytes())
-    content[8:12] = struct.pack("<I", 99)
-    segment.write_bytes(content)
-
-
-@pytest.mark.parametrize("raise_format", [_raise_manifest_format, _raise_segment_format])
-def test_a_newer_directory_is_refused_and_left_as_it_is(tmp_path: Path, raise_format: Callable[[Path], None]) -> None:
-    with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as caches:
-        for i in range(3):
-            caches.get().append([i] * 20)
-            caches.flush()
-    before = {path.name: path.read_bytes() for path in (tmp_path / "default").iterdir()}
-    raise_format(tmp_path / "default")
-    newer = {path.name: path.read_bytes() for path in (tmp_path / "default").iterdir()}
-    assert newer.keys() == before.keys() and newer != before
-    for _ in range(2):  # the lock is given back
-        with pytest.raises(FormatVersion, match=r"has format 99, this version reads \d+.*version of ssd that wrote it"):
-            CacheSet(make_config(tmp_path), FINGERPRINT, inline=True)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "default").iterdir()} == newer
-    for name, content in before.items():
-        (tmp_path / "default" / name).write_bytes(content)
-    with CacheSet(make_config(tmp_path), FINGERPRINT, inline=True) as caches:
-        assert said(caches) == [[i] * 20 for i in range(3)]
-
-
-def test_a_new_directory_is_synced_into_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[Path] = []
-    fsync = os.fsync
-
-    def watched(descriptor: int) -> None:
-        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", watched)
-    path = tmp_path / "a" / "b"
-    SegmentDirectory(path, fingerprint=FINGERPRINT, namespace="default").close()
-    assert {tmp_path, tmp_path / "a"} <= set(synced)
-
-
-# The rebuild process
-
-
-@contextmanager
-def hanging_job(directory: Path) -> Iterator[tuple[MergeWorker, MergeJob]]:
-    """A worker, and a job that it begins and never ends: its input is a pipe without a writer."""
-    os.mkfifo(directory / "input")
-    job = MergeJob(
-        inputs=(str(directory / "input"),),
-        output=str(directory / "out.seg"),
-        segment_id="out",
-        start=0,
-        fingerprint=FINGERPRINT,
-        namespace="default",
-        num_tokens=1,
-        durable=True,
-    )
-    worker = MergeWorker()
-    try:
-        yield worker, job
-    finally:
-        worker.close()
-
-
-def next_process(worker: MergeWorker, last: int | None = None) -> int:
-    """The id of the worker's process once it runs and is not ``last``."""
-    wait_until(lambda: worker.process_id not in (None, last))
-    found = worker.process_id
-    assert found is not None
-    return found
-
-
-def test_a_killed_rebuild_process_leaves_no_half_written_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with hanging_job(tmp_path) as (worker, job):
-        future = worker.submit(job)
-        process = next_process(worker)
-        (tmp_path / f"out.seg.{process}.tmp").write_bytes(b"as far as it got")
-        os.kill(process, signal.SIGKILL)
-        process = next_process(worker, last=process)
-        assert not list(tmp_path.glob("*.tmp"))
-        (tmp_path / f"out.seg.{process}.tmp").write_bytes(b"as far as it got")
-        (tmp_path / "out.seg").write_bytes(b"its answer alone may be missing")
-        os.kill(process, signal.SIGKILL)
-        with pytest.raises(StoreUnavailable):
-            future.result(timeout=PATIENCE_S)
-        assert {path.name for path in tmp_path.iterdir()} == {"input"}
-    assert {record.levelno for record in caplog.records} == {logging.WARNING}
-
-
-def test_closing_while_a_merge_runs_leaves_no_half_written_file(tmp_path: Path) -> None:
-    with hanging_job(tmp_path) as (worker, job):
-        future = worker.submit(job)
-        (tmp_path / f"out.seg.{next_process(worker)}.tmp").write_bytes(b"as far as it got")
-        worker.close()
-        with pytest.raises(CacheError):
-            future.result(timeout=PATIENCE_S)
-        assert {path.name for path in tmp_path.iterdir()} == {"input"}
-
-
-# Sharing memory
-
-
-_MAPPER = """
-import sys
-from pathlib import Path
-from ssd.retrieval.static import load_static_directory
-segments = load_static_directory(Path(sys.argv[1]), fingerprint="0123456789abcdef" * 2)
-total = sum(int(segment.tokens.sum()) for segment in segments)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-def mapped_kilobytes(process_id: int, directory: Path) -> tuple[int, int]:
-    """(Rss, Pss) of all of a process's maps of files in ``directory``: Pss is its fair share."""
-    rss = pss = 0
-    is_ours = False
-    for line in Path(f"/proc/{process_id}/smaps").read_text().splitlines():
-        name, *rest = line.split()
-        if not name.endswith(":"):
-            is_ours = rest[-1].startswith(str(directory))
-        elif is_ours and name == "Rss:":
-            rss += int(rest[0])
-        elif is_ours and name == "Pss:":
-            pss += int(rest[0])
-    return rss, pss
-
-
-def test_processes_that_map_one_directory_share_one_copy(tmp_path: Path) -> None:
-    with StaticWriter(tmp_path, fingerprint=FINGERPRINT) as writer:
-        writer.append(np.random.default_rng(0).integers(0, 1000, 1 << 18))
-    size_kb = sum(path.stat().st_size for path in tmp_path.glob("*.seg")) // 1024
-    command = [sys.executable, "-c", _MAPPER, str(tmp_path)]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        for process in processes:
-            rss, pss = mapped_kilobytes(process.pid, tmp_path)
-            assert rss > 0.9 * size_kb  # all of it was looked at
-            assert pss < 0.6 * rss
-    finally:
-        for process in processes:
-            process.communicate()

@@ -318,3 +318,52 @@ def test_a_handler_that_others_put_since_does_not_stay_in_the_way(tmp_path: Path
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "0\n" and done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr  # by the handler that was there
+
+
+# Sharing memory
+
+
+_MAPPER = """
+import sys
+from pathlib import Path
+from ssd.retrieval.static import load_static_directory
+segments = load_static_directory(Path(sys.argv[1]), fingerprint="0123456789abcdef" * 2)
+total = sum(int(segment.tokens.sum()) for segment in segments)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def mapped_kilobytes(process_id: int, directory: Path) -> tuple[int, int]:
+    """(Rss, Pss) of all of a process's maps of files in ``directory``: Pss is its fair share."""
+    rss = pss = 0
+    is_ours = False
+    for line in Path(f"/proc/{process_id}/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if not name.endswith(":"):
+            is_ours = rest[-1].startswith(str(directory))
+        elif is_ours and name == "Rss:":
+            rss += int(rest[0])
+        elif is_ours and name == "Pss:":
+            pss += int(rest[0])
+    return rss, pss
+
+
+def test_processes_that_map_one_directory_share_one_copy(tmp_path: Path) -> None:
+    with StaticWriter(tmp_path, fingerprint=FINGERPRINT) as writer:
+        writer.append(np.random.default_rng(0).integers(0, 1000, 1 << 18))
+    size_kb = sum(path.stat().st_size for path in tmp_path.glob("*.seg")) // 1024
+    command = [sys.executable, "-c", _MAPPER, str(tmp_path)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        for process in processes:
+            rss, pss = mapped_kilobytes(process.pid, tmp_path)
+            assert rss > 0.9 * size_kb  # all of it was looked at
+            assert pss < 0.6 * rss
+    finally:
+        for process in processes:
+            process.communicate()

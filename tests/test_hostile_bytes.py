@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import struct
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.errors import CacheError
+from ssd.errors import CacheError, SegmentCorrupt
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.files import MANIFEST_NAME, read_manifest
 from ssd.retrieval.segment_file import HEADER_LENGTH, SegmentHeader
@@ -163,6 +164,25 @@ def test_any_bytes_are_a_manifest_or_a_cache_error(tmp_path_factory: pytest.Temp
     (path / MANIFEST_NAME).write_bytes(content)
     with pytest.raises(CacheError):
         read_manifest(path, fingerprint=FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{}", '{"format": 1}', "[" * 100_000, "\0\xff", '{"format":1,"manifest":3}']
+)
+def test_a_damaged_manifest_says_what_to_do(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(text, encoding="latin-1")
+    with pytest.raises(SegmentCorrupt, match=r"delete the directory"):
+        read_manifest(tmp_path, fingerprint=FINGERPRINT)
+
+
+@given(st.integers(0, 500), st.integers(1, 255))
+def test_a_changed_manifest_is_noticed(home: Path, offset: int, flip: int) -> None:
+    content = bytearray((home / "default" / MANIFEST_NAME).read_bytes())
+    content[offset % len(content)] ^= flip
+    with tempfile.TemporaryDirectory() as place:
+        Path(place, MANIFEST_NAME).write_bytes(content)
+        with contextlib.suppress(CacheError):  # or else white space, perhaps
+            assert read_manifest(Path(place)) == read_manifest(home / "default")
 
 
 # What drafting learned. In a process of its own, for its kernels check nothing.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,62 @@ def test_a_process_that_is_told_to_end_leaves_a_living_servers_files_alone_and_r
             server.wait(timeout=PATIENCE_S)
             gone, left = int(process_id), Path(orphaned)
             wait_until(lambda gone=gone, left=left: is_gone(gone) and not left.exists())  # type: ignore[misc]
+
+
+@contextmanager
+def hanging_job(directory: Path) -> Iterator[tuple[MergeWorker, MergeJob]]:
+    """A worker, and a job that it begins and never ends: its input is a pipe without a writer."""
+    os.mkfifo(directory / "input")
+    job = MergeJob(
+        inputs=(str(directory / "input"),),
+        output=str(directory / "out.seg"),
+        segment_id="out",
+        start=0,
+        fingerprint=FINGERPRINT,
+        namespace="default",
+        num_tokens=1,
+        durable=True,
+    )
+    worker = MergeWorker()
+    try:
+        yield worker, job
+    finally:
+        worker.close()
+
+
+def next_process(worker: MergeWorker, last: int | None = None) -> int:
+    """The id of the worker's process once it runs and is not ``last``."""
+    wait_until(lambda: worker.process_id not in (None, last))
+    found = worker.process_id
+    assert found is not None
+    return found
+
+
+def test_a_killed_rebuild_process_leaves_no_half_written_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with hanging_job(tmp_path) as (worker, job):
+        future = worker.submit(job)
+        process = next_process(worker)
+        (tmp_path / f"out.seg.{process}.tmp").write_bytes(b"as far as it got")
+        os.kill(process, signal.SIGKILL)
+        process = next_process(worker, last=process)
+        assert not list(tmp_path.glob("*.tmp"))
+        (tmp_path / f"out.seg.{process}.tmp").write_bytes(b"as far as it got")
+        (tmp_path / "out.seg").write_bytes(b"its answer alone may be missing")
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(StoreUnavailable):
+            future.result(timeout=PATIENCE_S)
+        assert {path.name for path in tmp_path.iterdir()} == {"input"}
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_closing_while_a_merge_runs_leaves_no_half_written_file(tmp_path: Path) -> None:
+    with hanging_job(tmp_path) as (worker, job):
+        future = worker.submit(job)
+        (tmp_path / f"out.seg.{next_process(worker)}.tmp").write_bytes(b"as far as it got")
+        worker.close()
+        with pytest.raises(CacheError):
+            future.result(timeout=PATIENCE_S)
+        assert {path.name for path in tmp_path.iterdir()} == {"input"}
 
 
 # Merging goes on
