@@ -13,7 +13,7 @@ from benchmarks.hybrid.costs import CARRYING_S, LOOKUP_S, POSITION_S, draft_seco
 from benchmarks.hybrid.drafters import OTHER_TOKENS, OurDrafter, RecordedDrafter
 from benchmarks.hybrid.recordings import Recording
 from ssd.drafting.arbiter import Arbiter
-from ssd.drafting.protocol import Draft, Drafter, DraftRequest
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest
 from ssd.pricing.calibration import KeptShares
 from ssd.pricing.rate import Rate
 from ssd.retrieval.snapshot import Snapshot
@@ -88,6 +88,7 @@ class WithDrafter:
         self._drafter, self._max_draft, self._tree = drafter, max_draft, tree
         self._rate = Rate()
         self._shares = KeptShares()
+        self._proposed = EMPTY_DRAFT
 
     def step(self, place: Place) -> Took:
         """Do one step."""
@@ -100,29 +101,29 @@ class WithDrafter:
     def draft(self, place: Place) -> Draft:
         """What is verified."""
         alone = pass_seconds(1, place.position)
-        share = self._shares.share(_GREEDY)
         request = DraftRequest(
             place.request_id,
             place.text[: place.position],
             len(place.recording.prompt),
             place.snapshot,
             min(self._max_draft, place.left - 1),
-            prices=np.array([self._rate.price(1, alone, POSITION_S) / share]),
+            prices=np.array([self._rate.price(1, alone, POSITION_S)]),
             tree=self._tree,
         )
         draft = self._drafter.propose([request])[0]
         if draft.probabilities is None:
             return draft
+        self._proposed = draft
+        draft = replace(draft, probabilities=self._shares.corrected(_GREEDY, draft))
         expected = np.ones(1 + len(draft.token_ids))
-        expected[1:] += share * np.cumsum(draft.chances())
+        expected[1:] += np.cumsum(draft.chances())
         return draft.cut(self._rate.best(expected, alone + POSITION_S * np.arange(float(len(expected)))))
 
     def observe(self, place: Place, draft: Draft, path: list[int], took: Took) -> None:
         """Learn what came of a draft, in a step that may have taken another; what it emits must be what was said."""
         if draft.token_ids[path].tolist() != place.text[place.position : place.position + len(path)].tolist():
             raise AssertionError("tokens were accepted that the recorded text does not have")
-        promised = 0.0 if draft.probabilities is None else float(draft.chances().sum())
-        self._shares.observe(_GREEDY, promised, len(path))
+        self._shares.observe(_GREEDY, self._proposed, place.text[place.position :][: len(path) + 1].tolist())
         told = draft if draft.parents is None else replace(draft, path=np.array(path, np.int32))
         self._drafter.observe(place.request_id, told, len(path))
         self._rate.observe(took.emitted, took.seconds)
