@@ -135,7 +135,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             },
             "how soon a kind of token is trusted, and distrusted",
             "`benchmarks.overhead` by CPU time, cold at batch 1, with one share for a temperature -> these: drafted a "
-            "step 2.38 -> 0.66, of which 0.18 and 0.06 tokens came; drafts promised 1.7 times what came, now 0.9 to 1.4",
+            "step 2.38 -> 0.66, of which 0.18 and 0.06 tokens came; promised over came 1.7 -> 0.9 to 1.4",
         ),
         Choice(
             "engine/proposals.py",
@@ -323,7 +323,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "retrieval/usage.py",
             {"WINDOW_TOKENS": "8", "BLOCK_TOKENS": "64", "_TOKENS_PER_SLOT": "8"},
             "how use is noticed",
-            "memory: 2 to 4 bytes a token of capacity; else not measured",
+            "memory: 1 to 2 bytes a token of capacity; else not measured",
         ),
         Choice(
             "retrieval/merging.py",
