@@ -192,6 +192,8 @@ def test_a_published_copy_does_not_change_and_another_drafter_goes_on_from_it() 
         first.propose([DraftRequest("a", text[:length], 7, None, 8, learned=learned)])
     assert [learned.newest] == [None]
     first.finish("a")
+    assert [learned.newest] == [None], "a copy that is made so often that requests wait for it"
+    first.publish()
     assert learned.newest is not None
     published = learned.newest.to_bytes()
     assert published == first.model_of(learned).to_bytes()

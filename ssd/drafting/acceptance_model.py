@@ -134,7 +134,7 @@ class NamespaceModels:
             model = self._models.get(learned)
             if model is None:
                 model = self._models[learned] = AcceptanceModel.of(learned)
-                self._published[learned] = -PUBLISH_S, model.num_learned
+                self._published[learned] = time.monotonic(), model.num_learned
             self._last, self._last_model = learned, model
         return self._last_model
 

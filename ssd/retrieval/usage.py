@@ -32,6 +32,9 @@ _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 _LEAVING: Final = np.uint64(pow(int(_FACTOR), WINDOW_TOKENS, 1 << 64))
 _SHIFT: Final = np.uint64(29)
 _FREE: Final = 0
+_POSITION_BITS: Final = 40
+_POSITION: Final = (1 << _POSITION_BITS) - 1
+_TAG: Final = ~_POSITION
 _FOREVER: Final = 1 << 62
 
 
@@ -51,14 +54,13 @@ NO_WINDOWS: Final = Windows(np.empty(0, np.int64), np.empty(0, np.int64))
 class _Table(NamedTuple):
     """What the kernels read and change.
 
-    ``keys``, ``afters`` : int64[slots], a window and the position after it, _FREE in a free slot: untouched pages cost
-    no memory.
+    ``slots`` : int64[n], of a window as many bits as there are beside its slot's number and, in the lowest
+    _POSITION_BITS, the position after it; _FREE in a free slot: untouched pages cost no memory.
     ``marks`` : bool, of the block with absolute number b at ``b & (len - 1)``. ``starts``, ``stops`` : int64, positions
     that are stored, in order. ``recent`` : int64[1], what lies before is not marked.
     """
 
-    keys: Int64s
-    afters: Int64s
+    slots: Int64s
     marks: Flags
     starts: Int64s
     stops: Int64s
@@ -99,12 +101,22 @@ def _is_stored(table: _Table, position: int) -> bool:
     return bool(owner >= 0 and position < table.stops[owner])
 
 
+@inlined
+def _slot_of(table: _Table, key: int) -> int:
+    return int(key & (len(table.slots) - 1))
+
+
+@inlined
+def _tag_of(key: int) -> int:
+    return int((key << 1) & _TAG)  # keys have 62 bits
+
+
 @kernel
 def _mark(table: _Table, keys: Int64s) -> None:
     for key in keys:
-        slot = key & (len(table.keys) - 1)
-        position = table.afters[slot] - 1
-        if table.keys[slot] == key and position >= table.recent[0] and _is_stored(table, position):
+        held = table.slots[_slot_of(table, key)]
+        position = (held & _POSITION) - 1
+        if held & _TAG == _tag_of(key) and position >= table.recent[0] and _is_stored(table, position):
             table.marks[(position // BLOCK_TOKENS) & (len(table.marks) - 1)] = True
 
 
@@ -114,9 +126,9 @@ def _add(table: _Table, ends: Int64s, keys: Int64s, start: int, stop: int, is_ne
         for block in range((start + BLOCK_TOKENS - 1) // BLOCK_TOKENS, stop // BLOCK_TOKENS + 1):
             table.marks[block & (len(table.marks) - 1)] = False
     for i in range(len(keys)):
-        slot = keys[i] & (len(table.keys) - 1)
-        if not _is_stored(table, table.afters[slot] - 1):
-            table.keys[slot], table.afters[slot] = keys[i], start + ends[i] + 1
+        slot = _slot_of(table, keys[i])
+        if not _is_stored(table, (table.slots[slot] & _POSITION) - 1):
+            table.slots[slot] = _tag_of(keys[i]) | (start + ends[i] + 1)
 
 
 @kernel
@@ -130,13 +142,13 @@ def _learn(table: _Table, tokens: TokenIds, start: int, stop: int) -> None:
 @kernel
 def _forget(table: _Table, keys: Int64s, start: int, stop: int) -> None:
     for key in keys:
-        slot = key & (len(table.keys) - 1)
-        if start < table.afters[slot] <= stop:
-            table.afters[slot] = _FREE
+        slot = _slot_of(table, key)
+        if start < table.slots[slot] & _POSITION <= stop:
+            table.slots[slot] = _FREE
 
 
 class Usage:
-    """Windows of what is stored, and which blocks of it were of use. One writer. 2 to 4 bytes a token of capacity.
+    """Windows of what is stored, and which blocks of it were of use. One writer. 1 to 2 bytes a token of capacity.
 
     A window is remembered where it was stored first, for as long as that is stored; where two share a slot, the older
     one stays. So popular text is kept once.
@@ -148,7 +160,6 @@ class Usage:
         blocks = power_of_two_at_least(2 * capacity_tokens // BLOCK_TOKENS + 2)
         nothing = np.empty(0, np.int64)
         self._table = _Table(
-            np.zeros(slots, np.int64),
             np.zeros(slots, np.int64),
             np.zeros(blocks, np.bool_),
             nothing,
