@@ -33,7 +33,7 @@ from benchmarks.faults.processes import Server
 from benchmarks.http.client import Connection
 from benchmarks.workloads import snippets
 from server.command.arguments import parse_arguments
-from server.command.assembly import EngineLoader
+from server.command.start import EngineLoader
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
 from ssd.engine import Engine, Request
