@@ -74,7 +74,7 @@ def said(positions: list[tuple[int, int, list[int]]], seed: int = 0, learned: Le
         counts=np.ones(count, np.int64),
         parents=None,
         chosen=np.zeros((count, 1), np.int64),
-        paths=[np.zeros(1, np.int64)] * count,
+        ends=np.zeros(count, np.int64),
         top_ids=top_ids,
         top_logits=logits.astype(np.float32),
     )
@@ -254,7 +254,7 @@ def scored(fed: list[int], parents: list[int] | None, chosen: list[int], path: l
         counts=np.array([width]),
         parents=None if parents is None else np.array([parents]),
         chosen=np.array([chosen]),
-        paths=[np.array(path, np.int64)],
+        ends=np.array(path[-1:], np.int64),
         top_ids=np.full((1, width, 8), -1, np.int32),
         top_logits=np.zeros((1, width, 8), np.float32),
     )

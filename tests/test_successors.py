@@ -75,7 +75,7 @@ def scored_pass(
         counts=np.array([len(row[3]) - 1 for row in rows]),
         parents=parents,
         chosen=np.maximum(top_ids[..., 0], 0).astype(np.int64),
-        paths=[np.zeros(1, np.int64)] * count,
+        ends=np.zeros(count, np.int64),
         top_ids=top_ids,
         top_logits=logits.astype(np.float32),
     )
@@ -102,7 +102,7 @@ def passes(draw: st.DrawFn) -> ScoredPass:
         counts=random.integers(0, width + 1, num_rows),
         parents=parents if draw(st.booleans()) else None,
         chosen=np.zeros(grid, np.int64),
-        paths=[np.zeros(1, np.int64)] * num_rows,
+        ends=np.zeros(num_rows, np.int64),
         top_ids=top_ids,
         top_logits=logits,
     )

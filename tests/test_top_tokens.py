@@ -112,10 +112,11 @@ class Witness:
         for array in (scored.before, scored.fed, scored.chosen, scored.top_ids, scored.top_logits):
             assert array.flags.c_contiguous
         for b, name in enumerate(scored.request_ids):
-            context, count, path = running[name].context, int(scored.counts[b]), scored.paths[b].tolist()
+            context, count, path = running[name].context, int(scored.counts[b]), [int(scored.ends[b])]
             assert scored.fed[b, 0] == context[-1] and scored.before[b] == (context[-2] if len(context) > 1 else -1)
             parents = [-1, *range(count - 1)] if scored.parents is None else scored.parents[b, :count].tolist()
-            assert path[0] == 0 and [parents[node] for node in path[1:]] == path[:-1]
+            while path[0] > 0:
+                path.insert(0, parents[path[0]])
             assert [scored.chosen[b, node] for node in path[:-1]] == [scored.fed[b, node] for node in path[1:]]
             # Greedy without rules: what was chosen is the most probable.
             assert np.array_equal(scored.chosen[b, :count], scored.top_ids[b, :count, 0])

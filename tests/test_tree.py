@@ -15,7 +15,7 @@ from ssd.model.kv.tree import TreeShape, is_tree, leading_chain, node_parents, p
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.pass_output import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
-from ssd.model.verification import accepted_path
+from ssd.model.verification import agree
 from ssd.model.ways.probes import verifies_trees
 from ssd.model.ways.row_target import RowTarget
 from ssd.model.ways.slot_target import SlotTarget
@@ -70,8 +70,9 @@ def test_acceptance_is_the_best_path_of_plain_decoding(tree: tuple[list[int], li
         return int(np.random.default_rng([seed, *said]).integers(NUM_TOKENS))
 
     chosen = np.array([choose([tokens[t] for t in slow.path_of(parents, node - 1)]) for node in range(len(tokens) + 1)])
-    path = accepted_path(ints(tokens), ints(parents), chosen)
-    output = chosen[path].tolist()
+    fed, above = np.array([[0, *tokens]]), node_parents([ints(parents)], len(tokens) + 1)
+    paths, said, sizes = agree(fed, chosen[None], np.array([len(tokens) + 1]), above, True)
+    path, output = paths[0, : sizes[0]], said[0, : sizes[0]].tolist()
     plain: list[int] = []
     for _ in output:
         plain.append(choose(plain))

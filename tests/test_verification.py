@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.drafting.noise import SequenceNoise
-from ssd.model.verification import accepted_lengths
+from ssd.model.verification import agree
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 9))
@@ -19,7 +19,10 @@ def test_a_draft_is_accepted_up_to_the_first_difference(seed: int, num_rows: int
     for b in range(num_rows):
         draft, said = fed[b, 1 : counts[b]].tolist(), chosen[b].tolist()
         expected.append(next((i for i, token in enumerate(draft) if token != said[i]), len(draft)))
-    assert accepted_lengths(fed, chosen, counts).tolist() == expected
+    paths, said, sizes = agree(fed, chosen, counts, fed, False)
+    assert (sizes - 1).tolist() == expected
+    for b, size in enumerate(sizes):
+        assert paths[b, :size].tolist() == list(range(size)) and said[b, :size].tolist() == chosen[b, :size].tolist()
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 3), st.integers(0, 40)), max_size=5))

@@ -128,11 +128,10 @@ class Workspace:
     def keep_guesses(self, scored: ScoredPass) -> None:
         """Keep of each request what the target chose behind wrong tokens. O(positions)."""
         states = [self._state_of.get(request_id, -1) for request_id in scored.request_ids]
-        ends = [path[-1] if len(path) else -1 for path in scored.paths]
         keep_all_guesses(
             self.address,
             np.array(states, np.int64),
-            np.array(ends, np.int64),
+            scored.ends,
             scored.fed,
             scored.counts,
             scored.fed if scored.parents is None else scored.parents,

@@ -202,7 +202,7 @@ class ScoredPass:
     token and the draft. ``counts`` : int64[B], positions of each row, the rest is padding; 0 of a row that failed.
     ``parents`` : int64[B, T], of each token fed the index of the one it goes on from, -1 of the first; None: chains.
     ``chosen`` : int64[B, T], the target's token after each.
-    ``paths`` : of each row int64[n], the indices of those that were right, the first is 0; empty where it failed.
+    ``ends`` : int64[B], the last position that was right, all on the way to it were too; -1 of a row that failed.
     ``top_ids`` : int32[B, T, SUCCESSORS], the most probable tokens after each, the most probable first, -1 where no
     more are possible. ``top_logits`` : float32, theirs, before any rule of the request and any temperature.
     """
@@ -215,7 +215,7 @@ class ScoredPass:
     counts: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int64] | None
     chosen: npt.NDArray[np.int64]
-    paths: Sequence[npt.NDArray[np.int64]]
+    ends: npt.NDArray[np.int64]
     top_ids: TokenIds
     top_logits: npt.NDArray[np.float32]
 

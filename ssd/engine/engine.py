@@ -428,7 +428,7 @@ class Engine:
         """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
         taken = sequence.take(verification.token_ids, verification.logits)
         sequence.is_suspect = False
-        num_drafted, num_accepted = len(draft.token_ids), min(len(verification.path), len(taken.token_ids))
+        num_drafted, num_accepted = len(draft.token_ids), min(len(verification.token_ids) - 1, len(taken.token_ids))
         stats = sequence.stats
         if not stats.num_verify_steps:
             self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))

@@ -174,7 +174,7 @@ class Proposals:
     def _observe_verification(
         self, sequence: Sequence, draft: Draft, verification: Verification, num_accepted: int
     ) -> None:
-        if draft.parents is not None:
+        if verification.path is not None:
             draft = replace(draft, path=verification.path[:num_accepted])
         if len(sequence.proposed.token_ids):
             said = verification.token_ids

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.config import MAX_SPECULATIVE_TOKENS, DraftShape
+from ssd.config import DraftShape
 from ssd.drafting.protocol import Draft, ScoredPass
 from ssd.engine.sequence import Sequence
 from ssd.errors import require_fault
@@ -20,7 +20,7 @@ from ssd.model.kv.tree import is_tree, leading_chain, node_parents
 from ssd.model.sampling.pass_noise import noise_of
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.target import Target
-from ssd.model.verification import accepted_lengths, accepted_path
+from ssd.model.verification import agree
 from ssd.retrieval.cache_state import LearnedState
 
 
@@ -53,23 +53,17 @@ class RowOwners:
 
 log = logging.getLogger(__name__)
 
-_NODES = np.arange(MAX_SPECULATIVE_TOKENS + 1)
-"""Its beginnings are the paths of chains; that of no node is of a row that failed."""
-
-_TOKENS = np.arange(MAX_SPECULATIVE_TOKENS, dtype=np.int32)
-"""Its beginnings are the indices of the tokens of chains."""
-
 
 class Verification(NamedTuple):
     """What the target says to one row.
 
-    ``token_ids`` : the accepted tokens and one more, the target's own. ``path`` : int32[accepted], the accepted
-    tokens' indices in the draft. ``logits`` : [>= len(token_ids), V], the model's own, row i for token i; None for a
-    row that asks for no log-probabilities.
+    ``token_ids`` : the accepted tokens and one more, the target's own. ``path`` : int32[accepted], of a tree the
+    accepted tokens' indices in the draft; None of a chain. ``logits`` : [>= len(token_ids), V], the model's own, row i
+    for token i; None for a row that asks for no log-probabilities.
     """
 
     token_ids: list[int]
-    path: npt.NDArray[np.int32]
+    path: npt.NDArray[np.int32] | None
     logits: torch.Tensor | None
 
 
@@ -112,7 +106,8 @@ def usable(draft: Draft, limit: int, *, vocab_size: int, allow_tree: bool) -> Dr
 
 def warm_up_verification() -> None:
     """Compile what compares drafts with what the target says."""
-    accepted_lengths(np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), np.ones(1, np.int64))
+    one = np.zeros((1, 1), np.int64)
+    agree(one, one, np.ones(1, np.int64), one, False)
 
 
 class Pass:
@@ -136,7 +131,7 @@ class Pass:
         self._rows = [sequence.sampling_row(draft) for sequence, draft in zip(batch, drafts, strict=True)]
         self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
         self._chosen: npt.NDArray[np.int64] = np.zeros(self._fed.shape, np.int64)
-        self._paths: list[npt.NDArray[np.int64]] = []
+        self._paths, self._sizes = self._chosen, np.zeros(len(batch), np.int64)
         noise = noise_of(self._rows, width) if target.takes_noise else None
         if self._parents is not None:
             self._output = target.forward_trees(self._slots, self._fed, self._counts, self._parents, noise)
@@ -150,34 +145,29 @@ class Pass:
         them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
         """
         failed = self._choose()
-        self._paths = [_NODES[: length + 1] for length in self._accepted_lengths()]
-        for b, draft in enumerate(self.drafts if self._has_trees else ()):
-            if draft.parents is not None:
-                self._paths[b] = accepted_path(draft.token_ids, draft.parents, self._chosen[b])
+        counts, parents = np.array(self._counts), self._fed if self._parents is None else self._parents
+        self._paths, said, self._sizes = agree(self._fed, self._chosen, counts, parents, self._has_trees)
+        sizes = self._sizes.tolist()
         if self._has_trees:
-            self._target.keep_paths(self._slots, self._counts, self._paths)
+            paths = [path[:size] for path, size in zip(self._paths, sizes, strict=True)]
+            self._target.keep_paths(self._slots, self._counts, paths)
         self.seconds = time.perf_counter() - self._started
         verifications: list[Verification | BaseException] = [
-            self._verification(b, chosen) for b, chosen in enumerate(self._chosen.tolist())
+            self._verification(b, tokens[:size])
+            for b, (tokens, size) in enumerate(zip(said.tolist(), sizes, strict=True))
         ]
         for b, error in failed.items():
-            verifications[b], self._paths[b] = error, _NODES[:0]
+            verifications[b], self._sizes[b] = error, 0
         return verifications
 
-    def _verification(self, b: int, chosen: list[int]) -> Verification:
-        path = self._paths[b]
+    def _verification(self, b: int, token_ids: list[int]) -> Verification:
         logits = self._output.logits[b] if self.batch[b].asks_logprobs else None
         if self.drafts[b].parents is None:
-            return Verification(chosen[: len(path)], _TOKENS[: len(path) - 1], logits)
+            return Verification(token_ids, None, logits)
+        path = self._paths[b, : len(token_ids)]
         if logits is not None:
             logits = logits[torch.from_numpy(path).to(logits.device)]
-        return Verification([chosen[node] for node in path.tolist()], (path[1:] - 1).astype(np.int32), logits)
-
-    def _accepted_lengths(self) -> list[int]:
-        if self._fed.shape[1] == 1:
-            return [0] * len(self.batch)
-        lengths: list[int] = accepted_lengths(self._fed, self._chosen, np.array(self._counts)).tolist()
-        return lengths
+        return Verification(token_ids, (path[1:] - 1).astype(np.int32), logits)
 
     def _choose(self) -> dict[int, BaseException]:
         """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
@@ -199,20 +189,18 @@ class Pass:
 
     def scored(self, owners: RowOwners) -> ScoredPass:
         """What the target said at every position; once verifications are known, before any of their tokens is taken."""
-        used = self._counts
-        if not all(map(len, self._paths)):
-            used = [count if len(path) else 0 for count, path in zip(used, self._paths, strict=True)]
-        top_ids, top_logits = self._output.top(used)
+        used = np.where(self._sizes > 0, self._counts, 0)
+        top_ids, top_logits = self._output.top(used.tolist())
         return ScoredPass(
             request_ids=owners.request_ids,
             learned=owners.learned,
             may_keep=owners.may_keep,
             before=self._before,
             fed=self._fed,
-            counts=np.array(used, np.int64),
+            counts=used,
             parents=self._parents,
             chosen=self._chosen,
-            paths=self._paths,
+            ends=np.where(self._sizes > 0, self._paths[np.arange(len(used)), self._sizes - 1], -1),
             top_ids=top_ids,
             top_logits=top_logits,
         )
