@@ -35,9 +35,9 @@ from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.sharing.connection import connect
+from ssd.sharing.published.commands import open_store, pull, push
 from ssd.sharing.published.published import shared_log
-from ssd.sharing.published.redis_store import redis_store
-from ssd.sharing.published.transfer import open_store, pull, push
+from ssd.sharing.published.store import redis_store
 
 Tokens = npt.NDArray[np.int32]
 

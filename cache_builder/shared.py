@@ -8,13 +8,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssd.sharing.append import FIELD
-from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry
-from ssd.sharing.keys import KEYS_VERSION, head_key, layer_key, lease_key, namespace_key, stream_key
-from ssd.sharing.nodes import masters_of, server_of
-from ssd.sharing.pages import BEGINNING, RawEntry, entries_after, entries_before, order
-from ssd.sharing.published.chunk import owner_of
-from ssd.sharing.published.head import MAX_HEAD_BYTES, Head, InvalidHeadError
+from ssd.sharing.connection import masters_of, server_of
+from ssd.sharing.entry import (
+    KEYS_VERSION,
+    Entry,
+    InvalidEntryError,
+    head_key,
+    layer_key,
+    lease_key,
+    namespace_key,
+    num_tokens_of,
+    stream_key,
+    unpack_entry,
+)
+from ssd.sharing.published.format import MAX_HEAD_BYTES, Head, InvalidHeadError, owner_of
+from ssd.sharing.stream import BEGINNING, FIELD, RawEntry, entries_after, entries_before, order
 
 if TYPE_CHECKING:
     import redis
@@ -379,7 +387,7 @@ def _entry(raw: RawEntry, key: str) -> Entry | None:
 def _now(client: redis.Redis, key: str) -> float | None:
     from redis.exceptions import ResponseError
 
-    from ssd.sharing.nodes import server_of
+    from ssd.sharing.connection import server_of
 
     try:
         answer: Any = server_of(client, key).time()

@@ -15,11 +15,10 @@ import numpy as np
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.segment import SEPARATOR
-from ssd.sharing.append import FIELD
 from ssd.sharing.connection import connect
-from ssd.sharing.entry import Entry, pack_entry
-from ssd.sharing.keys import stream_key
+from ssd.sharing.entry import Entry, pack_entry, stream_key
 from ssd.sharing.redis_log import RedisLog
+from ssd.sharing.stream import FIELD
 from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ssd.retrieval.cache_state import Checkpoint
 from ssd.sharing.bookmark import Bookmark, position_of, sequence_id_of
 from ssd.sharing.entry import Entry
-from ssd.sharing.pages import order
+from ssd.sharing.stream import order
 
 ONE, TWO, THREE = b"one.....", b"two.....", b"three..."
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from ssd.errors import ConfigError
 from ssd.sharing.connection import connect
-from ssd.sharing.noise_root import ROOT_BYTES, NoiseRoot
-from ssd.sharing.shared_root import KEY, SharedRoot
+from ssd.sharing.noise_root import KEY, ROOT_BYTES, NoiseRoot, SharedRoot
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import eventually
 from tests.waiting import PATIENCE_S

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.connection import Connection
 
+from ssd.sharing.clients import _packed
 from ssd.sharing.connection import connect
-from ssd.sharing.one_server import _packed
 from tests.redis_server import RedisServer, redis_server
 
 __all__ = ["redis_server"]  # the fixture

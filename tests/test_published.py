@@ -25,24 +25,27 @@ from ssd.retrieval.cache_state import Checkpoint
 from ssd.retrieval.packed import Tokens
 from ssd.sharing import reader
 from ssd.sharing.connection import connect
-from ssd.sharing.keys import all_keys, chunks_key, head_key, lease_key, stream_key
+from ssd.sharing.entry import all_keys, chunks_key, head_key, lease_key, stream_key
 from ssd.sharing.published import joiner, publisher
-from ssd.sharing.published.chunk import (
+from ssd.sharing.published.commands import open_store, pull, push
+from ssd.sharing.published.format import (
+    LEAST_CHUNK_TOKENS,
     MAX_CHUNK_TOKENS,
+    TAG_BYTES,
+    ChunkRef,
+    Head,
     InvalidChunkError,
+    InvalidHeadError,
+    cut,
     name_of,
+    newest_within,
     owner_of,
     pack_chunk,
     unpack_chunk,
 )
-from ssd.sharing.published.chunking import LEAST_CHUNK_TOKENS, cut
-from ssd.sharing.published.head import TAG_BYTES, ChunkRef, Head, InvalidHeadError, newest_within
-from ssd.sharing.published.published import shared_log
+from ssd.sharing.published.published import StoreShare, shared_log
 from ssd.sharing.published.publisher import Publisher
-from ssd.sharing.published.redis_store import redis_store
-from ssd.sharing.published.store_share import StoreShare
-from ssd.sharing.published.transfer import open_store, pull, push
-from ssd.sharing.published.url_store import open_place
+from ssd.sharing.published.store import open_place, redis_store
 from tests.redis_server import RedisServer, redis_server
 from tests.redis_topologies import Cluster, Watched, started
 from tests.reference.chunking import slow_cut

@@ -14,11 +14,11 @@ from cache_builder.__main__ import main
 from cache_builder.commands.redis_status import read_status
 from cache_builder.shared import shown
 from ssd.errors import StoreUnavailable
-from ssd.sharing.append import FIELD
 from ssd.sharing.connection import connect
-from ssd.sharing.keys import head_key, lease_key, member_key, purge_key, stream_key
+from ssd.sharing.entry import head_key, lease_key, member_key, purge_key, stream_key
+from ssd.sharing.noise_root import KEY as NOISE
 from ssd.sharing.push import push_segments
-from ssd.sharing.shared_root import KEY as NOISE
+from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
 from tests.redis_topologies import Cluster, started
 from tests.sharing_replica import FINGERPRINT, KEY, entry, eventually, replica

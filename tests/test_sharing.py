@@ -22,7 +22,6 @@ from ssd.errors import ConfigError, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import NamespaceTerms
 from ssd.retrieval.static import StaticWriter
-from ssd.sharing.append import FIELD
 from ssd.sharing.connection import address_of, connect, hide_password
 from ssd.sharing.entry import (
     FORMAT_VERSION,
@@ -32,11 +31,12 @@ from ssd.sharing.entry import (
     join_planes,
     num_tokens_of,
     pack_entry,
+    stream_key,
     unpack_entry,
 )
-from ssd.sharing.keys import stream_key
 from ssd.sharing.push import push_segments
 from ssd.sharing.redis_log import RedisLog
+from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
 from tests.reference.sharing import slow_tokens
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, catch_up, entry, eventually, replica, stored

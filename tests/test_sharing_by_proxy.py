@@ -16,9 +16,9 @@ from redis.exceptions import InvalidResponse
 
 from benchmarks.fleet_faults.faults import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from benchmarks.fleet_faults.proxy import CLEAR, FaultProxy, Weather
-from ssd.sharing import bounded_parser
+from ssd.sharing import clients as bounded_parser
 from ssd.sharing.connection import connect
-from ssd.sharing.counters import RedisCounters
+from ssd.sharing.redis_log import RedisCounters
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import KEY, Replica, eventually, replica, stored
 

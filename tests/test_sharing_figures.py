@@ -8,11 +8,9 @@ from contextlib import closing
 import pytest
 from redis import exceptions as of
 
-from ssd.sharing.append import FIELD
 from ssd.sharing.connection import connect
-from ssd.sharing.pages import OversizedReplyError
-from ssd.sharing.reception import Reception
-from ssd.sharing.refusals import INVALID, REASONS, reason_of
+from ssd.sharing.stats import INVALID, REASONS, Reception, reason_of
+from ssd.sharing.stream import FIELD, OversizedReplyError
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import KEY, entry, eventually, replica
 

@@ -17,10 +17,10 @@ import xxhash
 
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.sharing.append import FIELD
 from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import connect
 from ssd.sharing.reader import LogReader
+from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, Replica, catch_up, entry, eventually, replica, text_of
 

@@ -19,13 +19,11 @@ from redis.exceptions import ClusterError
 
 from cache_builder.__main__ import main
 from ssd.errors import ConfigError
-from ssd.sharing.addresses import read_url
-from ssd.sharing.append import FIELD, append
-from ssd.sharing.connection import address_of, connect, hide_password
-from ssd.sharing.counters import RedisCounters
-from ssd.sharing.keys import all_keys, stream_key
-from ssd.sharing.nodes import masters_of
-from ssd.sharing.slots import NUM_SLOTS, read_slots, slot_of, slot_of_key
+from ssd.sharing.clients import NUM_SLOTS, read_slots, slot_of, slot_of_key
+from ssd.sharing.connection import address_of, connect, hide_password, masters_of, read_url
+from ssd.sharing.entry import all_keys, stream_key
+from ssd.sharing.redis_log import RedisCounters
+from ssd.sharing.stream import FIELD, append
 from tests.redis_topologies import Cluster, Watched, started
 from tests.sharing_replica import FINGERPRINT, KEY, eventually, replica, stored
 from tests.test_published import member, published

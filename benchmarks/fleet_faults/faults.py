@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from benchmarks.fleet_faults.fleet import USER, Fleet, Member
 from benchmarks.fleet_faults.proxy import CLEAR, Weather
-from ssd.sharing.append import FIELD
+from ssd.sharing.stream import FIELD
 
 WRONG_ANSWERS: Final = (
     *(b"+OK\r\n", b"+\r\n", b":1\r\n", b":-1\r\n", b":x\r\n", b"$-1\r\n", b"*-1\r\n", b"*0\r\n", b"$5\r\nhello\r\n"),

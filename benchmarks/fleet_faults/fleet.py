@@ -21,7 +21,7 @@ from benchmarks.fleet_faults.proxy import FaultProxy
 from benchmarks.processes import Redis, Server, headers_of
 from server.tenants.namespace_names import NamespaceNames
 from server.tenants.rules import digest_of
-from ssd.sharing.keys import chunks_key, head_key, stream_key
+from ssd.sharing.entry import chunks_key, head_key, stream_key
 from ssd.text.codec import TextCodec
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ssd.sharing.published.transfer import open_store, pull
+    from ssd.sharing.published.commands import open_store, pull
 
     redis_url, store_url = store_of(options)
     fingerprint = fingerprint_for(options)

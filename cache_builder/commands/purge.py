@@ -34,9 +34,15 @@ def add(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from ssd.sharing.connection import connect
-    from ssd.sharing.published.purge import Purged, purge_directories, purge_redis, purge_store
-    from ssd.sharing.published.transfer import find_fingerprints, store_errors
-    from ssd.sharing.published.url_store import open_place
+    from ssd.sharing.published.commands import (
+        Purged,
+        find_fingerprints,
+        purge_directories,
+        purge_redis,
+        purge_store,
+        store_errors,
+    )
+    from ssd.sharing.published.store import open_place
 
     namespace = check_namespace(options.namespace)
     redis_url = options.redis or (None if options.store or options.directory else os.environ.get(URL_VARIABLE)) or None

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _publish(options: argparse.Namespace) -> int:
-    from ssd.sharing.published.transfer import open_store, push
+    from ssd.sharing.published.commands import open_store, push
 
     redis_url, store_url = store_of(options)
     fingerprint = fingerprint_of(options.directory)

@@ -25,11 +25,9 @@ from cache_builder.shared import (
     spelled_bytes,
 )
 from ssd.errors import StoreUnavailable
-from ssd.sharing.addresses import address_of, hide_password
-from ssd.sharing.connection import URL_VARIABLE, connect
-from ssd.sharing.counters import KEY as GENERATIONS
-from ssd.sharing.nodes import masters_of
-from ssd.sharing.shared_root import KEY as NOISE
+from ssd.sharing.connection import URL_VARIABLE, address_of, connect, hide_password, masters_of
+from ssd.sharing.noise_root import KEY as NOISE
+from ssd.sharing.redis_log import COUNTERS_KEY as GENERATIONS
 
 _DESCRIPTION = "Look at a Redis that servers share through: what is there, and whether they may do what they need."
 

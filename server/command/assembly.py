@@ -27,7 +27,7 @@ from ssd.errors import ConfigError
 if TYPE_CHECKING:
     from ssd.engine import Engine
     from ssd.retrieval.cache import CacheSet, SuffixCache
-    from ssd.sharing.published.store_share import StoreShare
+    from ssd.sharing.published.published import StoreShare
     from ssd.sharing.redis_log import RedisLog, SharingStats
     from ssd.text.codec import TextCodec
 
@@ -92,7 +92,7 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
         secret = own_secret(directory if has_own_caches else None)
     counters = None
     if redis_url is not None and has_own_caches:
-        from ssd.sharing.counters import RedisCounters
+        from ssd.sharing.redis_log import RedisCounters
 
         counters = RedisCounters(redis_url)
     return open_tenants(sources, settings, secret, cache_directory=directory, counters=counters)
@@ -201,7 +201,7 @@ class EngineLoader:
             )
             resources.callback(self._log.close)
         elif options.publish_to is not None:
-            from ssd.sharing.published.store_share import StoreShare
+            from ssd.sharing.published.published import StoreShare
 
             self._log = StoreShare(
                 options.publish_to,

@@ -10,7 +10,7 @@ from server.tenants.secret import STATE_DIRECTORY
 from ssd.sharing.noise_root import NoiseRoot
 
 if TYPE_CHECKING:
-    from ssd.sharing.shared_root import SharedRoot
+    from ssd.sharing.noise_root import SharedRoot
 
 
 class OpenNoise(NamedTuple):
@@ -36,7 +36,7 @@ def open_noise(options: Options, secret: bytes | None, on_close: Callable[..., o
     root = NoiseRoot.kept_at(None if cache.directory is None else cache.directory / STATE_DIRECTORY / "noise")
     if cache.redis_url is None:
         return OpenNoise(root)
-    from ssd.sharing.shared_root import SharedRoot
+    from ssd.sharing.noise_root import SharedRoot
 
     shared = SharedRoot(cache.redis_url, root)
     on_close(shared.close)

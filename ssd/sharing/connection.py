@@ -3,14 +3,153 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote, urlsplit
 
 from ssd.errors import ConfigError
-from ssd.sharing.addresses import Address, address_of, hide_password, passwords_in, read_url
-from ssd.sharing.tls import check_tls
 
 if TYPE_CHECKING:
     import redis
+
+
+_SENTINEL_PORT = 26379
+_MOST_HOSTS = 64
+_SECRETS = "password|ssl_password|sentinel_password"
+_FORMS = (
+    "redis://[user:password@]host:port/0, redis-sentinel://host,host,host/service/0 or redis-cluster://host,host "
+    "(rediss for TLS), and percent-encode special characters of the password"
+)
+
+Host = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What a URL says.
+
+    ``hosts`` : the sentinels, or some nodes of the cluster; empty for one server. ``service`` : what the sentinels call
+    the master. ``options`` : of a connection to a server, as redis-py takes them; ``sentinel_options`` : to a sentinel.
+    """
+
+    kind: Literal["server", "sentinel", "cluster"]
+    hosts: tuple[Host, ...]
+    service: str
+    options: dict[str, Any]
+    sentinel_options: dict[str, Any]
+
+
+def read_url(url: str) -> Address:
+    """The parts of a URL, needs redis-py. Raises ConfigError, without the URL's password."""
+    try:
+        return _read(url)
+    except Exception:  # its message may quote the URL
+        raise ConfigError(f"{hide_password(url)} is not a Redis URL: write {_FORMS}") from None
+
+
+def passwords_in(url: str) -> list[str]:
+    """The secrets a URL carries, as written and decoded, longest first."""
+    found = set(re.findall(rf"[?&](?:{_SECRETS})=([^&#]*)", url))
+    if match := re.match(r"[^/]*//[^:@/]*:(.*)@", url):
+        found.add(match.group(1))
+    return sorted({form for secret in found if secret for form in (secret, unquote(secret))}, key=len, reverse=True)
+
+
+def hide_password(text: str, url: str | None = None) -> str:
+    """``text`` with the password of ``url`` (or of itself, when it is one) replaced."""
+    for secret in passwords_in(text if url is None else url):
+        text = text.replace(secret, "***")
+    return text
+
+
+def address_of(url: str) -> str:
+    """Where a URL leads, for logs: no user, no password, no options."""
+    try:
+        parts = urlsplit(url)
+        hosts = parts.netloc.rpartition("@")[2]
+        if not re.fullmatch(r"[\w.:,\[\]%-]*", hosts):
+            raise ValueError(hosts)
+        return f"{parts.scheme}://{hosts}{parts.path}"
+    except ValueError:
+        return "an unreadable URL"
+
+
+def _read(url: str) -> Address:
+    from redis.connection import parse_url
+
+    scheme, rest = url.split("://", 1)
+    kind = {"redis-sentinel": "sentinel", "redis-cluster": "cluster"}.get(scheme.replace("rediss-", "redis-"))
+    if kind is None:
+        return Address("server", (), "", parse_url(url), {})  # type: ignore[no-untyped-call]
+    rest, _, query = rest.partition("?")
+    authority, _, path = rest.partition("/")
+    user, at, names = authority.rpartition("@")
+    service, database = _service(path) if kind == "sentinel" else ("", _no_database(path))
+    plain = scheme.partition("-")[0]
+    options: dict[str, Any] = parse_url(f"{plain}://{user}{at}host/{database}?{query}")  # type: ignore[no-untyped-call]
+    hosts = tuple(_host(name, _SENTINEL_PORT if kind == "sentinel" else 6379) for name in names.split(","))
+    if not 1 <= len(hosts) <= _MOST_HOSTS:
+        raise ValueError("hosts")
+    del options["host"]
+    own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    about_nodes = {"username", "password", "db"}
+    sentinel_options = {name: value for name, value in options.items() if name not in about_nodes}
+    sentinel_options |= {name: value for name, value in own.items() if value is not None}
+    return Address("sentinel" if kind == "sentinel" else "cluster", hosts, service, options, sentinel_options)
+
+
+def _service(path: str) -> tuple[str, int]:
+    service, _, database = path.partition("/")
+    if not service:
+        raise ValueError("service")
+    return unquote(service), int(database or 0)
+
+
+def _no_database(path: str) -> int:
+    if path not in ("", "0"):
+        raise ValueError("a cluster has no databases")
+    return 0
+
+
+def _host(name: str, default_port: int) -> Host:
+    parts = urlsplit(f"redis://{name}")
+    if not parts.hostname or parts.path or parts.username is not None:
+        raise ValueError(name)
+    return parts.hostname, parts.port or default_port
+
+
+def check_tls(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with the option's name, where a file of a connection's TLS cannot be used.
+
+    ``options`` : ssl_ca_certs, ssl_ca_path, ssl_certfile, ssl_keyfile and ssl_password are read.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ca_certs, ca_path = options.get("ssl_ca_certs"), options.get("ssl_ca_path")
+    certificate, key = options.get("ssl_certfile"), options.get("ssl_keyfile")
+    if ca_certs is not None or ca_path is not None:
+        try:
+            context.load_verify_locations(ca_certs, ca_path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"ssl_ca_certs={ca_certs or ca_path} cannot be used: {_reason(error)}") from None
+    if key is not None and certificate is None:
+        raise ConfigError(f"ssl_keyfile={key} is of no use without ssl_certfile")
+    if certificate is not None:
+        try:
+            # A function, as a password that is not given would be asked for at the terminal.
+            context.load_cert_chain(certificate, key, lambda: options.get("ssl_password") or "")
+        except (OSError, ValueError) as error:
+            files = f"ssl_certfile={certificate}" + (f" with ssl_keyfile={key}" if key is not None else "")
+            raise ConfigError(f"{files} cannot be used: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"{error.reason or 'not in PEM form'}, are these PEM files, of one pair, and is ssl_password right?"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
 
 __all__ = ["BLOCK_MS", "URL_VARIABLE", "Backoff", "address_of", "connect", "hide_password", "passwords_in"]
 
@@ -39,7 +178,7 @@ def connect(url: str) -> redis.Redis:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        from ssd.sharing.bounded_parser import BoundedParser
+        from ssd.sharing.clients import BoundedParser
     except ModuleNotFoundError:
         raise ConfigError("sharing through Redis needs the redis package: pip install 'ssd-serving[redis]'") from None
     address = read_url(url)
@@ -66,16 +205,16 @@ def connect(url: str) -> redis.Redis:
 
 
 def _client(redis: Any, address: Address, settings: dict[str, Any]) -> redis.Redis:
-    from ssd.sharing.one_server import OneServer
+    from ssd.sharing.clients import OneServer
 
     options = address.options | settings  # the URL's options do not win
     if address.kind == "sentinel":
-        from ssd.sharing.sentinels import sentinel_pool
+        from ssd.sharing.clients import sentinel_pool
 
         pool = sentinel_pool(address.hosts, address.service, address.sentinel_options | settings, options)
         return OneServer.from_pool(pool)
     if address.kind == "cluster":
-        from ssd.sharing.cluster import ClusterClient
+        from ssd.sharing.clients import ClusterClient
 
         return ClusterClient(address.hosts, options)
     return OneServer.from_pool(redis.ConnectionPool(**options))
@@ -96,3 +235,29 @@ class Backoff:
         delay_s = self._delay_s
         self._delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
         return delay_s * random.uniform(0.75, 1.0)
+
+
+def is_cluster(client: redis.Redis) -> bool:
+    """Whether a failure concerns some keys only, as others are on other nodes."""
+    from ssd.sharing.clients import ClusterClient
+
+    return isinstance(client, ClusterClient)
+
+
+def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
+    """A client for each server that is written to, with its address in a cluster; not to be closed.
+
+    Raises what the client raises where a cluster does not say what it is made of.
+    """
+    from ssd.sharing.clients import ClusterClient
+
+    if not isinstance(client, ClusterClient):
+        return [("", client)]
+    return [(f"{host}:{port}", node) for (host, port), node in client.masters()]
+
+
+def server_of(client: redis.Redis, key: str) -> redis.Redis:
+    """A client of the server that has ``key``, not to be closed."""
+    from ssd.sharing.clients import ClusterClient
+
+    return client.node_of(key) if isinstance(client, ClusterClient) else client

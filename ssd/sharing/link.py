@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ssd.sharing.connection import Backoff, address_of, hide_password
-from ssd.sharing.refusals import reason_of
+from ssd.sharing.stats import reason_of
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,10 @@ from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import sequence_lengths, sequences_of
 from ssd.retrieval.static import load_static_directory
-from ssd.sharing.append import append
 from ssd.sharing.connection import address_of, connect, hide_password
-from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
-from ssd.sharing.keys import stream_key
+from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry, stream_key
 from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
+from ssd.sharing.stream import append
 
 if TYPE_CHECKING:
     import redis

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ssd.retrieval.cache import SuffixCache
 from ssd.retrieval.packed import Tokens
-from ssd.sharing.append import FIELD
-from ssd.sharing.bookmark import Bookmark
-from ssd.sharing.connection import BLOCK_MS, connect
+from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.sharing.bookmark import PAGE, Bookmark, Stream
+from ssd.sharing.connection import BLOCK_MS, connect, is_cluster, server_of
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry, warm_up_entries
 from ssd.sharing.link import Link
-from ssd.sharing.nodes import is_cluster, server_of
-from ssd.sharing.pages import (
+from ssd.sharing.stats import Delays, Reception
+from ssd.sharing.stream import (
     BEGINNING,
+    FIELD,
     OversizedReplyError,
     RawEntry,
     check_entries,
@@ -27,8 +27,6 @@ from ssd.sharing.pages import (
     entries_before,
     entry_at,
 )
-from ssd.sharing.reception import Delays, Reception
-from ssd.sharing.stream import PAGE, Stream
 
 _COMPARE_S = 2.0
 _COMPARE_EACH_S = 0.01  # many streams are compared less often: a reply of one entry for each

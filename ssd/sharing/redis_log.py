@@ -5,19 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from ssd.errors import ConfigError
-from ssd.retrieval.cache import SuffixCache
 from ssd.retrieval.names import check_fingerprint
-from ssd.sharing.bookmark import Bookmark
-from ssd.sharing.connection import address_of
-from ssd.sharing.entry import MAX_ENTRY_TOKENS
-from ssd.sharing.keys import stream_key
+from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.sharing.bookmark import Bookmark, Stream
+from ssd.sharing.connection import address_of, connect
+from ssd.sharing.entry import MAX_ENTRY_TOKENS, stream_key
 from ssd.sharing.reader import LogReader
-from ssd.sharing.reception import Delays, StreamStats
-from ssd.sharing.refusals import all_reasons
-from ssd.sharing.stream import Stream
+from ssd.sharing.stats import Delays, StreamStats, all_reasons
 from ssd.sharing.writer import LogWriter
 
 DEFAULT_MAX_TOKENS = 1 << 22
@@ -254,3 +251,46 @@ class RedisLog:
 def max_entries_of(max_tokens: int) -> int:
     """Most entries of a stream: its bound in tokens, for entries of a small mean length."""
     return max(1, max_tokens // _MIN_MEAN_ENTRY_TOKENS)
+
+
+COUNTERS_KEY: Final = "ssd:1:generations"
+_MOST: Final = 1 << 53
+
+
+class RedisCounters:
+    """A Redis hash of numbers, one connection; what is not a number there counts as 0. Any call may raise."""
+
+    def __init__(self, url: str) -> None:
+        """Nothing is sent yet. Raises ConfigError."""
+        self._client = connect(url)
+
+    def read(self, names: list[str]) -> list[int]:
+        """Each number."""
+        answer: Any = self._client.hmget(COUNTERS_KEY, names)
+        return [_number(value) for value in answer]
+
+    def add(self, name: str, amount: int) -> int:
+        """The number after ``amount`` was added to it."""
+        return int(self._client.hincrby(COUNTERS_KEY, name, amount))
+
+    def raise_to(self, name: str, number: int) -> int:
+        """The number, at least ``number`` from now on: replicas that tell an emptied Redis at once do not add up."""
+        with self._client.pipeline() as pipeline:
+            pipeline.watch(COUNTERS_KEY)  # type: ignore[no-untyped-call]
+            found: Any = pipeline.hget(COUNTERS_KEY, name)
+            if (counted := _number(found)) >= number:
+                return counted
+            pipeline.multi()
+            pipeline.hset(COUNTERS_KEY, name, str(number))
+            pipeline.execute()
+        return number
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._client.close()
+
+
+def _number(value: bytes | None) -> int:
+    if value is None or len(value) > 16 or not value.isdigit():
+        return 0
+    return min(int(value), _MOST - 1)

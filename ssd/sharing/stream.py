@@ -1,143 +1,191 @@
-"""One namespace's stream as a replica has read it."""
+"""One Redis stream: appending to it, and pages of it.
+
+A stream gives out growing ids, and whoever writes to it may choose one. After the last possible id it takes no entry
+ever again, so it gives way to a new one under the same key. Replicas do that without agreeing on it: each deletes the
+stream only in a transaction that fails if another has touched it since it was found to be full, then all append to
+the new one. What the old one held is lost to those that had not read it. Ids begin at the server's clock again; that
+they are smaller than those that were read is seen by the readers' regular comparison (``reader``).
+"""
 
 from __future__ import annotations
 
-import time
-import weakref
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssd.retrieval.cache import SuffixCache
-from ssd.sharing.bookmark import Bookmark
-from ssd.sharing.connection import Backoff
-from ssd.sharing.pages import BEGINNING, id_before, order
-from ssd.sharing.reception import Reception
-
-PAGE = 64
-"""Entries of a page, where none is too large; 1 MB at most."""
-
-_MAX_SEEN = 1 << 16
+if TYPE_CHECKING:
+    import redis
 
 
-class Stream:
-    """Only the reader's thread changes it.
+FIELD = b"e"
+"""The one field of a stream entry; its value is what ``pack_entry`` made."""
 
-    ``bookmark`` : what of it is in the cache, over restarts. ``last_id`` : what comes after it is to be read, None
-    before the place was found where reading begins. ``entries`` : (id, tokens) of what the log holds, oldest first, to
-    keep it within its bounds.
+
+def append(client: redis.Redis, key: str, values: Sequence[bytes], *, max_entries: int) -> list[Exception | None]:
+    """Append an entry for each of ``values``: None for each that was written, the server's refusal for the others.
+
+    ``max_entries`` : the stream is not longer than about this afterwards. Raises what ends the connection; then any of
+    the entries may have been written.
+    """
+    answers = _append(client, key, values, max_entries)
+    if not any(_says_full(answer) for answer in answers):
+        return answers
+    _begin_anew(client, key)
+    left = [index for index, answer in enumerate(answers) if answer is not None]
+    for index, answer in zip(left, _append(client, key, [values[i] for i in left], max_entries), strict=True):
+        answers[index] = answer
+    return answers
+
+
+def _append(client: redis.Redis, key: str, values: Sequence[bytes], max_entries: int) -> list[Exception | None]:
+    from redis.exceptions import ResponseError
+
+    pipeline = client.pipeline(transaction=False)
+    for value in values:
+        # The bound in tokens is the reader's work; this one holds even if no reader lives.
+        pipeline.xadd(key, {FIELD: value}, maxlen=max_entries, approximate=True)
+    answers: list[Any] = pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception) and not isinstance(answer, ResponseError):
+            raise answer
+    return [answer if isinstance(answer, Exception) else None for answer in answers]
+
+
+def _says_full(answer: Exception | None) -> bool:
+    return answer is not None and "last possible ID" in str(answer)
+
+
+def _begin_anew(client: redis.Redis, key: str) -> None:
+    """Delete the stream unless it takes entries again, or another client is doing the same."""
+    from redis.exceptions import ResponseError, WatchError
+
+    with client.pipeline() as transaction:
+        transaction.watch(key)  # type: ignore[no-untyped-call]
+        try:
+            # Takes no entry whatever the stream is: it is full, or 0-1 is not above its newest id, or it is not there.
+            transaction.xadd(key, {FIELD: b""}, id="0-1", nomkstream=True)
+            return
+        except ResponseError as error:
+            if not _says_full(error):
+                return
+        transaction.multi()
+        transaction.delete(key)
+        try:
+            transaction.execute()
+        except WatchError:
+            return
+
+
+BEGINNING = b"0-0"
+"""The id before all entries."""
+
+_LARGEST = (1 << 64) - 1
+
+MAX_REPLY_BYTES = 8 << 20
+"""What one reply may take here, by ``clients.BoundedParser``'s count: eight times what a page of full entries takes."""
+
+RawEntry = tuple[bytes, dict[bytes, bytes] | None]
+"""Id and fields of an entry. None for the fields: too large to be fetched, or deleted meanwhile."""
+
+
+class OversizedReplyError(Exception):
+    """A reply would take more than MAX_REPLY_BYTES. The rest of it was not read, and the connection was closed.
+
+    ``unfinished`` : the arrays it broke off in, the outermost first, each with the elements that were read whole.
     """
 
-    def __init__(self, key: str, cache: SuffixCache, bookmark: Bookmark) -> None:
-        self.key = key
-        self.cache = weakref.ref(cache)
-        self.bookmark = bookmark
-        self.page = PAGE
-        """Entries to ask for at once: 1 after one was too large, as the server makes all of the reply at once."""
-        self.is_refused = False
-        """Whether the server refused the last command for this stream."""
-        self.is_cut = False
-        """Whether it did not answer, while others may: a node of a cluster."""
-        self.compare_at = 0.0
-        self.reception = Reception()
-        self.held_until = 0.0
-        """When it may be read, by ``time.monotonic``: somebody else is giving its cache what came before."""
-        self.num_gaps = 0
-        """How often reading began where it is not known that nothing was missed."""
-        self.is_joined = False
-        """Whether what may have been missed was taken from elsewhere just before reading begins."""
-        self.entries: deque[tuple[bytes, int]] = deque()
-        self.num_tokens = 0
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._backoff = Backoff()
-        self._rests_until = 0.0
-        self.forget()
-
-    def forget(self) -> None:
-        """The log is not the one that was read: a place to begin is to be found."""
-        self.last_id: bytes | None = None
-        self.anchor: bytes | None = None
-        """An entry that is in the log as long as it is the one that was read; the newest of them that was fetched."""
-        self.search = Search()
-        self._known: tuple[int, int] | None = None
-        self.entries.clear()
-        self.num_tokens = 0
-
-    def begin(self, known_id: bytes | None) -> None:
-        """The search has come to its end; entries up to ``known_id`` are in the cache already."""
-        self.num_gaps += not (self.bookmark.is_continued or self.is_joined)
-        self.is_joined = False
-        oldest = self.search.oldest
-        self.last_id = BEGINNING if oldest is None or self.search.is_whole else id_before(oldest)
-        self.anchor = oldest
-        self._known = None if known_id is None else order(known_id)
-
-    def is_known(self, entry_id: bytes) -> bool:
-        """Whether the bookmark is past this entry."""
-        return self._known is not None and order(entry_id) <= self._known
-
-    def saw(self, entry_id: bytes, num_tokens: int, *, was_fetched: bool) -> None:
-        """Entry ``entry_id`` is in the log and has been read, or was too large to be."""
-        self.last_id = entry_id
-        if was_fetched or self.anchor is None:
-            self.anchor = entry_id
-        self.entries.append((entry_id, num_tokens))
-        self.num_tokens += num_tokens
-
-    def has_seen(self, sequence_id: bytes) -> bool:
-        """Whether an entry with this sequence id was read before, among the last 65,536; from now on it was."""
-        if sequence_id in self._seen:
-            self._seen.move_to_end(sequence_id)
-            return True
-        self._seen[sequence_id] = None
-        if len(self._seen) > _MAX_SEEN:
-            self._seen.popitem(last=False)
-        return False
-
-    def saw_before(self, sequence_ids: Iterable[bytes]) -> None:
-        """Entries with these sequence ids are stored, though they were not read here."""
-        for sequence_id in sequence_ids:
-            self.has_seen(sequence_id)
-
-    def turn_page(self, *, was_cut: bool) -> None:
-        """A page was read. ``was_cut`` : an entry of it was too large."""
-        self.page = 1 if was_cut else min(2 * self.page, PAGE)
-
-    def refuse(self, *, is_cut: bool) -> None:
-        """The server refused a command, or ``is_cut`` : did not answer. The log may be another one afterwards."""
-        self.is_refused, self.is_cut = True, is_cut
-        if is_cut:
-            self.compare_at = 0.0
-        self.rest()
-
-    def rest(self) -> None:
-        """Leave it alone for a while, so that the others are served."""
-        self._rests_until = time.monotonic() + self._backoff.next_delay_s()
-
-    def wake(self) -> None:
-        """All is well with it."""
-        self.is_refused = False
-        self._backoff.reset()
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether it is to be left alone."""
-        return time.monotonic() < max(self._rests_until, self.held_until)
+    def __init__(self, unfinished: list[list[Any]]) -> None:
+        super().__init__(f"more than {MAX_REPLY_BYTES} bytes")
+        self.unfinished = unfinished
 
 
-class Search:
-    """Where the newest part of a log begins that is within the bounds, from its end backwards.
+class WrongReplyError(Exception):
+    """An answer that is none to what was asked: nothing of it is to be used."""
 
-    ``oldest`` : id of the oldest entry found so far. ``is_whole`` : the log holds no older one.
+
+class Page(NamedTuple):
+    """``entries`` in the order they were asked for. ``is_last`` : there are no more of them now.
+
+    ``was_cut`` : the rest of the page was too large to be fetched.
     """
 
-    def __init__(self) -> None:
-        self.oldest: bytes | None = None
-        self.is_whole = False
-        self.num_entries = 0
-        self.num_tokens = 0
+    entries: list[RawEntry]
+    is_last: bool
+    was_cut: bool = False
 
-    def found(self, entry_id: bytes, num_tokens: int) -> None:
-        """The next older entry."""
-        self.oldest = entry_id
-        self.num_entries += 1
-        self.num_tokens += num_tokens
+
+def is_entry_id(text: bytes) -> bool:
+    """Whether this is a stream id as Redis writes it."""
+    return re.fullmatch(rb"\d{1,20}-\d{1,20}", text) is not None and max(order(text)) <= _LARGEST
+
+
+def order(entry_id: bytes) -> tuple[int, int]:
+    """A stream id as Redis compares it."""
+    milliseconds, number = entry_id.split(b"-")
+    return int(milliseconds), int(number)
+
+
+def id_before(entry_id: bytes) -> bytes:
+    """The largest id smaller than this one, which is not 0-0."""
+    milliseconds, number = order(entry_id)
+    return b"%d-%d" % ((milliseconds, number - 1) if number else (milliseconds - 1, _LARGEST))
+
+
+def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
+    """Raises WrongReplyError unless these have ids, each larger than the one before it, the first than ``after``.
+
+    A reader that took anything else for the place it has read up to would never find its way again.
+    """
+    last = order(after)
+    for entry in entries:
+        if type(entry) not in (tuple, list) or len(entry) != 2:
+            raise WrongReplyError("no entry of a stream")
+        entry_id, fields = entry
+        if type(entry_id) is not bytes or not is_entry_id(entry_id) or not (fields is None or type(fields) is dict):
+            raise WrongReplyError("no entry of a stream")
+        if (place := order(entry_id)) <= last:
+            raise WrongReplyError("entries out of order")
+        last = place
+
+
+def entries_after(client: redis.Redis, key: str, entry_id: bytes, count: int) -> Page:
+    """At most ``count`` entries with larger ids, oldest first."""
+    if order(entry_id) == (_LARGEST, _LARGEST):
+        return Page([], is_last=True)
+    return _page(client, count, "XRANGE", key, b"(" + entry_id, b"+")
+
+
+def entries_before(client: redis.Redis, key: str, entry_id: bytes | None, count: int) -> Page:
+    """At most ``count`` entries with smaller ids, or of all where it is None, newest first. Raises WrongReplyError."""
+    end = b"+" if entry_id is None else b"(" + entry_id
+    page = _page(client, count, "XREVRANGE", key, end, b"-")
+    check_entries(page.entries[::-1], after=BEGINNING)
+    if page.entries and entry_id is not None and order(page.entries[0][0]) >= order(entry_id):
+        raise WrongReplyError("entries that were not asked for")
+    return page
+
+
+def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
+    """The entry with this id, if the stream holds it. Raises WrongReplyError."""
+    entries = _page(client, 1, "XRANGE", key, entry_id, entry_id).entries
+    if entries and entries[0][0] != entry_id:
+        raise WrongReplyError("an entry that was not asked for")
+    return entries[0] if entries else None
+
+
+def _page(client: redis.Redis, count: int, *command: str | bytes) -> Page:
+    """Entries that were read whole before one was too large; that one itself if it is the first."""
+    try:
+        entries: Any = client.execute_command(*command, "COUNT", count)  # type: ignore[no-untyped-call]
+        return Page(entries, is_last=len(entries) < count)
+    except OversizedReplyError as error:
+        whole, *begun = error.unfinished
+        if whole:
+            return Page([(entry_id, _fields(fields)) for entry_id, fields in whole], is_last=False, was_cut=True)
+        return Page([(begun[0][0], None)], is_last=False, was_cut=True)
+
+
+def _fields(names_and_values: list[bytes] | None) -> dict[bytes, bytes] | None:
+    if names_and_values is None:
+        return None
+    return dict(zip(names_and_values[::2], names_and_values[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Where text is cut into chunks, as the rule has it: a slow twin of ``ssd.sharing.published.chunking``."""
+"""Where text is cut into chunks, as the rule has it: a slow twin of ``ssd.sharing.published.format``."""
 
 from __future__ import annotations
 

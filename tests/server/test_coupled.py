@@ -15,7 +15,7 @@ from server.command.arguments import parse_arguments
 from server.command.assembly import EngineLoader, make_settings, make_tenants
 from server.command.noise import OpenNoise, open_noise
 from ssd.sharing.connection import connect
-from ssd.sharing.shared_root import KEY
+from ssd.sharing.noise_root import KEY
 from tests.redis_server import RedisServer, redis_server
 from tests.server.client import ask, post, until_ready, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving

@@ -23,7 +23,7 @@ from ssd.config import CacheConfig, EngineConfig, IndexConfig
 from ssd.engine import Engine
 from ssd.retrieval.cache import CacheSet
 from ssd.sharing.connection import connect
-from ssd.sharing.counters import KEY as COUNTERS
+from ssd.sharing.redis_log import COUNTERS_KEY as COUNTERS
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
 from tests.server.client import Answer, ask, get, post, until_ready, wait_until

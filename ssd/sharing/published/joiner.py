@@ -4,20 +4,206 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import secrets
 import threading
 import time
-from collections.abc import Callable
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 from ssd.errors import SSDError
+from ssd.retrieval.names import new_segment_id
+from ssd.retrieval.packed import Tokens
+from ssd.retrieval.segment import SEPARATOR, Segment
+from ssd.retrieval.suffix_array import build_segment
 from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.sharing.entry import member_key, purge_key
 from ssd.sharing.link import Link
-from ssd.sharing.published.member import Member
-from ssd.sharing.published.presence import Answer, Presence
-from ssd.sharing.published.publisher import ends_connection
+from ssd.sharing.published.format import (
+    ChunkRef,
+    Head,
+    InvalidChunkError,
+    hash_of,
+    newest_within,
+    parts_of,
+    parts_of_tail,
+    unpack_chunk,
+)
+from ssd.sharing.published.publisher import Member, ends_connection, learned_name
 from ssd.sharing.published.store import Store
-from ssd.sharing.published.taking import MAX_LAYER_TOKENS, Fetched, fetch, segments_of, store_lacking
 from ssd.sharing.reader import LogReader
+
+if TYPE_CHECKING:
+    import redis
+
+
+MAX_LAYER_TOKENS: Final = 1 << 25
+"""Of pushed text a replica searches the newest so many: 7 bytes of memory each."""
+
+_SEGMENT_TOKENS: Final = 1 << 24
+_MOST_ATTEMPTS: Final = 3
+_MOST_STORING_S: Final = 60.0
+
+
+class Fetched:
+    """A head with its chunks, as they came. ``num_missing`` : of its chunks, or not what they should be."""
+
+    def __init__(self, store: Store, head: Head, chunks: Sequence[ChunkRef]) -> None:
+        """Fetches them; raises what the store raises."""
+        self.head = head
+        self.num_missing = 0
+        self.learned = _learned(store, head)
+        self._owner = store.owner
+        self._chunks: list[tuple[bytes, bytes]] = []
+        for chunk in chunks:
+            data = store.chunks.get(chunk.name)
+            if data is None or len(data) != chunk.num_bytes:
+                self.num_missing += 1
+            else:
+                self._chunks.append((chunk.name, data))
+
+    def sequences(self, vocab_size: int) -> Iterator[Tokens]:
+        """int32[n] each, in order; chunks that are not what their names say count as missing."""
+        for name, data in self._chunks:
+            try:
+                yield from unpack_chunk(data, owner=self._owner, name=name, vocab_size=vocab_size)
+            except InvalidChunkError:
+                self.num_missing += 1
+
+
+def fetch(store: Store, max_tokens: int, *, layer: bool = False) -> Fetched | None:
+    """The newest ``max_tokens`` tokens of what is published, compressed in memory; None where nothing is.
+
+    A chunk that is missing means that there is a newer head by now, which is fetched then. Raises as the store does.
+    """
+    fetched = None
+    for _ in range(_MOST_ATTEMPTS):
+        head = store.head(layer=layer)
+        if head is None or (fetched is not None and head.chunks == fetched.head.chunks):
+            break
+        fetched = Fetched(store, head, newest_within(head.chunks, max_tokens))
+        if not fetched.num_missing:
+            break
+    return fetched
+
+
+def store_lacking(cache: SuffixCache, fetched: Fetched, vocab_size: int) -> int:
+    """Store the sequences that ``cache`` has fewer times than ``fetched``, oldest first; how many tokens it lacked."""
+    known = _counted(cache)
+    num_tokens = 0
+    deadline = time.monotonic() + _MOST_STORING_S
+    for sequence in fetched.sequences(vocab_size):
+        if known and known.get(key := hash_of(sequence), 0) > 0:
+            known[key] -= 1
+            continue
+        cache.append_shared(sequence)
+        num_tokens += len(sequence)
+        if time.monotonic() > deadline:  # sealing does not keep up
+            break
+    if fetched.learned is not None:
+        cache.learned.adopt(fetched.learned)
+    return num_tokens
+
+
+def segments_of(fetched: Fetched, vocab_size: int) -> list[Segment]:
+    """The text as static segments in memory. O(n log n)."""
+    segments: list[Segment] = []
+    begun: list[Tokens] = []
+    num_tokens = 0
+    for sequence in fetched.sequences(vocab_size):
+        if num_tokens + len(sequence) + 1 > _SEGMENT_TOKENS:
+            segments.append(_segment(begun))
+            begun, num_tokens = [], 0
+        begun += [sequence, _END]
+        num_tokens += len(sequence) + 1
+    return [*segments, _segment(begun)] if begun else segments
+
+
+_END = np.array([SEPARATOR], np.int32)
+
+
+def _segment(pieces: list[Tokens]) -> Segment:
+    return build_segment(np.concatenate(pieces), start=None, segment_id=new_segment_id(None))
+
+
+def _learned(store: Store, head: Head) -> bytes | None:
+    if head.learned is None:
+        return None
+    data = store.chunks.get(head.learned)
+    return data if data is not None and learned_name(store.owner, data) == head.learned else None
+
+
+def _counted(cache: SuffixCache) -> Counter[int]:
+    """How often each sequence is in the cache, by its hash. O(tokens)."""
+    segments, tail = cache.own_text()
+    known = Counter(map(hash_of, parts_of(segments)))
+    known.update(map(hash_of, parts_of_tail(tail)))
+    return known
+
+
+MEMBER_MS: Final = 100_000
+"""Three looks of a joiner that has many namespaces open."""
+
+DEMAND_S: Final = 600
+"""A server that was just being started again hears of a demand as well."""
+
+TOKEN_CHARACTERS: Final = 32
+_TOKEN: Final = re.compile(rb"[0-9a-f]{32}")
+_MOST_MEMBERS: Final = 1 << 14
+
+
+class Answer(NamedTuple):
+    """``token`` : of the demand that was answered last, empty for none; ``is_gone`` : whether all was forgotten."""
+
+    token: bytes
+    is_gone: bool
+
+
+class Presence:
+    """What one process says of the namespaces it has open. Any call may raise what redis-py raises."""
+
+    def __init__(self, client: redis.Redis, fingerprint: str) -> None:
+        self._client = client
+        self._fingerprint = fingerprint
+        self._id = secrets.token_hex(8)
+
+    def tell(self, namespace: str, answer: Answer) -> bytes:
+        """Say that it is open here, or was until just now; the token of a demand to forget it, empty if there is none.
+
+        One exchange with the server.
+        """
+        value = b"%s %s" % (answer.token, b"gone" if answer.is_gone else b"kept")
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.set(member_key(self._fingerprint, namespace, self._id), value, px=MEMBER_MS)
+        pipeline.getrange(purge_key(self._fingerprint, namespace), 0, TOKEN_CHARACTERS)
+        found: Any = pipeline.execute()[1]
+        return found if isinstance(found, bytes) and _TOKEN.fullmatch(found) else b""
+
+    def leave(self, namespace: str) -> None:
+        """It is open here no more."""
+        self._client.delete(member_key(self._fingerprint, namespace, self._id))
+
+
+def demand(client: redis.Redis, fingerprint: str, namespace: str) -> bytes:
+    """Have all servers that have a namespace open forget it; the token of the demand."""
+    token = secrets.token_hex(TOKEN_CHARACTERS // 2).encode()
+    client.set(purge_key(fingerprint, namespace), token, ex=DEMAND_S)
+    return token
+
+
+def answers(client: redis.Redis, fingerprint: str, namespace: str) -> list[Answer]:
+    """What each server said last that has the namespace open, or had it half a minute ago."""
+    found: list[Answer] = []
+    for key in client.scan_iter(match=member_key(fingerprint, namespace, "*"), count=1000):
+        value: Any = client.getrange(key, 0, TOKEN_CHARACTERS + 8)
+        if value and len(found) < _MOST_MEMBERS:
+            token, _, state = value.partition(b" ")
+            found.append(Answer(token, state == b"gone"))
+    return found
+
 
 log = logging.getLogger(__name__)
 
