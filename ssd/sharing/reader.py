@@ -13,7 +13,7 @@ from typing import Any
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.sharing.bookmark import PAGE, Bookmark, Stream
-from ssd.sharing.connection import BLOCK_MS, connect, is_cluster, server_of
+from ssd.sharing.connection import BLOCK_MS, connect, server_of
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry, warm_up_entries
 from ssd.sharing.link import Link
 from ssd.sharing.stats import Delays, Reception
@@ -26,6 +26,7 @@ from ssd.sharing.stream import (
     entries_after,
     entries_before,
     entry_at,
+    is_cluster,
 )
 
 _COMPARE_S = 2.0

@@ -275,7 +275,7 @@ class RedisCounters:
 
     def raise_to(self, name: str, number: int) -> int:
         """The number, at least ``number`` from now on: replicas that tell an emptied Redis at once do not add up."""
-        with self._client.pipeline() as pipeline:
+        with self._client.pipeline(transaction=True) as pipeline:
             pipeline.watch(COUNTERS_KEY)  # type: ignore[no-untyped-call]
             found: Any = pipeline.hget(COUNTERS_KEY, name)
             if (counted := _number(found)) >= number:

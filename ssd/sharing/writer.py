@@ -10,10 +10,10 @@ from collections import deque
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.suffix_cache import Pieces
 from ssd.sharing.bookmark import sequence_id_of
-from ssd.sharing.connection import Backoff, connect, is_cluster
+from ssd.sharing.connection import Backoff, connect
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
 from ssd.sharing.link import Link
-from ssd.sharing.stream import append
+from ssd.sharing.stream import append, is_cluster
 
 
 class Outbox:

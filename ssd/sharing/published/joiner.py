@@ -35,6 +35,7 @@ from ssd.sharing.published.format import (
 from ssd.sharing.published.publisher import Member, ends_connection, learned_name
 from ssd.sharing.published.store import Store
 from ssd.sharing.reader import LogReader
+from ssd.sharing.stream import ask_all
 
 if TYPE_CHECKING:
     import redis
@@ -176,10 +177,13 @@ class Presence:
         One exchange with the server.
         """
         value = b"%s %s" % (answer.token, b"gone" if answer.is_gone else b"kept")
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.set(member_key(self._fingerprint, namespace, self._id), value, px=MEMBER_MS)
-        pipeline.getrange(purge_key(self._fingerprint, namespace), 0, TOKEN_CHARACTERS)
-        found: Any = pipeline.execute()[1]
+        _, found = ask_all(
+            self._client,
+            [
+                ("SET", member_key(self._fingerprint, namespace, self._id), value, "PX", MEMBER_MS),
+                ("GETRANGE", purge_key(self._fingerprint, namespace), 0, TOKEN_CHARACTERS),
+            ],
+        )
         return found if isinstance(found, bytes) and _TOKEN.fullmatch(found) else b""
 
     def leave(self, namespace: str) -> None:

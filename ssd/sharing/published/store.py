@@ -32,7 +32,7 @@ from ssd.sharing.published.format import (
     fence_of,
     owner_of,
 )
-from ssd.sharing.stream import OversizedReplyError
+from ssd.sharing.stream import OversizedReplyError, ask_all
 
 if TYPE_CHECKING:
     import redis
@@ -180,10 +180,8 @@ class RedisHeads:
 
     def tags(self) -> Tags:
         """As ``Heads`` has it."""
-        pipeline = self._client.pipeline(transaction=False)
-        for key in (self._head, self._layer):
-            pipeline.getrange(key, 0, TAG_BYTES - 1)
-        return Tags(*pipeline.execute())
+        keys = (self._head, self._layer)
+        return Tags(*ask_all(self._client, [("GETRANGE", key, 0, TAG_BYTES - 1) for key in keys]))
 
     def read(self, *, layer: bool = False) -> bytes | None:
         """As ``Heads`` has it."""
@@ -247,7 +245,7 @@ class RedisHeads:
         """``act`` in a transaction, if the lease is ours and stays so until it is done."""
         from redis.exceptions import WatchError
 
-        with self._client.pipeline() as pipeline:
+        with self._client.pipeline(transaction=True) as pipeline:
             pipeline.watch(self._lease)  # type: ignore[no-untyped-call]
             if pipeline.get(self._lease) != self._token or (check is not None and not check(pipeline)):
                 return False
