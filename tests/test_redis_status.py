@@ -17,7 +17,7 @@ from ssd.errors import StoreUnavailable
 from ssd.sharing.connection import connect
 from ssd.sharing.entry import head_key, lease_key, member_key, purge_key, stream_key
 from ssd.sharing.noise_root import KEY as NOISE
-from ssd.sharing.push import push_segments
+from ssd.sharing.published.commands import push_segments
 from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
 from tests.redis_topologies import Cluster, started
