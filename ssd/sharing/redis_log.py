@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from ssd.errors import ConfigError
 from ssd.retrieval.names import check_fingerprint
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import address_of, connect
+from ssd.sharing.cursor import Cursor
 from ssd.sharing.entry import MAX_ENTRY_TOKENS, stream_key
 from ssd.sharing.reader import LogReader
 from ssd.sharing.stats import Delays, StreamStats, all_reasons
@@ -99,26 +99,26 @@ class RedisLog:
         self._reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens, max_entries=max_entries)
         self._published = None if published is None else published(self._reader)
         self._names: dict[str, str] = {}
-        self._writer.link.start()
-        self._reader.link.start()
+        self._writer.loop.start()
+        self._reader.loop.start()
 
     def attach(self, cache: SuffixCache) -> None:
         """From now on ``cache`` publishes what it learns and learns what others published. Returns at once.
 
         A cache with a directory goes on where its last life stopped: what that one sealed is not stored again, what it
-        lost with its tail comes back if it was published; ``bookmark`` says how, and when text is stored twice even so.
+        lost with its tail comes back if it was published; ``cursor`` says how, and when text is stored twice even so.
         """
         key, writer = stream_key(self._fingerprint, cache.name), self._writer
         replica_id = secrets.token_bytes(8)  # each time another: the directory may be a copy, and its original alive
-        bookmark = Bookmark(replica_id, cache.kept)
-        cache.set_source(bookmark.position())  # kept with the first segment that holds text of this life
+        cursor = Cursor(replica_id, cache.kept)
+        cache.set_source(cursor.position())  # kept with the first segment that holds text of this life
         cache.add_listener(lambda pieces: writer.publish(key, replica_id, pieces))
         self._names[key] = cache.name
         writer.count(key)
-        wait_s = 0.0 if self._published is None or bookmark.waypoints else FIRST_LOOK_S
-        stream = self._reader.follow(key, cache, bookmark, wait_s=wait_s)
+        wait_s = 0.0 if self._published is None or cursor.waypoints else FIRST_LOOK_S
+        stream = self._reader.follow(key, cache, cursor, wait_s=wait_s)
         if self._published is not None:
-            self._published.attach(cache, bookmark, stream)
+            self._published.attach(cache, cursor, stream)
 
     def obey(self, discard: Callable[[str], None]) -> None:
         """Forget a namespace where that is demanded of all servers: ``discard``, then what is shared of it.
@@ -158,7 +158,7 @@ class RedisLog:
     def stats(self) -> SharingStats:
         """The counters as they are now."""
         writer, reader, published = self._writer, self._reader, self._published
-        links = [writer.link, reader.link, *([published.link] if published else [])]
+        loops = [writer.loop, reader.loop, *([published.loop] if published else [])]
         return SharingStats(
             is_connected=reader.is_connected and not writer.is_refused,
             num_published=writer.num_published,
@@ -169,11 +169,11 @@ class RedisLog:
             num_known=reader.num_known,
             num_dropped=writer.num_dropped,
             num_invalid=reader.num_invalid,
-            num_failures=sum(link.num_failures for link in links),
-            num_reconnects=sum(link.num_reconnects for link in links),
+            num_failures=sum(loop.num_failures for loop in loops),
+            num_reconnects=sum(loop.num_reconnects for loop in loops),
             num_taken_tokens=published.joiner.num_taken_tokens if published else 0,
             num_heads=published.publisher.num_heads if published and published.publisher else 0,
-            refusals=all_reasons(writer.link.refusals + reader.link.refusals, reader.invalid),
+            refusals=all_reasons(writer.loop.refusals + reader.loop.refusals, reader.invalid),
             delays=reader.delays,
             streams=self._streams(),
         )
@@ -181,8 +181,8 @@ class RedisLog:
     def _streams(self) -> dict[str, StreamStats]:
         names, sent = dict(self._names), self._writer.sent()
         return {
-            names[key]: reception.stats(*sent.get(key, (0, 0)))
-            for key, reception in self._reader.receptions().items()
+            names[key]: received.stats(*sent.get(key, (0, 0)))
+            for key, received in self._reader.received().items()
             if key in names
         }
 

@@ -30,7 +30,7 @@ from ssd.sharing.entry import (
     MAX_ENTRY_TOKENS,
     Entry,
     all_keys,
-    member_key,
+    heartbeat_key,
     namespace_key,
     pack_entry,
     purge_key,
@@ -38,7 +38,7 @@ from ssd.sharing.entry import (
 )
 from ssd.sharing.published.format import MAX_CHUNKS, ChunkRef, Head, cut, name_of, newest_within, pack_chunk, parts_of
 from ssd.sharing.published.joiner import MAX_LAYER_TOKENS, fetch
-from ssd.sharing.published.published import MEMBER_MS, TOKEN_CHARACTERS, Answer
+from ssd.sharing.published.published import HEARTBEAT_MS, TOKEN_CHARACTERS, Answer
 from ssd.sharing.published.store import Place, Store, UrlChunks, open_place, redis_store, url_store
 from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
 from ssd.sharing.stream import append
@@ -230,7 +230,7 @@ def _last(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-ANSWER_S: Final = MEMBER_MS / 1000 + 10
+ANSWER_S: Final = HEARTBEAT_MS / 1000 + 10
 """By then a server has answered, or is gone and its key with it."""
 
 _LOOK_S: Final = 0.5
@@ -434,7 +434,7 @@ def demand(client: redis.Redis, fingerprint: str, namespace: str) -> bytes:
 def answers(client: redis.Redis, fingerprint: str, namespace: str) -> list[Answer]:
     """What each server said last that has the namespace open, or had it half a minute ago."""
     found: list[Answer] = []
-    for key in client.scan_iter(match=member_key(fingerprint, namespace, "*"), count=1000):
+    for key in client.scan_iter(match=heartbeat_key(fingerprint, namespace, "*"), count=1000):
         value: Any = client.getrange(key, 0, TOKEN_CHARACTERS + 8)
         if value and len(found) < _MOST_MEMBERS:
             token, _, state = value.partition(b" ")

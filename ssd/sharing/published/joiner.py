@@ -196,11 +196,11 @@ class Joiner:
     def _store(self, each: Namespace, cache: SuffixCache, fetched: Fetched) -> None:
         began = time.monotonic()
         if fetched.head.mark is not None:
-            each.bookmark.join(fetched.head.mark)
-            each.bookmark.knows(fetched.head.recent)
+            each.cursor.join(fetched.head.mark)
+            each.cursor.knows(fetched.head.recent)
             if each.stream is not None:
                 each.stream.saw_before(fetched.head.recent)
-            cache.set_source(each.bookmark.position())
+            cache.set_source(each.cursor.position())
         num_tokens = store_lacking(cache, fetched, self._vocab_size)
         each.tag = fetched.head.tag
         self.num_taken_tokens += num_tokens

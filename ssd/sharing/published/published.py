@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ssd.errors import SSDError
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.sharing.bookmark import Bookmark, Stream
+from ssd.sharing.background import BackgroundLoop
 from ssd.sharing.connection import connect
-from ssd.sharing.entry import member_key, purge_key
-from ssd.sharing.link import Link
+from ssd.sharing.cursor import Cursor, Stream
+from ssd.sharing.entry import heartbeat_key, purge_key
 from ssd.sharing.published.joiner import Joiner
 from ssd.sharing.published.publisher import LEAST_TOKENS, Namespace, Publisher
 from ssd.sharing.published.store import Store, UrlChunks, open_place, redis_store, url_store
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEMBER_MS: Final = 100_000
+HEARTBEAT_MS: Final = 100_000
 """Three looks of a joiner that has many namespaces open."""
 
 TOKEN_CHARACTERS: Final = 32
@@ -49,7 +49,7 @@ class Answer(NamedTuple):
     is_gone: bool
 
 
-class Presence:
+class Heartbeat:
     """What one process says of the namespaces it has open. Any call may raise what redis-py raises."""
 
     def __init__(self, client: redis.Redis, fingerprint: str) -> None:
@@ -66,7 +66,7 @@ class Presence:
         _, found = ask_all(
             self._client,
             [
-                ("SET", member_key(self._fingerprint, namespace, self._id), value, "PX", MEMBER_MS),
+                ("SET", heartbeat_key(self._fingerprint, namespace, self._id), value, "PX", HEARTBEAT_MS),
                 ("GETRANGE", purge_key(self._fingerprint, namespace), 0, TOKEN_CHARACTERS),
             ],
         )
@@ -74,7 +74,7 @@ class Presence:
 
     def leave(self, namespace: str) -> None:
         """It is open here no more."""
-        self._client.delete(member_key(self._fingerprint, namespace, self._id))
+        self._client.delete(heartbeat_key(self._fingerprint, namespace, self._id))
 
 
 _IDLE_S: Final = 0.5
@@ -109,17 +109,17 @@ class Published:
         self._fingerprint = fingerprint
         self._client = None if url is None else connect(url)
         self._place = None if publish_to is None else open_place(publish_to)
-        self._presence = None if self._client is None else Presence(self._client, fingerprint)
+        self._heartbeat = None if self._client is None else Heartbeat(self._client, fingerprint)
         self._discard: Callable[[str], None] | None = None
         self._answers: dict[str, Answer] = {}
         self._lock = threading.Lock()
         self._open: dict[str, Namespace] = {}
         self._left: dict[str, Namespace] = {}  # and those that ask are not told yet, nor is the lease given back
         self._is_changed = threading.Event()
-        self.link = Link("ssd-share-published", url or publish_to or "", self._exchange)
+        self.loop = BackgroundLoop("ssd-share-published", url or publish_to or "", self._exchange)
         self.joiner = Joiner(reader, vocab_size=vocab_size)
-        self.publisher = Publisher(self.link, least_tokens=least_tokens) if publishes else None
-        self.link.start()
+        self.publisher = Publisher(self.loop, least_tokens=least_tokens) if publishes else None
+        self.loop.start()
 
     def store_of(self, namespace: str) -> Store:
         """Where a namespace is published."""
@@ -131,10 +131,10 @@ class Published:
             return store._replace(chunks=UrlChunks(self._place, self._fingerprint, namespace))
         return store
 
-    def attach(self, cache: SuffixCache, bookmark: Bookmark, stream: Stream | None) -> None:
+    def attach(self, cache: SuffixCache, cursor: Cursor, stream: Stream | None) -> None:
         """Bring it what is published, then have the reader go on with ``stream``; publish it. O(1)."""
         with self._lock:
-            self._open[cache.name] = Namespace(self.store_of(cache.name), cache, bookmark, stream)
+            self._open[cache.name] = Namespace(self.store_of(cache.name), cache, cursor, stream)
         self._is_changed.set()
 
     def obey(self, discard: Callable[[str], None]) -> None:
@@ -160,15 +160,15 @@ class Published:
 
     def stop(self) -> None:
         """End the thread with what it is at."""
-        self.link.stop()
+        self.loop.stop()
         self._is_changed.set()
 
     def close(self, timeout_s: float) -> None:
         """Wait for its end, let others have the leases, and say that nothing is open here any more."""
-        self.link.join(timeout_s)
+        self.loop.join(timeout_s)
         with self._lock:
             left = [*self._left.values(), *self._open.values()]
-        if self.link.is_connected:
+        if self.loop.is_connected:
             with contextlib.suppress(Exception):  # leases and what is said expire
                 self._say_left(left)
         if self._client is not None:
@@ -183,13 +183,13 @@ class Published:
         self._say_left(left)
         times = max(1.0, len(opened) / _FEW)
         for each in opened:
-            if not self.link.is_stopping and (not each.is_settled or time.monotonic() >= each.take_at):
+            if not self.loop.is_stopping and (not each.is_settled or time.monotonic() >= each.take_at):
                 interval_s = _GAP_LOOK_S if each.stream is not None and each.has_gap else _LOOK_S
                 each.take_at = time.monotonic() + min(times * interval_s, _LONGEST_LOOK_S)
                 if not self._attempt(each, self._take):
                     each.take_at = time.monotonic() + _REFUSED_S
                 self.joiner.settle(each)
-            if self.publisher and not self.link.is_stopping and time.monotonic() >= each.publish_at:
+            if self.publisher and not self.loop.is_stopping and time.monotonic() >= each.publish_at:
                 each.publish_at = time.monotonic() + self.publisher.look_s * min(2.0, times)
                 if not self._attempt(each, self.publisher.look):
                     each.publish_at = time.monotonic() + _REFUSED_S
@@ -201,31 +201,31 @@ class Published:
         except Exception as error:
             if _ends_connection(error):
                 raise
-            self.link.report(error)
+            self.loop.report(error)
             return False
         return True
 
     def _take(self, each: Namespace) -> None:
-        if each.cache is not None and (self._presence is None or self._obeys(self._presence, each.name)):
+        if each.cache is not None and (self._heartbeat is None or self._obeys(self._heartbeat, each.name)):
             self.joiner.look(each)
 
     def _say_left(self, left: Sequence[Namespace]) -> None:
         for each in left:
             if self.publisher is not None:
                 each.store.heads.release()
-            if self._presence is not None:
-                self._presence.leave(each.name)
+            if self._heartbeat is not None:
+                self._heartbeat.leave(each.name)
 
-    def _obeys(self, presence: Presence, namespace: str) -> bool:
+    def _obeys(self, heartbeat: Heartbeat, namespace: str) -> bool:
         """Say that a namespace is open here, and forget it if that is demanded; whether it is open still."""
         answer = self._answers.get(namespace, _NO_ANSWER)
-        token = presence.tell(namespace, answer)
+        token = heartbeat.tell(namespace, answer)
         if not token or token == answer.token:
             return True
         answer = self._answers[namespace] = Answer(token, self._forget(namespace))
         with self._lock:
             self._left.pop(namespace, None)  # the answer stays for whoever waits for it
-        presence.tell(namespace, answer)
+        heartbeat.tell(namespace, answer)
         return not answer.is_gone
 
     def _forget(self, namespace: str) -> bool:
@@ -301,9 +301,9 @@ class StoreShare:
 
     def attach(self, cache: SuffixCache) -> None:
         """Bring ``cache`` what is published, and publish it. Returns at once."""
-        bookmark = Bookmark(secrets.token_bytes(8))
-        cache.set_source(bookmark.position())
-        self._published.attach(cache, bookmark, None)
+        cursor = Cursor(secrets.token_bytes(8))
+        cache.set_source(cursor.position())
+        self._published.attach(cache, cursor, None)
 
     def detach(self, cache: SuffixCache) -> None:
         """Do neither: the cache is being closed. O(1)."""
@@ -321,9 +321,9 @@ class StoreShare:
         """The counters as they are now; nothing comes entry by entry."""
         published = self._published
         return SharingStats(
-            is_connected=published.link.is_connected,
-            num_failures=published.link.num_failures,
-            num_reconnects=published.link.num_reconnects,
+            is_connected=published.loop.is_connected,
+            num_failures=published.loop.num_failures,
+            num_reconnects=published.loop.num_reconnects,
             num_taken_tokens=published.joiner.num_taken_tokens,
             num_heads=published.publisher.num_heads if published.publisher else 0,
         )

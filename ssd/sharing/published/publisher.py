@@ -11,8 +11,8 @@ import xxhash
 
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_cache import SealedText, SuffixCache
-from ssd.sharing.bookmark import Bookmark, Stream
-from ssd.sharing.link import Link
+from ssd.sharing.background import BackgroundLoop
+from ssd.sharing.cursor import Cursor, Stream
 from ssd.sharing.published.format import (
     MAX_CHUNKS,
     MAX_LEARNED_BYTES,
@@ -53,16 +53,16 @@ _REFUSED_S: Final = 30.0
 class Namespace:
     """One open namespace. ``stream`` : as the reader follows it, None where there is no log."""
 
-    def __init__(self, store: Store, cache: SuffixCache, bookmark: Bookmark, stream: Stream | None) -> None:
+    def __init__(self, store: Store, cache: SuffixCache, cursor: Cursor, stream: Stream | None) -> None:
         self.name = cache.name
         self.store = store
         self.stream = stream
-        self.bookmark = bookmark
+        self.cursor = cursor
         self.has_left = False
         """Whether it is closed here."""
         self._cache = weakref.ref(cache)
 
-        self.is_new = not bookmark.waypoints
+        self.is_new = not cursor.waypoints
         """Whether nothing of the log was ever read here."""
         self.is_settled = False
         """Whether what was published has been looked at."""
@@ -98,7 +98,7 @@ class Namespace:
         now = time.monotonic()
         self._unnamed_since = {name: self._unnamed_since.get(name, now) for name in unnamed}
         due = [name for name, since in self._unnamed_since.items() if now - since >= _GRACE_S]
-        if due and self.store.heads.hold() is not None:
+        if due and self.store.heads.renew():
             self.store.chunks.remove(due)
             for name in due:
                 del self._unnamed_since[name]
@@ -111,11 +111,11 @@ class Publisher:
     the newer one.
     """
 
-    def __init__(self, link: Link, *, least_tokens: int = LEAST_TOKENS, look_s: float = LOOK_S) -> None:
-        """``link`` : whose thread calls. ``least_tokens`` : shorter text is left to the log."""
+    def __init__(self, loop: BackgroundLoop, *, least_tokens: int = LEAST_TOKENS, look_s: float = LOOK_S) -> None:
+        """``loop`` : whose thread calls. ``least_tokens`` : shorter text is left to the log."""
         self.num_heads = 0
         self.look_s = look_s
-        self._link = link
+        self._loop = loop
         self._least_tokens = least_tokens
 
     def look(self, each: Namespace) -> None:
@@ -126,8 +126,7 @@ class Publisher:
         sealed = cache.sealed()
         if sum(map(len, sealed.segments)) < self._least_tokens or sealed.checkpoint is None:
             return
-        fence = each.store.heads.hold()
-        if fence is None:
+        if not each.store.heads.hold():
             return
         head = each.store.heads.tags().head
         if fence_of(head) is None:
@@ -138,11 +137,11 @@ class Publisher:
         is_old = time.monotonic() - each.published_at >= PUBLISH_S
         is_lost = not head or (is_old and not num_new and not each.store.chunks.names())  # Redis may evict it
         if is_lost or (num_new and (is_old or num_new >= PUBLISH_TOKENS)):
-            self._publish(each, cache, sealed, fence)
+            self._publish(each, cache, sealed)
 
-    def _publish(self, each: Namespace, cache: SuffixCache, sealed: SealedText, fence: int) -> None:
+    def _publish(self, each: Namespace, cache: SuffixCache, sealed: SealedText) -> None:
         store = each.store
-        recent = () if sealed.checkpoint is None else each.bookmark.recent(sealed.checkpoint)  # of few, and more come
+        recent = () if sealed.checkpoint is None else each.cursor.recent(sealed.checkpoint)  # of few, and more come
         former, layer = store.head(), store.head(layer=True)
         there = store.chunks.names()
         sizes = {ref.name: ref.num_bytes for ref in former.chunks if ref.name in there} if former else {}
@@ -156,16 +155,15 @@ class Publisher:
                 num_bytes = sizes[name] = len(data)
                 time.sleep(num_bytes / _BYTES_PER_S)
             chunks.append(ChunkRef(name, sum(map(len, sequences)), num_bytes))
-            if self._link.is_stopping or each.has_left:
+            if self._loop.is_stopping or each.has_left:
                 return
             if time.monotonic() >= renew_at:
-                if store.heads.hold() != fence:
+                if not store.heads.renew():
                     return
                 renew_at = time.monotonic() + self.look_s
         head = Head(
             owner=store.owner,
             chunks=tuple(chunks[-MAX_CHUNKS:]),
-            fence=fence,
             learned=_put_learned(store, cache.learned.to_bytes(), there),
             mark=sealed.checkpoint,
             recent=recent,

@@ -2,7 +2,7 @@
 
 In Redis all keys have the hash tag of the namespace. The lease is a key that expires: only Redis' clock counts, and who
 holds it learns that it was lost when it next asks. A head is replaced in a transaction that fails where the lease has
-changed, and never by a lease older than the one that wrote it. At a URL (a directory, a bucket)::
+changed. At a URL (a directory, a bucket)::
 
     <URL>/<fingerprint>/<namespace>/chunks/<name>       written once, whole or not at all
     <URL>/<fingerprint>/<namespace>/head, layer         where there is no Redis
@@ -15,7 +15,7 @@ writes again.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -29,7 +29,6 @@ from ssd.sharing.published.format import (
     TAG_BYTES,
     Head,
     InvalidHeadError,
-    fence_of,
     owner_of,
 )
 from ssd.sharing.stream import OversizedReplyError, ask_all
@@ -50,8 +49,6 @@ class Tags(NamedTuple):
 
 LEASE_MS: Final = 30_000
 """Three looks at least: one that fails costs nobody the lease, and a killed publisher's work waits no longer."""
-
-_MOST_FENCE: Final = 1 << 62
 
 
 class RedisChunks:
@@ -102,9 +99,9 @@ class RedisHeads:
         self._head = head_key(fingerprint, namespace)
         self._layer = layer_key(fingerprint, namespace)
         self._lease = lease_key(fingerprint, namespace)
-        self._fence_key = fence_key(fingerprint, namespace)
+        self._former = fence_key(fingerprint, namespace)
         self._token = secrets.token_hex(16).encode()
-        self._fence: int | None = None
+        self._holds = False
 
     def tags(self) -> Tags:
         """What both begin with."""
@@ -116,36 +113,30 @@ class RedisHeads:
         data: Any = self._client.getrange(self._layer if layer else self._head, 0, MAX_HEAD_BYTES)
         return data if isinstance(data, bytes) and 0 < len(data) <= MAX_HEAD_BYTES else None
 
-    def hold(self) -> int | None:
-        """Take or renew the lease: its fencing number, None while another has it. At most three commands."""
-        if self._fence is not None and self._renew():
-            return self._fence
-        self._fence = None
-        if self._client.set(self._lease, self._token, nx=True, px=LEASE_MS):
-            self._fence = self._next_fence()
-        return self._fence
+    def hold(self) -> bool:
+        """Take or renew the lease; False while another has it. At most two exchanges."""
+        if not self._holds or not self.renew():
+            self._holds = bool(self._client.set(self._lease, self._token, nx=True, px=LEASE_MS))
+        return self._holds
+
+    def renew(self) -> bool:
+        """Keep the lease; False if it was lost since ``hold``."""
+        return self._transact(lambda pipeline: pipeline.pexpire(self._lease, LEASE_MS))
 
     def release(self) -> None:
         """Let go of the lease, if it is held."""
-        if self._fence is not None:
-            self._fence = None
+        if self._holds:
+            self._holds = False
             self._transact(lambda pipeline: pipeline.delete(self._lease))
 
     def replace(self, data: bytes) -> bool:
-        """Put ``data`` in the head's place; False, changing nothing, if the lease was lost or a later one wrote."""
-        fence = self._fence
-        if fence is None:
-            return False
+        """Put ``data`` in the head's place; False, changing nothing, if the lease was lost."""
 
         def write(pipeline: Any) -> None:
             pipeline.set(self._head, data)
             pipeline.pexpire(self._lease, LEASE_MS)
 
-        def is_older(pipeline: Any) -> bool:
-            there = fence_of(pipeline.getrange(self._head, 0, TAG_BYTES - 1))
-            return there is None or there <= fence or there > _MOST_FENCE
-
-        return self._transact(write, is_older)
+        return self._transact(write)
 
     def replace_layer(self, data: bytes) -> None:
         """Put ``data`` in the layer's place."""
@@ -153,29 +144,16 @@ class RedisHeads:
 
     def clear(self) -> int:
         """Remove both, and the lease; how many things there were."""
-        keys = (self._head, self._layer, self._lease, self._fence_key)
+        keys = (self._head, self._layer, self._lease, self._former)
         return sum(int(self._client.delete(key)) for key in keys)
 
-    def _renew(self) -> bool:
-        return self._transact(lambda pipeline: pipeline.pexpire(self._lease, LEASE_MS))
-
-    def _next_fence(self) -> int:
-        """Greater than that of the head there is, also where somebody set the counter back."""
-        fence: Any = self._client.incr(self._fence_key)
-        tag: Any = self._client.getrange(self._head, 0, TAG_BYTES - 1)
-        there = fence_of(tag)
-        if there is not None and fence <= there <= _MOST_FENCE:
-            self._client.set(self._fence_key, there + 1)
-            return there + 1
-        return int(fence)
-
-    def _transact(self, act: Any, check: Any = None) -> bool:
+    def _transact(self, act: Callable[[Any], object]) -> bool:
         """``act`` in a transaction, if the lease is ours and stays so until it is done."""
         from redis.exceptions import WatchError
 
         with self._client.pipeline(transaction=True) as pipeline:
             pipeline.watch(self._lease)  # type: ignore[no-untyped-call]
-            if pipeline.get(self._lease) != self._token or (check is not None and not check(pipeline)):
+            if pipeline.get(self._lease) != self._token:
                 return False
             pipeline.multi()
             act(pipeline)
@@ -273,9 +251,13 @@ class UrlHeads:
         """As in Redis."""
         return _read(self._place, self._paths()[layer], MAX_HEAD_BYTES)
 
-    def hold(self) -> int | None:
+    def hold(self) -> bool:
         """As in Redis, but everybody may write."""
-        return 0
+        return True
+
+    def renew(self) -> bool:
+        """As in Redis, but everybody may write."""
+        return True
 
     def release(self) -> None:
         """As in Redis."""
