@@ -26,7 +26,8 @@ from ssd.retrieval.packed import Tokens
 from ssd.sharing import reader
 from ssd.sharing.connection import connect
 from ssd.sharing.entry import all_keys, chunks_key, head_key, lease_key, stream_key
-from ssd.sharing.published import joiner, publisher
+from ssd.sharing.published import published as published_module
+from ssd.sharing.published import publisher
 from ssd.sharing.published.commands import open_store, pull, push
 from ssd.sharing.published.format import (
     LEAST_CHUNK_TOKENS,
@@ -77,7 +78,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Publisher.__init__.__kwdefaults__ or {}, "look_s", 0.05)
     monkeypatch.setattr(publisher, "PUBLISH_S", 0.1)
     for name in ("_IDLE_S", "_GAP_LOOK_S", "_LOOK_S"):
-        monkeypatch.setattr(joiner, name, 0.1)
+        monkeypatch.setattr(published_module, name, 0.1)
     monkeypatch.setattr(reader, "_COMPARE_S", 0.2)
 
 

@@ -15,9 +15,9 @@ from cache_builder.commands.redis_status import read_status
 from cache_builder.shared import shown
 from ssd.errors import StoreUnavailable
 from ssd.sharing.connection import connect
-from ssd.sharing.entry import head_key, lease_key, member_key, purge_key, stream_key
+from ssd.sharing.entry import head_key, heartbeat_key, lease_key, purge_key, stream_key
 from ssd.sharing.noise_root import KEY as NOISE
-from ssd.sharing.push import push_segments
+from ssd.sharing.published.commands import push_segments
 from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
 from tests.redis_topologies import Cluster, started
@@ -38,8 +38,8 @@ def test_it_says_what_is_there_and_changes_nothing(
             one.append([7, number])
         eventually(lambda: client.xlen(KEY) == 200)
         client.set(lease_key(FINGERPRINT, "default"), b"somebody", px=60_000)
-        client.set(member_key(FINGERPRINT, "default", "0a"), b"")
-        client.set(member_key(FINGERPRINT, "default", "0b"), b"")
+        client.set(heartbeat_key(FINGERPRINT, "default", "0a"), b"")
+        client.set(heartbeat_key(FINGERPRINT, "default", "0b"), b"")
         client.set(purge_key(FINGERPRINT, "pushed"), b"")
         client.set(NOISE, b"secret" * 6)
         client.hset("ssd:1:generations", "a", 3)

@@ -17,7 +17,7 @@ from ssd.retrieval.ring import sequence_lengths, sequences_of
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.static import StaticWriter
 from ssd.retrieval.suffix_array import build_segment
-from ssd.sharing.push import push_segments
+from ssd.sharing.published.commands import push_segments
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
 

@@ -34,7 +34,7 @@ from ssd.sharing.entry import (
     stream_key,
     unpack_entry,
 )
-from ssd.sharing.push import push_segments
+from ssd.sharing.published.commands import push_segments
 from ssd.sharing.redis_log import RedisLog
 from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server

@@ -9,7 +9,7 @@ import pytest
 from redis import exceptions as of
 
 from ssd.sharing.connection import connect
-from ssd.sharing.stats import INVALID, REASONS, Reception, reason_of
+from ssd.sharing.stats import INVALID, REASONS, Received, reason_of
 from ssd.sharing.stream import FIELD, OversizedReplyError
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import KEY, entry, eventually, replica
@@ -101,13 +101,13 @@ def test_each_failure_has_one_reason(error: Exception, reason: str) -> None:
 
 def test_a_clock_that_is_not_told_gives_no_delay(redis_server: RedisServer) -> None:
     with closing(connect(redis_server.url)) as client:
-        reception = Reception()
-        reception.caught_up()
-        assert reception.delay_of(b"1-0") is None
-        reception.clock.set_by(client)
-        delay = reception.delay_of(b"%d-0" % int((time.time() - 5) * 1000))
+        received = Received()
+        received.caught_up()
+        assert received.delay_of(b"1-0") is None
+        received.clock.set_by(client)
+        delay = received.delay_of(b"%d-0" % int((time.time() - 5) * 1000))
         assert delay is not None and 4.9 < delay < 6
-        assert reception.delay_of(b"18446744073709551615-1") == 0
+        assert received.delay_of(b"18446744073709551615-1") == 0
         client.execute_command("ACL", "SETUSER", "default", "-time")
-        reception.clock.set_by(client)
-        assert reception.delay_of(b"1-0") is None and not reception.clock.is_due
+        received.clock.set_by(client)
+        assert received.delay_of(b"1-0") is None and not received.clock.is_due

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ssd.sharing.connection import connect
-from ssd.sharing.push import push_segments
+from ssd.sharing.published.commands import push_segments
 from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, Replica, entry, eventually, replica, stored

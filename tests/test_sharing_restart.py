@@ -17,8 +17,8 @@ import xxhash
 
 from ssd.config import CacheConfig
 from ssd.retrieval.cache import CacheSet
-from ssd.sharing.bookmark import Bookmark
 from ssd.sharing.connection import connect
+from ssd.sharing.cursor import Cursor
 from ssd.sharing.reader import LogReader
 from ssd.sharing.stream import FIELD
 from tests.redis_server import RedisServer, redis_server
@@ -237,7 +237,7 @@ def test_a_replica_stopped_while_it_catches_up_claims_no_more_than_it_stored(
     write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(100, 300)])
     with CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True) as caches:
         reader = LogReader(redis_server.url, vocab_size=VOCAB_SIZE, max_tokens=1 << 20, max_entries=1 << 14)
-        reader.follow(KEY, caches.get(), Bookmark(b"replica.", caches.get().kept))
+        reader.follow(KEY, caches.get(), Cursor(b"replica.", caches.get().kept))
         owner, name = (reader, stopped_in) if "." not in stopped_in else (reader._client, stopped_in.split(".")[1])
         step, num_steps = getattr(owner, name), 0
 
@@ -249,7 +249,7 @@ def test_a_replica_stopped_while_it_catches_up_claims_no_more_than_it_stored(
             return step(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, step_and_stop)
-        while not reader.link.is_stopping:
+        while not reader.loop.is_stopping:
             reader._exchange()
         reader.close(0)
         assert num_steps == 3
@@ -325,9 +325,7 @@ def test_a_redis_that_lost_entries_while_we_run_costs_nothing(redis_server: Redi
         assert_once(one, [*texts, catch_up(redis_server.url, one)])
 
 
-def test_a_log_trimmed_past_the_bookmark_is_read_from_where_it_begins(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+def test_a_log_trimmed_past_the_cursor_is_read_from_where_it_begins(redis_server: RedisServer, tmp_path: Path) -> None:
     write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(20)])
     with replica(redis_server.url, tmp_path / "one") as one:
         eventually(lambda: len(one.stored()) == 20)
@@ -340,7 +338,7 @@ def test_a_log_trimmed_past_the_bookmark_is_read_from_where_it_begins(
         assert_once(one, [*(foreign(n)[0] for n in (*range(20), *range(30, 40))), end])
 
 
-def test_a_log_trimmed_before_the_bookmark_changes_nothing(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_a_log_trimmed_before_the_cursor_changes_nothing(redis_server: RedisServer, tmp_path: Path) -> None:
     write_log(redis_server, [(b"*", foreign(n)[1]) for n in range(20)])
     with replica(redis_server.url, tmp_path / "one") as one:
         eventually(lambda: len(one.stored()) == 20)

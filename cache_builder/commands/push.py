@@ -63,7 +63,7 @@ def _publish(options: argparse.Namespace) -> int:
 
 
 def _push_to_log(options: argparse.Namespace) -> int:
-    from ssd.sharing.push import push_segments
+    from ssd.sharing.published.commands import push_segments
 
     url = redis_url_of(options)
     fingerprint = fingerprint_of(options.directory)

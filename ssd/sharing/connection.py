@@ -195,7 +195,6 @@ def connect(url: str) -> redis.Redis:
         del settings["socket_connect_timeout"]
     try:
         client = _client(redis, address, settings)
-        client.connection_pool.make_connection()  # not connected: whether it takes all options
     except (TypeError, ValueError) as error:
         reason = hide_password(str(error), url).rpartition("__init__() ")[2]
         raise ConfigError(
@@ -205,19 +204,15 @@ def connect(url: str) -> redis.Redis:
 
 
 def _client(redis: Any, address: Address, settings: dict[str, Any]) -> redis.Redis:
-    from ssd.sharing.clients import OneServer
+    from ssd.sharing.clients import Cluster, sentinel_client
 
     options = address.options | settings  # the URL's options do not win
+    redis.ConnectionPool(**options).make_connection()  # not connected: whether it takes all options
     if address.kind == "sentinel":
-        from ssd.sharing.clients import sentinel_pool
-
-        pool = sentinel_pool(address.hosts, address.service, address.sentinel_options | settings, options)
-        return OneServer.from_pool(pool)
+        return sentinel_client(address.hosts, address.service, address.sentinel_options | settings, options)
     if address.kind == "cluster":
-        from ssd.sharing.clients import ClusterClient
-
-        return ClusterClient(address.hosts, options)
-    return OneServer.from_pool(redis.ConnectionPool(**options))
+        return Cluster(address.hosts, options)  # type: ignore[return-value]
+    return redis.Redis.from_pool(redis.ConnectionPool(**options))  # type: ignore[no-any-return]
 
 
 class Backoff:
@@ -237,27 +232,18 @@ class Backoff:
         return delay_s * random.uniform(0.75, 1.0)
 
 
-def is_cluster(client: redis.Redis) -> bool:
-    """Whether a failure concerns some keys only, as others are on other nodes."""
-    from ssd.sharing.clients import ClusterClient
-
-    return isinstance(client, ClusterClient)
-
-
 def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
     """A client for each server that is written to, with its address in a cluster; not to be closed.
 
     Raises what the client raises where a cluster does not say what it is made of.
     """
-    from ssd.sharing.clients import ClusterClient
+    from ssd.sharing.clients import Cluster
 
-    if not isinstance(client, ClusterClient):
-        return [("", client)]
-    return [(f"{host}:{port}", node) for (host, port), node in client.masters()]
+    return client.masters() if isinstance(client, Cluster) else [("", client)]
 
 
 def server_of(client: redis.Redis, key: str) -> redis.Redis:
     """A client of the server that has ``key``, not to be closed."""
-    from ssd.sharing.clients import ClusterClient
+    from ssd.sharing.clients import Cluster
 
-    return client.node_of(key) if isinstance(client, ClusterClient) else client
+    return client.node_of(key) if isinstance(client, Cluster) else client

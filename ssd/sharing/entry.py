@@ -7,7 +7,7 @@ transaction over several of them is possible. An entry::
          0      1   format version                              all numbers little-endian
          1      8   replica id: who wrote it, another one each time a replica opens the namespace
          9     16   sequence id: an entry may be written twice, it is stored once; a replica's are made of the
-                    replica id and the ring position of the text (``ssd/sharing/bookmark.py``)
+                    replica id and the ring position of the text (``ssd/sharing/cursor.py``)
         25      2   n, number of tokens, 1..4096
         27      8   xxh3-64 of bytes 0..26, of the stream's key and of the tokens as uint32
         35      -   zlib: the tokens' lowest bytes, then their second bytes, third, fourth; 4n bytes
@@ -167,16 +167,16 @@ def lease_key(fingerprint: str, namespace: str) -> str:
 
 
 def fence_key(fingerprint: str, namespace: str) -> str:
-    """How often that changed: the fencing number of the newest lease."""
+    """What former versions counted leases with; removed with the rest."""
     return namespace_key(fingerprint, namespace) + ":fence"
 
 
 def purge_key(fingerprint: str, namespace: str) -> str:
-    """A demand to forget the namespace (``published.presence``)."""
+    """A demand to forget the namespace (``published.published``)."""
     return namespace_key(fingerprint, namespace) + ":purge"
 
 
-def member_key(fingerprint: str, namespace: str, member: str) -> str:
+def heartbeat_key(fingerprint: str, namespace: str, member: str) -> str:
     """What the server ``member`` says of a namespace that it has open."""
     return f"{namespace_key(fingerprint, namespace)}:member:{member}"
 

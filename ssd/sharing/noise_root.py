@@ -19,8 +19,8 @@ from typing import Any, Final, Literal
 
 from ssd.errors import ConfigError, StoreUnavailable
 from ssd.retrieval.files import NotAFileError, make_directory, make_file, open_file, write_file
+from ssd.sharing.background import BackgroundLoop
 from ssd.sharing.connection import connect
-from ssd.sharing.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -118,18 +118,18 @@ class SharedRoot:
         self._is_agreed = False
         self._has_looked = threading.Event()
         self._is_stopping = threading.Event()
-        self._link = Link("ssd-share-noise", url, self._exchange)
-        self._link.start()
+        self._loop = BackgroundLoop("ssd-share-noise", url, self._exchange)
+        self._loop.start()
 
     @property
     def num_failures(self) -> int:
         """Looks that failed, or found what is no root."""
-        return self._link.num_failures
+        return self._loop.num_failures
 
     @property
     def num_reconnects(self) -> int:
         """How often one worked again after it had failed."""
-        return self._link.num_reconnects
+        return self._loop.num_reconnects
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the first look to end, well or not."""
@@ -137,9 +137,9 @@ class SharedRoot:
 
     def close(self) -> None:
         """Look no more. At most some seconds; may be called twice."""
-        self._link.stop()
+        self._loop.stop()
         self._is_stopping.set()
-        self._link.join(_CLOSE_TIMEOUT_S)
+        self._loop.join(_CLOSE_TIMEOUT_S)
         self._client.close()
 
     def _exchange(self) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.sharing.bookmark import PAGE, Bookmark, Stream
-from ssd.sharing.connection import BLOCK_MS, connect, is_cluster, server_of
+from ssd.sharing.background import BackgroundLoop
+from ssd.sharing.connection import BLOCK_MS, connect, server_of
+from ssd.sharing.cursor import PAGE, Cursor, Stream
 from ssd.sharing.entry import Entry, InvalidEntryError, num_tokens_of, unpack_entry, warm_up_entries
-from ssd.sharing.link import Link
-from ssd.sharing.stats import Delays, Reception
+from ssd.sharing.stats import Delays, Received
 from ssd.sharing.stream import (
     BEGINNING,
     FIELD,
@@ -26,6 +26,7 @@ from ssd.sharing.stream import (
     entries_after,
     entries_before,
     entry_at,
+    is_cluster,
 )
 
 _COMPARE_S = 2.0
@@ -42,7 +43,7 @@ class LogReader:
     """Follows any number of streams on one thread and one connection, and trims them.
 
     Where reading begins is searched for from the log's end backwards, until its bounds are reached; from there on what
-    the bookmark does not know is stored, oldest first. Entries that were trimmed before are lost, and that is all.
+    the cursor does not know is stored, oldest first. Entries that were trimmed before are lost, and that is all.
     Entries that are known are read for their sizes, which bound the log, and their sequence ids, by which a second
     copy is told.
 
@@ -73,15 +74,15 @@ class LogReader:
         self._num_rounds = 0
         self._streams: dict[str, Stream] = {}
         self._is_changed = threading.Event()
-        self.link = Link("ssd-share-reader", url, self._exchange)
+        self.loop = BackgroundLoop("ssd-share-reader", url, self._exchange)
 
-    def follow(self, key: str, cache: SuffixCache, bookmark: Bookmark, *, wait_s: float = 0.0) -> Stream:
-        """Store what arrives in stream ``key`` in ``cache``, for as long as that lives. Owns ``bookmark`` from now on.
+    def follow(self, key: str, cache: SuffixCache, cursor: Cursor, *, wait_s: float = 0.0) -> Stream:
+        """Store what arrives in stream ``key`` in ``cache``, for as long as that lives. Owns ``cursor`` from now on.
 
-        Writes the bookmark into the cache as it advances. ``wait_s`` : begin after so many seconds, unless ``resume``
+        Writes the cursor into the cache as it advances. ``wait_s`` : begin after so many seconds, unless ``resume``
         is called before.
         """
-        stream = Stream(key, cache, bookmark)
+        stream = Stream(key, cache, cursor)
         stream.held_until = time.monotonic() + wait_s
         with self._lock:
             self._streams[key] = stream
@@ -89,7 +90,7 @@ class LogReader:
         return stream
 
     def suspend(self, stream: Stream) -> bool:
-        """Have the caller own ``stream`` and its bookmark until ``resume``; False where that cannot be had.
+        """Have the caller own ``stream`` and its cursor until ``resume``; False where that cannot be had.
 
         Waits for the round that is under way, some seconds at most. Not for the request path.
         """
@@ -97,8 +98,8 @@ class LogReader:
             stream.held_until = math.inf
             self._is_changed.set()
             begun = self._num_rounds
-            if self._round.wait_for(lambda: self._num_rounds > begun or self.link.is_stopping, _SUSPEND_S):
-                return not self.link.is_stopping
+            if self._round.wait_for(lambda: self._num_rounds > begun or self.loop.is_stopping, _SUSPEND_S):
+                return not self.loop.is_stopping
         self.resume(stream)
         return False
 
@@ -112,23 +113,23 @@ class LogReader:
         with self._lock:
             self._streams.pop(key, None)
 
-    def receptions(self) -> Mapping[str, Reception]:
+    def received(self) -> Mapping[str, Received]:
         """What was received of each stream that is followed, by key."""
-        return {stream.key: stream.reception for stream in self._living_streams()}
+        return {stream.key: stream.received for stream in self._living_streams()}
 
     @property
     def is_connected(self) -> bool:
         """Whether the server answers, and for every stream as it should."""
-        return self.link.is_connected and not any(stream.is_refused for stream in self._living_streams())
+        return self.loop.is_connected and not any(stream.is_refused for stream in self._living_streams())
 
     def stop(self) -> None:
         """End the thread within the time a read may block."""
-        self.link.stop()
+        self.loop.stop()
         self._is_changed.set()
 
     def close(self, timeout_s: float) -> None:
         """Wait for the end and give the connection back."""
-        self.link.join(timeout_s)
+        self.loop.join(timeout_s)
         self._client.close()
 
     def _exchange(self) -> None:
@@ -152,7 +153,7 @@ class LogReader:
                 self._attempt(stream, self._read_alone)
         awake = [stream for stream in awake if not stream.is_resting]
         followed = [stream for stream in awake if stream.last_id is not None and stream.page == PAGE]
-        if followed and not self.link.is_stopping:
+        if followed and not self.loop.is_stopping:
             self._read_together(followed, block=BLOCK_MS if len(followed) == len(awake) else None)
         elif not awake:
             self._is_changed.wait(BLOCK_MS / 1000)  # new streams are heard of, those that rest wait a little longer
@@ -168,7 +169,7 @@ class LogReader:
         """One step for one stream; only what ends the connection ends more than that."""
         from redis.exceptions import ConnectionError, TimeoutError
 
-        if self.link.is_stopping or stream.is_resting:
+        if self.loop.is_stopping or stream.is_resting:
             return
         try:
             step(stream)
@@ -177,22 +178,22 @@ class LogReader:
             if is_cut and not self._is_cluster:  # of a cluster it is one node
                 raise
             stream.refuse(is_cut=is_cut)
-            self.link.report(error)
+            self.loop.report(error)
             return
         if stream.is_cut:
             stream.is_cut = False
-            self.link.num_reconnects += 1
+            self.loop.num_reconnects += 1
 
     def _compare(self, stream: Stream) -> None:
         """Every few seconds, and after an interruption: is the log the one that was read?"""
         now = time.monotonic()
-        if self.link.is_connected and now < stream.compare_at:
+        if self.loop.is_connected and now < stream.compare_at:
             return
         stream.compare_at = now + max(_COMPARE_S, _COMPARE_EACH_S * len(self._streams))
-        if stream.reception.clock.is_due or not self.link.is_connected:
-            stream.reception.clock.set_by(server_of(self._client, stream.key))
+        if stream.received.clock.is_due or not self.loop.is_connected:
+            stream.received.clock.set_by(server_of(self._client, stream.key))
         if stream.anchor is not None and entry_at(self._client, stream.key, stream.anchor) is None:
-            stream.forget()  # lost, trimmed beyond it, or another log: the bookmark will tell
+            stream.forget()  # lost, trimmed beyond it, or another log: the cursor will tell
 
     def _search(self, stream: Stream) -> None:
         """One page further back, or the end of the search."""
@@ -207,7 +208,7 @@ class LogReader:
             search.is_whole = page.is_last
             if not search.is_whole:
                 return
-        stream.begin(stream.bookmark.find(search.oldest, lambda entry_id: self._sequence_id_at(stream, entry_id)))
+        stream.begin(stream.cursor.find(search.oldest, lambda entry_id: self._sequence_id_at(stream, entry_id)))
 
     def _sequence_id_at(self, stream: Stream, entry_id: bytes) -> bytes | None:
         raw = entry_at(self._client, stream.key, entry_id)
@@ -236,9 +237,9 @@ class LogReader:
             if len(entries) >= count or stream.is_resting:
                 unheard.pop(stream.key, None)
             elif stream.key not in unheard:
-                stream.reception.caught_up()
+                stream.received.caught_up()
         for stream in unheard.values():
-            stream.reception.caught_up()
+            stream.received.caught_up()
         for stream in streams:
             if stream.is_refused and not stream.is_resting:
                 stream.wake()
@@ -251,20 +252,20 @@ class LogReader:
         stream.turn_page(was_cut=page.was_cut)
         self._receive_all(stream, page.entries)
         if page.is_last and not stream.is_resting:
-            stream.reception.caught_up()
+            stream.received.caught_up()
 
     def _receive_all(self, stream: Stream, entries: Sequence[RawEntry]) -> None:
         """Entries of the log, in order; what is left when the cache is slow is read again later."""
         check_entries(entries, after=stream.last_id or BEGINNING)
-        started, place, num_tokens = time.monotonic(), stream.bookmark.waypoints, 0
+        started, place, num_tokens = time.monotonic(), stream.cursor.waypoints, 0
         arrived: list[tuple[bytes, Tokens]] = []
         for raw in entries:
-            if self.link.is_stopping:
+            if self.loop.is_stopping:
                 break
             try:
                 num_tokens += self._receive(stream, raw, arrived)
             except Exception:
-                self._store(stream, arrived)  # the bookmark is past it
+                self._store(stream, arrived)  # the cursor is past it
                 raise
             if num_tokens >= _TOGETHER_TOKENS:
                 self._store(stream, arrived)
@@ -272,14 +273,14 @@ class LogReader:
                 if now - started > _SLOW_S:
                     stream.rest()
                     return
-                started, place, num_tokens = now, stream.bookmark.waypoints, 0
+                started, place, num_tokens = now, stream.cursor.waypoints, 0
                 arrived.clear()
-        if stream.bookmark.waypoints is not place:
+        if stream.cursor.waypoints is not place:
             self._store(stream, arrived)
             if time.monotonic() - started > _SLOW_S:
                 stream.rest()
                 return
-        if not self.link.is_stopping:
+        if not self.loop.is_stopping:
             stream.wake()
             self._trim(stream)
 
@@ -287,7 +288,7 @@ class LogReader:
         """The next entry of the log: what is new of it is added to ``arrived``. Returns how many tokens that are."""
         data = _data(raw)
         stream.saw(raw[0], num_tokens_of(data), was_fetched=raw[1] is not None)
-        stream.reception.num_bytes += len(data)
+        stream.received.num_bytes += len(data)
         try:
             entry = unpack_entry(data, stream.key, vocab_size=self._vocab_size)
         except InvalidEntryError as error:
@@ -300,28 +301,28 @@ class LogReader:
         if stream.is_known(raw[0]):
             self.num_known += 1
             return 0
-        stream.bookmark.passed(raw[0], entry.sequence_id)
-        if has_seen or stream.bookmark.is_ours(entry):
+        stream.cursor.passed(raw[0], entry.sequence_id)
+        if has_seen or stream.cursor.is_ours(entry):
             self.num_known += 1
             return 0
         arrived.append((raw[0], entry.tokens))
         return len(entry.tokens)
 
     def _store(self, stream: Stream, arrived: Sequence[tuple[bytes, Tokens]]) -> None:
-        """Store what arrived, and that the bookmark is past it."""
+        """Store what arrived, and that the cursor is past it."""
         cache = stream.cache()
         if cache is None:
             return
         if not arrived:
-            cache.set_source(stream.bookmark.position())
+            cache.set_source(stream.cursor.position())
             return
         texts = [tokens for _, tokens in arrived]
-        cache.append_all_shared(texts, source=stream.bookmark.position())
+        cache.append_all_shared(texts, source=stream.cursor.position())
         self.num_received += len(texts)
         self.num_received_tokens += sum(map(len, texts))
-        stream.reception.num_entries += len(texts)
+        stream.received.num_entries += len(texts)
         for entry_id, _ in arrived:
-            if (delay_s := stream.reception.delay_of(entry_id)) is not None:
+            if (delay_s := stream.received.delay_of(entry_id)) is not None:
                 self.delays.observe(delay_s)
 
     def _unpack(self, stream: Stream, raw: RawEntry) -> Entry | InvalidEntryError:
@@ -344,7 +345,7 @@ class LogReader:
         try:
             self._client.xtrim(stream.key, minid=oldest, approximate=False)
         except ResponseError as error:  # reading goes on; writers bound the log as well
-            self.link.report(error)
+            self.loop.report(error)
 
 
 def _data(raw: RawEntry) -> bytes:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from ssd.errors import ConfigError
 from ssd.retrieval.names import check_fingerprint
 from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.sharing.bookmark import Bookmark, Stream
 from ssd.sharing.connection import address_of, connect
+from ssd.sharing.cursor import Cursor
 from ssd.sharing.entry import MAX_ENTRY_TOKENS, stream_key
 from ssd.sharing.reader import LogReader
 from ssd.sharing.stats import Delays, StreamStats, all_reasons
 from ssd.sharing.writer import LogWriter
+
+if TYPE_CHECKING:
+    from ssd.sharing.published.published import Published
 
 DEFAULT_MAX_TOKENS = 1 << 22
 """Tokens a stream keeps: some 8 to 16 MB of Redis memory for each namespace."""
@@ -34,20 +37,20 @@ class SharingStats:
 
     is_connected: bool
     """Redis answers, and refused neither what was last read nor what was last written of any namespace."""
-    num_published: int
-    num_published_tokens: int
-    num_queued: int
-    num_received: int
+    num_published: int = 0
+    num_published_tokens: int = 0
+    num_queued: int = 0
+    num_received: int = 0
     """Entries that were stored here: of other replicas, and our own that a crash had lost."""
-    num_received_tokens: int
-    num_known: int
+    num_received_tokens: int = 0
+    num_known: int = 0
     """Entries read that are in the cache already: our own, second copies, and those from before a restart."""
-    num_dropped: int
+    num_dropped: int = 0
     """Entries of ours that were given up: Redis was away, or refused, for longer than the queue could hold them."""
-    num_invalid: int
+    num_invalid: int = 0
     """Entries that failed a check, or were too large to be fetched, and were skipped."""
-    num_failures: int
-    num_reconnects: int
+    num_failures: int = 0
+    num_reconnects: int = 0
     num_taken_tokens: int = 0
     """Tokens that were stored here because others had published them, not from the log."""
     num_heads: int = 0
@@ -58,54 +61,6 @@ class SharingStats:
     """From when an entry of another replica was appended to when it was stored here, seconds by Redis' clock."""
     streams: Mapping[str, StreamStats] = field(default_factory=dict)
     """Of each namespace that is open."""
-
-
-class PublishedText(Protocol):
-    """What others published of whole namespaces, and what this replica publishes of them."""
-
-    @property
-    def num_failures(self) -> int:
-        """Times that it was tried in vain."""
-        ...
-
-    @property
-    def num_reconnects(self) -> int:
-        """How often it worked again after that."""
-        ...
-
-    @property
-    def num_taken_tokens(self) -> int:
-        """Tokens stored here that others had published."""
-        ...
-
-    @property
-    def num_heads(self) -> int:
-        """How often a namespace was published."""
-        ...
-
-    def attach(self, cache: SuffixCache, bookmark: Bookmark, stream: Stream) -> None:
-        """Bring it what is published, then have the reader go on with ``stream``; publish it. Returns at once."""
-        ...
-
-    def obey(self, discard: Callable[[str], None]) -> None:
-        """Forget a namespace with ``discard`` where that is demanded."""
-        ...
-
-    def leave(self, namespace: str) -> None:
-        """Do neither from now on. O(1)."""
-        ...
-
-    def remove(self, namespace: str) -> None:
-        """Remove all that is published of a namespace. Waits for the store; raises its errors."""
-        ...
-
-    def stop(self) -> None:
-        """End soon."""
-        ...
-
-    def close(self, timeout_s: float) -> None:
-        """Wait for the end."""
-        ...
 
 
 class RedisLog:
@@ -126,7 +81,7 @@ class RedisLog:
         vocab_size: int,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         max_queued_tokens: int = 1 << 20,
-        published: Callable[[LogReader], PublishedText] | None = None,
+        published: Callable[[LogReader], Published] | None = None,
     ) -> None:
         """Starts both threads; Redis need not be there.
 
@@ -144,26 +99,26 @@ class RedisLog:
         self._reader = LogReader(url, vocab_size=vocab_size, max_tokens=max_tokens, max_entries=max_entries)
         self._published = None if published is None else published(self._reader)
         self._names: dict[str, str] = {}
-        self._writer.link.start()
-        self._reader.link.start()
+        self._writer.loop.start()
+        self._reader.loop.start()
 
     def attach(self, cache: SuffixCache) -> None:
         """From now on ``cache`` publishes what it learns and learns what others published. Returns at once.
 
         A cache with a directory goes on where its last life stopped: what that one sealed is not stored again, what it
-        lost with its tail comes back if it was published; ``bookmark`` says how, and when text is stored twice even so.
+        lost with its tail comes back if it was published; ``cursor`` says how, and when text is stored twice even so.
         """
         key, writer = stream_key(self._fingerprint, cache.name), self._writer
         replica_id = secrets.token_bytes(8)  # each time another: the directory may be a copy, and its original alive
-        bookmark = Bookmark(replica_id, cache.kept)
-        cache.set_source(bookmark.position())  # kept with the first segment that holds text of this life
+        cursor = Cursor(replica_id, cache.kept)
+        cache.set_source(cursor.position())  # kept with the first segment that holds text of this life
         cache.add_listener(lambda pieces: writer.publish(key, replica_id, pieces))
         self._names[key] = cache.name
         writer.count(key)
-        wait_s = 0.0 if self._published is None or bookmark.waypoints else FIRST_LOOK_S
-        stream = self._reader.follow(key, cache, bookmark, wait_s=wait_s)
+        wait_s = 0.0 if self._published is None or cursor.waypoints else FIRST_LOOK_S
+        stream = self._reader.follow(key, cache, cursor, wait_s=wait_s)
         if self._published is not None:
-            self._published.attach(cache, bookmark, stream)
+            self._published.attach(cache, cursor, stream)
 
     def obey(self, discard: Callable[[str], None]) -> None:
         """Forget a namespace where that is demanded of all servers: ``discard``, then what is shared of it.
@@ -203,6 +158,7 @@ class RedisLog:
     def stats(self) -> SharingStats:
         """The counters as they are now."""
         writer, reader, published = self._writer, self._reader, self._published
+        loops = [writer.loop, reader.loop, *([published.loop] if published else [])]
         return SharingStats(
             is_connected=reader.is_connected and not writer.is_refused,
             num_published=writer.num_published,
@@ -213,11 +169,11 @@ class RedisLog:
             num_known=reader.num_known,
             num_dropped=writer.num_dropped,
             num_invalid=reader.num_invalid,
-            num_failures=sum(each.num_failures for each in (writer.link, reader.link, published) if each),
-            num_reconnects=sum(each.num_reconnects for each in (writer.link, reader.link, published) if each),
-            num_taken_tokens=published.num_taken_tokens if published else 0,
-            num_heads=published.num_heads if published else 0,
-            refusals=all_reasons(writer.link.refusals + reader.link.refusals, reader.invalid),
+            num_failures=sum(loop.num_failures for loop in loops),
+            num_reconnects=sum(loop.num_reconnects for loop in loops),
+            num_taken_tokens=published.joiner.num_taken_tokens if published else 0,
+            num_heads=published.publisher.num_heads if published and published.publisher else 0,
+            refusals=all_reasons(writer.loop.refusals + reader.loop.refusals, reader.invalid),
             delays=reader.delays,
             streams=self._streams(),
         )
@@ -225,8 +181,8 @@ class RedisLog:
     def _streams(self) -> dict[str, StreamStats]:
         names, sent = dict(self._names), self._writer.sent()
         return {
-            names[key]: reception.stats(*sent.get(key, (0, 0)))
-            for key, reception in self._reader.receptions().items()
+            names[key]: received.stats(*sent.get(key, (0, 0)))
+            for key, received in self._reader.received().items()
             if key in names
         }
 
@@ -275,7 +231,7 @@ class RedisCounters:
 
     def raise_to(self, name: str, number: int) -> int:
         """The number, at least ``number`` from now on: replicas that tell an emptied Redis at once do not add up."""
-        with self._client.pipeline() as pipeline:
+        with self._client.pipeline(transaction=True) as pipeline:
             pipeline.watch(COUNTERS_KEY)  # type: ignore[no-untyped-call]
             found: Any = pipeline.hget(COUNTERS_KEY, name)
             if (counted := _number(found)) >= number:

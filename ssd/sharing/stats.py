@@ -87,7 +87,7 @@ class ServerClock:
         return int(answer[0]), int(answer[1])
 
 
-class Reception:
+class Received:
     """What was received of one stream. Written by the reader's thread alone."""
 
     def __init__(self) -> None:

@@ -40,11 +40,9 @@ def append(client: redis.Redis, key: str, values: Sequence[bytes], *, max_entrie
 def _append(client: redis.Redis, key: str, values: Sequence[bytes], max_entries: int) -> list[Exception | None]:
     from redis.exceptions import ResponseError
 
-    pipeline = client.pipeline(transaction=False)
-    for value in values:
-        # The bound in tokens is the reader's work; this one holds even if no reader lives.
-        pipeline.xadd(key, {FIELD: value}, maxlen=max_entries, approximate=True)
-    answers: list[Any] = pipeline.execute(raise_on_error=False)
+    # The bound in tokens is the reader's work; this one holds even if no reader lives.
+    bound = ("MAXLEN", "~", max_entries)
+    answers = ask_all(client, [("XADD", key, *bound, "*", FIELD, value) for value in values], raise_refusals=False)
     for answer in answers:
         if isinstance(answer, Exception) and not isinstance(answer, ResponseError):
             raise answer
@@ -59,7 +57,7 @@ def _begin_anew(client: redis.Redis, key: str) -> None:
     """Delete the stream unless it takes entries again, or another client is doing the same."""
     from redis.exceptions import ResponseError, WatchError
 
-    with client.pipeline() as transaction:
+    with client.pipeline(transaction=True) as transaction:
         transaction.watch(key)  # type: ignore[no-untyped-call]
         try:
             # Takes no entry whatever the stream is: it is full, or 0-1 is not above its newest id, or it is not there.
@@ -189,3 +187,33 @@ def _fields(names_and_values: list[bytes] | None) -> dict[bytes, bytes] | None:
     if names_and_values is None:
         return None
     return dict(zip(names_and_values[::2], names_and_values[1::2], strict=True))
+
+
+def is_cluster(client: redis.Redis) -> bool:
+    """Whether a failure concerns some keys only, as others are on other nodes."""
+    from redis.cluster import RedisCluster
+
+    return isinstance(client, RedisCluster)
+
+
+def ask_all(client: redis.Redis, commands: Sequence[tuple[Any, ...]], *, raise_refusals: bool = True) -> list[Any]:
+    """What comes of each of ``commands``; refusals are raised, or among them. Raises what ends the connection.
+
+    One exchange with one server. To a cluster they are sent one by one: its pipeline would try each again that failed.
+    """
+    from redis.exceptions import ClusterDownError, ResponseError
+
+    if not is_cluster(client):
+        pipeline = client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
+        return pipeline.execute(raise_on_error=raise_refusals)
+    answers: list[Any] = []
+    for command in commands:
+        try:
+            answers.append(client.execute_command(*command))  # type: ignore[no-untyped-call]
+        except ResponseError as error:
+            if raise_refusals or isinstance(error, ClusterDownError):
+                raise
+            answers.append(error)
+    return answers

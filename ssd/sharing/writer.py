@@ -9,14 +9,14 @@ from collections import deque
 
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.suffix_cache import Pieces
-from ssd.sharing.bookmark import sequence_id_of
-from ssd.sharing.connection import Backoff, connect, is_cluster
+from ssd.sharing.background import BackgroundLoop
+from ssd.sharing.connection import Backoff, connect
+from ssd.sharing.cursor import sequence_id_of
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, pack_entry
-from ssd.sharing.link import Link
-from ssd.sharing.stream import append
+from ssd.sharing.stream import append, is_cluster
 
 
-class Outbox:
+class WriteQueue:
     """Entries in the order they came, and when to try again after a refusal. The writer's lock guards it."""
 
     def __init__(self, key: str) -> None:
@@ -87,10 +87,10 @@ class LogWriter:
         self._is_cluster = is_cluster(self._client)
         self._lock = threading.Lock()
         self._is_filled = threading.Event()
-        self._outboxes: dict[str, Outbox] = {}  # the one written last stands last
+        self._queues: dict[str, WriteQueue] = {}  # the one written last stands last
         self._sent: dict[str, tuple[int, int]] = {}
         self._num_taken = 0  # entries out of their queue and not written yet
-        self.link = Link("ssd-share-writer", url, self._exchange)
+        self.loop = BackgroundLoop("ssd-share-writer", url, self._exchange)
 
     def publish(self, key: str, replica_id: bytes, pieces: Pieces) -> None:
         """Queue ``pieces`` for the stream ``key``, written by ``replica_id``. Never waits for Redis. O(entries).
@@ -105,9 +105,9 @@ class LogWriter:
                 entries.append(Entry(replica_id, sequence_id_of(replica_id, position + number), part))
             position += len(piece) + 1
         with self._lock:
-            outbox = self._outboxes.setdefault(key, Outbox(key))
+            queue = self._queues.setdefault(key, WriteQueue(key))
             for entry in entries:
-                outbox.put(entry)
+                queue.put(entry)
             self._drop_oldest()
         self._is_filled.set()
 
@@ -129,40 +129,40 @@ class LogWriter:
     def remove(self, key: str) -> None:
         """Write nothing of what is queued for stream ``key``, and delete it. Waits for Redis; raises its errors."""
         with self._lock:
-            outbox = self._outboxes.get(key)
-            if outbox is not None:
-                outbox.take(len(outbox))
+            queue = self._queues.get(key)
+            if queue is not None:
+                queue.take(len(queue))
         self._client.delete(key)
 
     @property
     def num_queued(self) -> int:
         """Entries not written yet."""
         with self._lock:
-            return sum(map(len, self._outboxes.values())) + self._num_taken
+            return sum(map(len, self._queues.values())) + self._num_taken
 
     @property
     def is_refused(self) -> bool:
         """Whether the server refused what was last written to some stream."""
         with self._lock:
-            return any(outbox.is_refused for outbox in self._outboxes.values())
+            return any(queue.is_refused for queue in self._queues.values())
 
     def stop(self) -> None:
         """End the thread after one last attempt to write what is queued."""
-        self.link.stop()
+        self.loop.stop()
         with self._lock:
-            for outbox in self._outboxes.values():
-                outbox.wake()
+            for queue in self._queues.values():
+                queue.wake()
         self._is_filled.set()
 
     def close(self, timeout_s: float) -> None:
         """Wait for the end and give the connection back; what could not be written counts as dropped."""
-        self.link.join(timeout_s)
-        if self.num_queued and self.link.is_connected:  # stopped before it saw the last of them
+        self.loop.join(timeout_s)
+        if self.num_queued and self.loop.is_connected:  # stopped before it saw the last of them
             with contextlib.suppress(Exception):
                 self._exchange()
         with self._lock:
-            self.num_dropped += sum(map(len, self._outboxes.values()))
-            self._outboxes.clear()
+            self.num_dropped += sum(map(len, self._queues.values()))
+            self._queues.clear()
         self._client.close()
 
     def _exchange(self) -> None:
@@ -170,14 +170,14 @@ class LogWriter:
         self._is_filled.wait(_IDLE_S)  # and look now and then what may be tried again
         self._is_filled.clear()
         while taken := self._take():
-            outbox, entries = taken
+            queue, entries = taken
             refused, reason = entries, None
             try:
-                refused, reason = self._write(outbox.key, entries)
+                refused, reason = self._write(queue.key, entries)
             finally:
-                self._settle(outbox, num_written=len(entries) - len(refused), refused=refused, reason=reason)
+                self._settle(queue, num_written=len(entries) - len(refused), refused=refused, reason=reason)
             if reason is not None:
-                self.link.report(reason)
+                self.loop.report(reason)
 
     def _write(self, key: str, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
         """Returns what was refused, and why. Raises what ends the connection."""
@@ -206,31 +206,31 @@ class LogWriter:
             if (sent := self._sent.get(key)) is not None:
                 self._sent[key] = (sent[0] + num_entries, sent[1] + num_bytes)
 
-    def _take(self) -> tuple[Outbox, list[Entry]] | None:
+    def _take(self) -> tuple[WriteQueue, list[Entry]] | None:
         with self._lock:
-            outbox = next((outbox for outbox in self._outboxes.values() if outbox.is_due), None)
-            if outbox is None:
+            queue = next((queue for queue in self._queues.values() if queue.is_due), None)
+            if queue is None:
                 return None
-            self._outboxes[outbox.key] = self._outboxes.pop(outbox.key)  # the others come first the next time
-            entries = outbox.take(_BATCH)
+            self._queues[queue.key] = self._queues.pop(queue.key)  # the others come first the next time
+            entries = queue.take(_BATCH)
             self._num_taken = len(entries)
-            return outbox, entries
+            return queue, entries
 
-    def _settle(self, outbox: Outbox, *, num_written: int, refused: list[Entry], reason: Exception | None) -> None:
+    def _settle(self, queue: WriteQueue, *, num_written: int, refused: list[Entry], reason: Exception | None) -> None:
         with self._lock:
             self._num_taken = 0
-            outbox.put_back(refused)
+            queue.put_back(refused)
             if reason is not None or not refused:  # the server answered
-                outbox.answered(num_written=num_written, num_refused=len(refused))
-            if not outbox and not outbox.is_refused:
-                del self._outboxes[outbox.key]
+                queue.answered(num_written=num_written, num_refused=len(refused))
+            if not queue and not queue.is_refused:
+                del self._queues[queue.key]
             self._drop_oldest()
         if refused:
             self._is_filled.set()
 
     def _drop_oldest(self) -> None:
-        num_tokens = sum(outbox.num_tokens for outbox in self._outboxes.values())
+        num_tokens = sum(queue.num_tokens for queue in self._queues.values())
         while num_tokens > self._max_queued_tokens:
-            dropped = max(self._outboxes.values(), key=lambda outbox: outbox.num_tokens).take(1)
+            dropped = max(self._queues.values(), key=lambda queue: queue.num_tokens).take(1)
             num_tokens -= len(dropped[0].tokens)
             self.num_dropped += 1

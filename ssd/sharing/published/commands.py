@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,17 +11,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
 from ssd.errors import CacheError, ConfigError, SSDError, StoreUnavailable, first_line
 from ssd.retrieval.directory import LEARNED_NAME, remove_directory
 from ssd.retrieval.files import write_file
 from ssd.retrieval.names import check_namespace
+from ssd.retrieval.packed import Tokens
+from ssd.retrieval.prefixes import split_sequence
+from ssd.retrieval.ring import sequence_lengths, sequences_of
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.static import StaticWriter, load_static_directory
 from ssd.sharing.connection import address_of, connect, hide_password
-from ssd.sharing.entry import all_keys, namespace_key, purge_key
+from ssd.sharing.entry import (
+    LEAD_IN_TOKENS,
+    MAX_ENTRY_TOKENS,
+    Entry,
+    all_keys,
+    heartbeat_key,
+    namespace_key,
+    pack_entry,
+    purge_key,
+    stream_key,
+)
 from ssd.sharing.published.format import MAX_CHUNKS, ChunkRef, Head, cut, name_of, newest_within, pack_chunk, parts_of
-from ssd.sharing.published.joiner import MAX_LAYER_TOKENS, MEMBER_MS, Answer, answers, demand, fetch
+from ssd.sharing.published.joiner import MAX_LAYER_TOKENS, fetch
+from ssd.sharing.published.published import HEARTBEAT_MS, TOKEN_CHARACTERS, Answer
 from ssd.sharing.published.store import Place, Store, UrlChunks, open_place, redis_store, url_store
+from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, max_entries_of
+from ssd.sharing.stream import append
 
 if TYPE_CHECKING:
     import redis
@@ -208,10 +230,14 @@ def _last(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-ANSWER_S: Final = MEMBER_MS / 1000 + 10
+ANSWER_S: Final = HEARTBEAT_MS / 1000 + 10
 """By then a server has answered, or is gone and its key with it."""
 
 _LOOK_S: Final = 0.5
+DEMAND_S: Final = 600
+"""A server that was just being started again hears of a demand as well."""
+
+_MOST_MEMBERS: Final = 1 << 14
 _ROUNDS: Final = 3  # what was on its way when all was removed
 
 
@@ -294,3 +320,123 @@ def _delete(client: redis.Redis, key: str) -> int:
 
 def _num_files(path: Path) -> int:
     return sum(1 for _ in path.iterdir()) if path.is_dir() else 0
+
+
+_BATCH = 64
+_REPLICA_ID = b"ssd-push"  # never a running replica's, which are random
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushResult:
+    """What was written, and what the log's bound left out."""
+
+    num_sequences: int
+    num_tokens: int
+    num_entries: int
+    num_left_out_sequences: int
+    num_left_out_tokens: int
+
+
+def push_segments(
+    directory: Path,
+    url: str,
+    namespace: str,
+    *,
+    fingerprint: str,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    progress: Callable[[int], None] | None = None,
+) -> PushResult:
+    """Write the sequences of ``directory`` to the stream of ``namespace``, the newest ones if not all fit.
+
+    ``fingerprint`` : the tokenizer's, as the directory's manifest has it. ``max_tokens`` : the log's bound, the same as
+    the replicas'. ``progress`` : called with the tokens of each batch. An entry's sequence id is a hash of its place
+    and its tokens, so a replica that still knows a push stores nothing when it is repeated. O(tokens), in memory of a
+    few blocks and the longest sequence.
+
+    Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, and StoreUnavailable for both ends.
+    """
+    check_namespace(namespace)
+    if max_tokens < MAX_ENTRY_TOKENS:
+        raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry, got {max_tokens}")
+    segments = load_static_directory(directory, fingerprint=fingerprint)
+    lengths = sequence_lengths(segments)
+    first = _first_that_fits(lengths, max_tokens)
+    client = connect(url)
+    key = stream_key(fingerprint, namespace)
+    num_entries = num_written = 0
+    try:
+        batch: list[bytes] = []
+        num_batch_tokens = 0
+        for sequence in itertools.islice(sequences_of(segments), first, None):
+            for part in split_sequence(sequence, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS):
+                batch.append(pack_entry(Entry(_REPLICA_ID, _sequence_id(num_entries, part), part), key))
+                num_batch_tokens += len(part)
+                num_entries += 1
+                if len(batch) == _BATCH:
+                    _write(client, key, batch, max_tokens)
+                    num_written = num_entries
+                    if progress is not None:
+                        progress(num_batch_tokens)
+                    batch, num_batch_tokens = [], 0
+        _write(client, key, batch, max_tokens)
+        if progress is not None:
+            progress(num_batch_tokens)
+    except Exception as error:
+        from redis.exceptions import RedisError
+
+        if not isinstance(error, RedisError | OSError):
+            raise
+        reason = hide_password(f"{type(error).__name__}: {error}", url)
+        raise StoreUnavailable(
+            f"{address_of(url)} did not take the push: {_extent(num_written)} ({reason}). Check the address, the "
+            "user's rights (+xadd +watch +multi +exec +del) and maxmemory, then push again: what is there already "
+            "is not stored twice"
+        ) from None
+    finally:
+        client.close()
+    return PushResult(
+        num_sequences=len(lengths) - first,
+        num_tokens=int(lengths[first:].sum()),
+        num_entries=num_entries,
+        num_left_out_sequences=first,
+        num_left_out_tokens=int(lengths[:first].sum()),
+    )
+
+
+def _first_that_fits(lengths: npt.NDArray[np.int64], max_tokens: int) -> int:
+    """Index of the first sequence so that it and all later ones hold at most ``max_tokens`` tokens."""
+    return len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
+
+
+def _extent(num_written: int) -> str:
+    """What is known to be there; of the entries that were on their way when it failed any may be."""
+    return f"it failed after {num_written} entries" if num_written else "it failed at the first entries"
+
+
+def _sequence_id(number: int, tokens: Tokens) -> bytes:
+    return xxhash.xxh3_128_digest(tokens.tobytes(), seed=number)
+
+
+def _write(client: redis.Redis, key: str, batch: list[bytes], max_tokens: int) -> None:
+    if batch:
+        for refusal in append(client, key, batch, max_entries=max_entries_of(max_tokens)):
+            if refusal is not None:
+                raise refusal
+
+
+def demand(client: redis.Redis, fingerprint: str, namespace: str) -> bytes:
+    """Have all servers that have a namespace open forget it; the token of the demand."""
+    token = secrets.token_hex(TOKEN_CHARACTERS // 2).encode()
+    client.set(purge_key(fingerprint, namespace), token, ex=DEMAND_S)
+    return token
+
+
+def answers(client: redis.Redis, fingerprint: str, namespace: str) -> list[Answer]:
+    """What each server said last that has the namespace open, or had it half a minute ago."""
+    found: list[Answer] = []
+    for key in client.scan_iter(match=heartbeat_key(fingerprint, namespace, "*"), count=1000):
+        value: Any = client.getrange(key, 0, TOKEN_CHARACTERS + 8)
+        if value and len(found) < _MOST_MEMBERS:
+            token, _, state = value.partition(b" ")
+            found.append(Answer(token, state == b"gone"))
+    return found

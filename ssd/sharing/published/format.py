@@ -21,11 +21,11 @@ section 3.1). A least length keeps repeated text from being cut everywhere.
 
 The head, format 1::
 
-    ssd1 <xxh3-64 of the rest, 16 digits> <fencing number, 16 digits>\\n      TAG_BYTES bytes: two heads with the same
+    ssd1 <xxh3-64 of the rest, 16 digits> <its seed, 16 digits>\\n      TAG_BYTES bytes: two heads with the same
     {"format": 1, "owner": ..., "chunks": [[name, tokens, bytes], ...], ...}   tag are the same
 
 ``mark`` is the checkpoint of the cache that published: everything in the log up to its waypoints, and everything of its
-own up to a ring position, is in the chunks or was evicted (``bookmark``). So who takes the chunks takes the mark with
+own up to a ring position, is in the chunks or was evicted (``cursor``). So who takes the chunks takes the mark with
 them, reads the log from there, and stores nothing twice. ``recent`` are the sequence ids of the last entries before it,
 for logs that were emptied: a writer that was cut off writes its last entries again.
 """
@@ -49,7 +49,7 @@ from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import split_sequence
 from ssd.retrieval.ring import sequences_of
 from ssd.retrieval.segment import SEPARATOR, Segment
-from ssd.sharing.bookmark import MAX_RECENT
+from ssd.sharing.cursor import MAX_RECENT
 from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS
 
 MAX_CHUNK_TOKENS: Final = 1 << 17
@@ -201,9 +201,8 @@ class ChunkRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """``owner`` : fingerprint and namespace. ``chunks`` : the oldest text first. ``fence`` : of the lease it was
-    written under. ``learned`` : name of a blob, what drafting learned beside the text. ``mark`` and ``recent`` : see
-    above.
+    """``owner`` : fingerprint and namespace. ``chunks`` : the oldest text first. ``fence`` : 0, or a former version's.
+    ``learned`` : name of a blob, what drafting learned beside the text. ``mark`` and ``recent`` : see above.
     """
 
     owner: bytes

@@ -2,7 +2,7 @@
 
 In Redis all keys have the hash tag of the namespace. The lease is a key that expires: only Redis' clock counts, and who
 holds it learns that it was lost when it next asks. A head is replaced in a transaction that fails where the lease has
-changed, and never by a lease older than the one that wrote it. At a URL (a directory, a bucket)::
+changed. At a URL (a directory, a bucket)::
 
     <URL>/<fingerprint>/<namespace>/chunks/<name>       written once, whole or not at all
     <URL>/<fingerprint>/<namespace>/head, layer         where there is no Redis
@@ -15,9 +15,9 @@ writes again.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ssd.errors import ConfigError, first_line
 from ssd.retrieval.files import make_directory, write_file
@@ -29,10 +29,9 @@ from ssd.sharing.published.format import (
     TAG_BYTES,
     Head,
     InvalidHeadError,
-    fence_of,
     owner_of,
 )
-from ssd.sharing.stream import OversizedReplyError
+from ssd.sharing.stream import OversizedReplyError, ask_all
 
 if TYPE_CHECKING:
     import redis
@@ -48,93 +47,19 @@ class Tags(NamedTuple):
     layer: bytes
 
 
-class Chunks(Protocol):
-    """Bytes by name, of at most MAX_BLOB_BYTES. Any call may raise what the store's library raises."""
-
-    def get(self, name: bytes) -> bytes | None:
-        """What was put there, or what somebody else wrote; None where there is nothing, or far too much."""
-        ...
-
-    def put(self, name: bytes, data: bytes) -> None:
-        """Keep ``data``."""
-        ...
-
-    def names(self) -> set[bytes]:
-        """All there are."""
-        ...
-
-    def remove(self, names: Iterable[bytes]) -> None:
-        """Keep these no longer."""
-        ...
-
-    def clear(self) -> int:
-        """Remove all; how many there were."""
-        ...
-
-
-class Heads(Protocol):
-    """The two heads of a namespace, and the right to replace the first. Any call may raise what its library raises."""
-
-    def tags(self) -> Tags:
-        """What both begin with."""
-        ...
-
-    def read(self, *, layer: bool = False) -> bytes | None:
-        """The head's bytes, or what somebody else wrote; None where there is nothing, or far too much."""
-        ...
-
-    def hold(self) -> int | None:
-        """Take or renew the lease: its fencing number, None while another has it."""
-        ...
-
-    def release(self) -> None:
-        """Let go of the lease, if it is held."""
-        ...
-
-    def replace(self, data: bytes) -> bool:
-        """Put ``data`` in the head's place; False, changing nothing, if the lease was lost or a later one wrote."""
-        ...
-
-    def replace_layer(self, data: bytes) -> None:
-        """Put ``data`` in the layer's place."""
-        ...
-
-    def clear(self) -> int:
-        """Remove both, and the lease; how many things there were."""
-        ...
-
-
-class Store(NamedTuple):
-    """Both, for the namespace that ``owner`` names."""
-
-    owner: bytes
-    heads: Heads
-    chunks: Chunks
-
-    def head(self, *, layer: bool = False) -> Head | None:
-        """The head; None where there is none that can be used."""
-        data = self.heads.read(layer=layer)
-        try:
-            return None if data is None else Head.from_bytes(data, owner=self.owner)
-        except InvalidHeadError:
-            return None
-
-
 LEASE_MS: Final = 30_000
 """Three looks at least: one that fails costs nobody the lease, and a killed publisher's work waits no longer."""
 
-_MOST_FENCE: Final = 1 << 62
-
 
 class RedisChunks:
-    """A hash of chunks."""
+    """A hash of chunks: bytes by name, of at most MAX_BLOB_BYTES. Any call may raise what redis-py raises."""
 
     def __init__(self, client: redis.Redis, fingerprint: str, namespace: str) -> None:
         self._client = client
         self._key = chunks_key(fingerprint, namespace)
 
     def get(self, name: bytes) -> bytes | None:
-        """As ``Chunks`` has it."""
+        """What was put there, or what somebody else wrote; None where there is nothing, or far too much."""
         try:
             data: Any = self._client.hget(self._key, name.hex())
         except OversizedReplyError:
@@ -142,11 +67,11 @@ class RedisChunks:
         return data if isinstance(data, bytes) and len(data) <= MAX_BLOB_BYTES else None
 
     def put(self, name: bytes, data: bytes) -> None:
-        """As ``Chunks`` has it."""
+        """Keep ``data``."""
         self._client.hset(self._key, name.hex(), data)
 
     def names(self) -> set[bytes]:
-        """As ``Chunks`` has it; a hash of far too many names is removed, as no head names them."""
+        """All there are; a hash of far too many names is removed, as no head names them."""
         try:
             found: Any = self._client.hkeys(self._key)
         except OversizedReplyError:
@@ -155,101 +80,80 @@ class RedisChunks:
         return {name for text in found if (name := _name(text)) is not None}
 
     def remove(self, names: Iterable[bytes]) -> None:
-        """As ``Chunks`` has it."""
+        """Keep these no longer."""
         if gone := [name.hex() for name in names]:
             self._client.hdel(self._key, *gone)
 
     def clear(self) -> int:
-        """As ``Chunks`` has it."""
+        """Remove all; how many there were."""
         count: Any = self._client.hlen(self._key)
         self._client.delete(self._key)
         return int(count)
 
 
 class RedisHeads:
-    """Two keys and a lease. One owner."""
+    """The two heads of a namespace in a key each, and a lease: the right to replace the first. One owner."""
 
     def __init__(self, client: redis.Redis, fingerprint: str, namespace: str) -> None:
         self._client = client
         self._head = head_key(fingerprint, namespace)
         self._layer = layer_key(fingerprint, namespace)
         self._lease = lease_key(fingerprint, namespace)
-        self._fence_key = fence_key(fingerprint, namespace)
+        self._former = fence_key(fingerprint, namespace)
         self._token = secrets.token_hex(16).encode()
-        self._fence: int | None = None
+        self._holds = False
 
     def tags(self) -> Tags:
-        """As ``Heads`` has it."""
-        pipeline = self._client.pipeline(transaction=False)
-        for key in (self._head, self._layer):
-            pipeline.getrange(key, 0, TAG_BYTES - 1)
-        return Tags(*pipeline.execute())
+        """What both begin with."""
+        keys = (self._head, self._layer)
+        return Tags(*ask_all(self._client, [("GETRANGE", key, 0, TAG_BYTES - 1) for key in keys]))
 
     def read(self, *, layer: bool = False) -> bytes | None:
-        """As ``Heads`` has it."""
+        """The head's bytes, or what somebody else wrote; None where there is nothing, or far too much."""
         data: Any = self._client.getrange(self._layer if layer else self._head, 0, MAX_HEAD_BYTES)
         return data if isinstance(data, bytes) and 0 < len(data) <= MAX_HEAD_BYTES else None
 
-    def hold(self) -> int | None:
-        """As ``Heads`` has it. At most three commands."""
-        if self._fence is not None and self._renew():
-            return self._fence
-        self._fence = None
-        if self._client.set(self._lease, self._token, nx=True, px=LEASE_MS):
-            self._fence = self._next_fence()
-        return self._fence
+    def hold(self) -> bool:
+        """Take or renew the lease; False while another has it. At most two exchanges."""
+        if not self._holds or not self.renew():
+            self._holds = bool(self._client.set(self._lease, self._token, nx=True, px=LEASE_MS))
+        return self._holds
+
+    def renew(self) -> bool:
+        """Keep the lease; False if it was lost since ``hold``."""
+        return self._transact(lambda pipeline: pipeline.pexpire(self._lease, LEASE_MS))
 
     def release(self) -> None:
-        """As ``Heads`` has it."""
-        if self._fence is not None:
-            self._fence = None
+        """Let go of the lease, if it is held."""
+        if self._holds:
+            self._holds = False
             self._transact(lambda pipeline: pipeline.delete(self._lease))
 
     def replace(self, data: bytes) -> bool:
-        """As ``Heads`` has it."""
-        fence = self._fence
-        if fence is None:
-            return False
+        """Put ``data`` in the head's place; False, changing nothing, if the lease was lost."""
 
         def write(pipeline: Any) -> None:
             pipeline.set(self._head, data)
             pipeline.pexpire(self._lease, LEASE_MS)
 
-        def is_older(pipeline: Any) -> bool:
-            there = fence_of(pipeline.getrange(self._head, 0, TAG_BYTES - 1))
-            return there is None or there <= fence or there > _MOST_FENCE
-
-        return self._transact(write, is_older)
+        return self._transact(write)
 
     def replace_layer(self, data: bytes) -> None:
-        """As ``Heads`` has it."""
+        """Put ``data`` in the layer's place."""
         self._client.set(self._layer, data)
 
     def clear(self) -> int:
-        """As ``Heads`` has it."""
-        keys = (self._head, self._layer, self._lease, self._fence_key)
+        """Remove both, and the lease; how many things there were."""
+        keys = (self._head, self._layer, self._lease, self._former)
         return sum(int(self._client.delete(key)) for key in keys)
 
-    def _renew(self) -> bool:
-        return self._transact(lambda pipeline: pipeline.pexpire(self._lease, LEASE_MS))
-
-    def _next_fence(self) -> int:
-        """Greater than that of the head there is, also where somebody set the counter back."""
-        fence: Any = self._client.incr(self._fence_key)
-        tag: Any = self._client.getrange(self._head, 0, TAG_BYTES - 1)
-        there = fence_of(tag)
-        if there is not None and fence <= there <= _MOST_FENCE:
-            self._client.set(self._fence_key, there + 1)
-            return there + 1
-        return int(fence)
-
-    def _transact(self, act: Any, check: Any = None) -> bool:
+    def _transact(self, act: Callable[[Any], object]) -> bool:
         """``act`` in a transaction, if the lease is ours and stays so until it is done."""
         from redis.exceptions import WatchError
 
-        with self._client.pipeline() as pipeline:
+        with self._client.pipeline(transaction=True) as pipeline:
             pipeline.watch(self._lease)  # type: ignore[no-untyped-call]
-            if pipeline.get(self._lease) != self._token or (check is not None and not check(pipeline)):
+            if pipeline.get(self._lease) != self._token:
                 return False
             pipeline.multi()
             act(pipeline)
@@ -258,15 +162,6 @@ class RedisHeads:
             except WatchError:
                 return False
         return True
-
-
-def redis_store(client: redis.Redis, fingerprint: str, namespace: str) -> Store:
-    """All of a namespace in Redis. Nothing is sent yet."""
-    return Store(
-        owner_of(fingerprint, namespace),
-        RedisHeads(client, fingerprint, namespace),
-        RedisChunks(client, fingerprint, namespace),
-    )
 
 
 def _name(text: object) -> bytes | None:
@@ -304,22 +199,22 @@ def open_place(url: str) -> Place:
 
 
 class UrlChunks:
-    """Chunks as files."""
+    """Chunks as files. Any call may raise what the file system's library raises."""
 
     def __init__(self, place: Place, fingerprint: str, namespace: str) -> None:
         self._place = place
         self._path = f"{place.path}/{fingerprint}/{namespace}/chunks"
 
     def get(self, name: bytes) -> bytes | None:
-        """As ``Chunks`` has it."""
+        """As in Redis."""
         return _read(self._place, f"{self._path}/{name.hex()}", MAX_BLOB_BYTES)
 
     def put(self, name: bytes, data: bytes) -> None:
-        """As ``Chunks`` has it."""
+        """As in Redis."""
         _write(self._place, f"{self._path}/{name.hex()}", data)
 
     def names(self) -> set[bytes]:
-        """As ``Chunks`` has it."""
+        """As in Redis."""
         self._place.files.invalidate_cache()
         try:
             paths = self._place.files.ls(self._path, detail=False)
@@ -329,12 +224,12 @@ class UrlChunks:
         return {bytes.fromhex(name) for name in names if len(name) == 32 and not set(name) - _DIGITS}
 
     def remove(self, names: Iterable[bytes]) -> None:
-        """As ``Chunks`` has it."""
+        """As in Redis."""
         for name in names:
             _remove(self._place, f"{self._path}/{name.hex()}")
 
     def clear(self) -> int:
-        """As ``Chunks`` has it."""
+        """As in Redis."""
         names = self.names()
         self.remove(names)
         _remove(self._place, self._path, is_directory=True)
@@ -349,37 +244,66 @@ class UrlHeads:
         self._directory = f"{place.path}/{fingerprint}/{namespace}"
 
     def tags(self) -> Tags:
-        """As ``Heads`` has it."""
+        """As in Redis."""
         return Tags(*((_read_from(self._place, path, TAG_BYTES) or b"") for path in self._paths()))
 
     def read(self, *, layer: bool = False) -> bytes | None:
-        """As ``Heads`` has it."""
+        """As in Redis."""
         return _read(self._place, self._paths()[layer], MAX_HEAD_BYTES)
 
-    def hold(self) -> int | None:
-        """As ``Heads`` has it: everybody may write."""
-        return 0
+    def hold(self) -> bool:
+        """As in Redis, but everybody may write."""
+        return True
+
+    def renew(self) -> bool:
+        """As in Redis, but everybody may write."""
+        return True
 
     def release(self) -> None:
-        """As ``Heads`` has it."""
+        """As in Redis."""
 
     def replace(self, data: bytes) -> bool:
-        """As ``Heads`` has it."""
+        """As in Redis."""
         _write(self._place, self._paths()[0], data)
         return True
 
     def replace_layer(self, data: bytes) -> None:
-        """As ``Heads`` has it."""
+        """As in Redis."""
         _write(self._place, self._paths()[1], data)
 
     def clear(self) -> int:
-        """As ``Heads`` has it."""
+        """As in Redis."""
         count = sum(_remove(self._place, path) for path in self._paths())
         _remove(self._place, self._directory, is_directory=True)
         return count
 
     def _paths(self) -> tuple[str, str]:
         return f"{self._directory}/head", f"{self._directory}/layer"
+
+
+class Store(NamedTuple):
+    """Both, for the namespace that ``owner`` names."""
+
+    owner: bytes
+    heads: RedisHeads | UrlHeads
+    chunks: RedisChunks | UrlChunks
+
+    def head(self, *, layer: bool = False) -> Head | None:
+        """The head; None where there is none that can be used."""
+        data = self.heads.read(layer=layer)
+        try:
+            return None if data is None else Head.from_bytes(data, owner=self.owner)
+        except InvalidHeadError:
+            return None
+
+
+def redis_store(client: redis.Redis, fingerprint: str, namespace: str) -> Store:
+    """All of a namespace in Redis. Nothing is sent yet."""
+    return Store(
+        owner_of(fingerprint, namespace),
+        RedisHeads(client, fingerprint, namespace),
+        RedisChunks(client, fingerprint, namespace),
+    )
 
 
 def url_store(place: Place, fingerprint: str, namespace: str) -> Store:

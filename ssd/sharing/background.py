@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 60.0
 
 
-class Link:
+class BackgroundLoop:
     """Runs one exchange with the server after another on a daemon thread until it is stopped; failures only delay it.
 
     ``is_connected``, ``num_failures`` and ``num_reconnects`` are written by that thread alone.
@@ -56,7 +56,7 @@ class Link:
             self._thread.join(timeout_s)
 
     def report(self, error: Exception) -> None:
-        """Count a failure, and say so at most once a minute. Only the link's own thread calls it."""
+        """Count a failure, and say so at most once a minute. Only the loop's own thread calls it."""
         self.num_failures += 1
         self.refusals[reason_of(error)] += 1
         self._complain(error)

@@ -1,4 +1,4 @@
-"""What a bookmark knows of a log, against a plain record of what was read."""
+"""What a cursor knows of a log, against a plain record of what was read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.retrieval.cache_state import Checkpoint
-from ssd.sharing.bookmark import Bookmark, position_of, sequence_id_of
+from ssd.sharing.cursor import Cursor, position_of, sequence_id_of
 from ssd.sharing.entry import Entry
 from ssd.sharing.stream import order
 
@@ -22,22 +22,22 @@ def stream(num_entries: int, first: int = 0) -> dict[bytes, bytes]:
     return {b"%d-%d" % (7 + n // 3, n % 3): b"sequence%08d" % n for n in range(first, first + num_entries)}
 
 
-def after_restart(bookmark: Bookmark, replica_id: bytes = TWO, position: int = 0) -> Bookmark:
-    """The bookmark of the next life, as a manifest brings it."""
-    return Bookmark(replica_id, Checkpoint(json.loads(json.dumps(bookmark.position())), position))
+def after_restart(cursor: Cursor, replica_id: bytes = TWO, position: int = 0) -> Cursor:
+    """The cursor of the next life, as a manifest brings it."""
+    return Cursor(replica_id, Checkpoint(json.loads(json.dumps(cursor.position())), position))
 
 
-def that_read(log: dict[bytes, bytes]) -> Bookmark:
-    """A bookmark after all of ``log``."""
-    bookmark = Bookmark(ONE)
+def that_read(log: dict[bytes, bytes]) -> Cursor:
+    """A cursor after all of ``log``."""
+    cursor = Cursor(ONE)
     for entry_id, sequence_id in log.items():
-        bookmark.passed(entry_id, sequence_id)
-    return bookmark
+        cursor.passed(entry_id, sequence_id)
+    return cursor
 
 
-def found(bookmark: Bookmark, log: dict[bytes, bytes]) -> int:
-    """How many entries of ``log`` the bookmark knows."""
-    known = bookmark.find(next(iter(log), None), log.get)
+def found(cursor: Cursor, log: dict[bytes, bytes]) -> int:
+    """How many entries of ``log`` the cursor knows."""
+    known = cursor.find(next(iter(log), None), log.get)
     return sum(known is not None and order(entry_id) <= order(known) for entry_id in log)
 
 
@@ -49,9 +49,9 @@ def by(replica_id: bytes, position: int) -> Entry:
 def test_what_was_read_is_known_after_a_restart_however_the_log_was_trimmed(
     num_read: int, num_trimmed: int, num_new: int
 ) -> None:
-    bookmark = after_restart(that_read(stream(num_read)))
+    cursor = after_restart(that_read(stream(num_read)))
     log = dict(list(stream(num_read + num_new).items())[num_trimmed:])
-    assert found(bookmark, log) == max(0, num_read - num_trimmed)
+    assert found(cursor, log) == max(0, num_read - num_trimmed)
 
 
 @given(st.integers(1, 600), st.data())
@@ -68,30 +68,30 @@ def test_a_log_that_lost_its_newest_entries_is_known_but_for_three_times_as_many
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_another_log_with_the_same_ids_is_not_known(num_read: int, num_entries: int) -> None:
     other = {entry_id: sequence_id[::-1] for entry_id, sequence_id in stream(num_entries).items()}
-    bookmark = after_restart(that_read(stream(num_read)))
-    assert found(bookmark, other) == 0
+    cursor = after_restart(that_read(stream(num_read)))
+    assert found(cursor, other) == 0
 
 
 def test_reading_goes_on_from_a_shorter_log() -> None:
-    bookmark = after_restart(that_read(stream(100)))
-    assert found(bookmark, stream(75)) == 64
-    known = bookmark.waypoints[0]
-    bookmark.passed(b"900-0", b"n" * 16)
-    assert [point.entry_id for point in bookmark.waypoints[:2]] == [b"900-0", known.entry_id]
-    assert found(after_restart(bookmark), stream(75) | {b"900-0": b"n" * 16}) == 76
+    cursor = after_restart(that_read(stream(100)))
+    assert found(cursor, stream(75)) == 64
+    known = cursor.waypoints[0]
+    cursor.passed(b"900-0", b"n" * 16)
+    assert [point.entry_id for point in cursor.waypoints[:2]] == [b"900-0", known.entry_id]
+    assert found(after_restart(cursor), stream(75) | {b"900-0": b"n" * 16}) == 76
 
 
 def test_a_mark_stays_small() -> None:
-    bookmark = that_read(stream(100_000))
-    assert len(bookmark.waypoints) <= 18
+    cursor = that_read(stream(100_000))
+    assert len(cursor.waypoints) <= 18
     for life in range(200):
-        bookmark = after_restart(bookmark, b"%08d" % life)
-    assert len(bookmark.lives) == 64
-    assert len(json.dumps(bookmark.position())) < 4000
+        cursor = after_restart(cursor, b"%08d" % life)
+    assert len(cursor.lives) == 64
+    assert len(json.dumps(cursor.position())) < 4000
 
 
 def test_our_own_entries_are_known_by_position_and_life() -> None:
-    second = after_restart(Bookmark(ONE), TWO, position=100)
+    second = after_restart(Cursor(ONE), TWO, position=100)
     third = after_restart(second, THREE, position=250)
     assert third.is_ours(by(THREE, 10**9)) and third.is_ours(by(ONE, 99)) and third.is_ours(by(TWO, 249))
     assert not third.is_ours(by(ONE, 100))  # lost with the tail
@@ -117,9 +117,9 @@ def test_our_own_entries_are_known_by_position_and_life() -> None:
     ],
 )
 def test_a_mark_of_another_make_counts_as_none(mark: dict[str, object]) -> None:
-    bookmark = Bookmark(ONE, Checkpoint(mark, 5))
-    assert (bookmark.lives, bookmark.waypoints) == ((), ())
-    assert not bookmark.is_ours(by(b"another.", 0))
+    cursor = Cursor(ONE, Checkpoint(mark, 5))
+    assert (cursor.lives, cursor.waypoints) == ((), ())
+    assert not cursor.is_ours(by(b"another.", 0))
 
 
 json_values = st.recursive(
@@ -133,13 +133,13 @@ json_values = st.recursive(
     st.fixed_dictionaries({}, optional={"replica": json_values, "lives": json_values, "waypoints": json_values}),
     st.integers(0, 1 << 70),
 )
-def test_whatever_a_manifest_holds_makes_a_bookmark_that_works(mark: dict[str, object], position: int) -> None:
-    bookmark = Bookmark(ONE, Checkpoint(mark, position))
-    assert found(bookmark, stream(5)) == 0
+def test_whatever_a_manifest_holds_makes_a_cursor_that_works(mark: dict[str, object], position: int) -> None:
+    cursor = Cursor(ONE, Checkpoint(mark, position))
+    assert found(cursor, stream(5)) == 0
     for entry_id, sequence_id in stream(3).items():
-        bookmark.passed(entry_id, sequence_id)
-    assert bookmark.is_ours(by(ONE, 7)) and not bookmark.is_ours(by(THREE, 1 << 60))
-    assert found(after_restart(bookmark), stream(5)) == 3
+        cursor.passed(entry_id, sequence_id)
+    assert cursor.is_ours(by(ONE, 7)) and not cursor.is_ours(by(THREE, 1 << 60))
+    assert found(after_restart(cursor), stream(5)) == 3
 
 
 @given(
@@ -151,6 +151,6 @@ def test_whatever_a_manifest_holds_makes_a_bookmark_that_works(mark: dict[str, o
 def test_waypoints_of_a_manifest_are_ids_that_redis_can_read(
     waypoints: list[tuple[int, str, str]], lives: list[tuple[str, int]]
 ) -> None:
-    bookmark = Bookmark(ONE, Checkpoint({"replica": "11" * 8, "lives": lives, "waypoints": waypoints}, 0))
-    assert all(max(order(point.entry_id)) < 1 << 64 and b"_" not in point.entry_id for point in bookmark.waypoints)
-    assert all(len(life.replica_id) == 8 and life.position >= 0 for life in bookmark.lives)
+    cursor = Cursor(ONE, Checkpoint({"replica": "11" * 8, "lives": lives, "waypoints": waypoints}, 0))
+    assert all(max(order(point.entry_id)) < 1 << 64 and b"_" not in point.entry_id for point in cursor.waypoints)
+    assert all(len(life.replica_id) == 8 and life.position >= 0 for life in cursor.lives)

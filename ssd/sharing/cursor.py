@@ -1,6 +1,6 @@
 """How far a replica has read a stream, in a form that outlives the process.
 
-A bookmark answers one question after a restart: which entries of the log are in the cache already? It is written with
+A cursor answers one question after a restart: which entries of the log are in the cache already? It is written with
 the cache's manifest (``SuffixCache.set_source``), so it never claims what a crash has lost::
 
     others' entries      up to the newest waypoint that the log still holds    what follows is read
@@ -36,7 +36,7 @@ from ssd.retrieval.cache_state import Checkpoint
 from ssd.retrieval.suffix_cache import SuffixCache
 from ssd.sharing.connection import Backoff
 from ssd.sharing.entry import Entry
-from ssd.sharing.stats import Reception
+from ssd.sharing.stats import Received
 from ssd.sharing.stream import BEGINNING, id_before, is_entry_id, order
 
 MAX_RECENT = 1024
@@ -61,7 +61,7 @@ class Life(NamedTuple):
     position: int
 
 
-class Bookmark:
+class Cursor:
     """How far one stream was read, by this life and those before. One owner.
 
     ``lives`` : the former ones, oldest first. ``waypoints`` : newest first.
@@ -94,7 +94,7 @@ class Bookmark:
         self.waypoints = _merged(self.waypoints, waypoints)
 
     def position(self) -> Mapping[str, Any]:
-        """The bookmark as JSON, for ``SuffixCache.set_source``."""
+        """The cursor as JSON, for ``SuffixCache.set_source``."""
         return {
             "replica": self.replica_id.hex(),
             "lives": [(life.replica_id.hex(), life.position) for life in self.lives],
@@ -158,7 +158,7 @@ def position_of(sequence_id: bytes) -> int:
 
 
 def _merged(*waypoints: tuple[Waypoint, ...]) -> tuple[Waypoint, ...]:
-    """Those of two bookmarks in the log's order, the newest first, and numbered in that order."""
+    """Those of two cursors in the log's order, the newest first, and numbered in that order."""
     by_id = {point.entry_id: point for each in waypoints for point in each}
     merged: list[Waypoint] = []
     for point in sorted(by_id.values(), key=lambda point: order(point.entry_id)):
@@ -208,15 +208,15 @@ _MAX_SEEN = 1 << 16
 class Stream:
     """Only the reader's thread changes it.
 
-    ``bookmark`` : what of it is in the cache, over restarts. ``last_id`` : what comes after it is to be read, None
+    ``cursor`` : what of it is in the cache, over restarts. ``last_id`` : what comes after it is to be read, None
     before the place was found where reading begins. ``entries`` : (id, tokens) of what the log holds, oldest first, to
     keep it within its bounds.
     """
 
-    def __init__(self, key: str, cache: SuffixCache, bookmark: Bookmark) -> None:
+    def __init__(self, key: str, cache: SuffixCache, cursor: Cursor) -> None:
         self.key = key
         self.cache = weakref.ref(cache)
-        self.bookmark = bookmark
+        self.cursor = cursor
         self.page = PAGE
         """Entries to ask for at once: 1 after one was too large, as the server makes all of the reply at once."""
         self.is_refused = False
@@ -224,7 +224,7 @@ class Stream:
         self.is_cut = False
         """Whether it did not answer, while others may: a node of a cluster."""
         self.compare_at = 0.0
-        self.reception = Reception()
+        self.received = Received()
         self.held_until = 0.0
         """When it may be read, by ``time.monotonic``: somebody else is giving its cache what came before."""
         self.num_gaps = 0
@@ -250,7 +250,7 @@ class Stream:
 
     def begin(self, known_id: bytes | None) -> None:
         """The search has come to its end; entries up to ``known_id`` are in the cache already."""
-        self.num_gaps += not (self.bookmark.is_continued or self.is_joined)
+        self.num_gaps += not (self.cursor.is_continued or self.is_joined)
         self.is_joined = False
         oldest = self.search.oldest
         self.last_id = BEGINNING if oldest is None or self.search.is_whole else id_before(oldest)
@@ -258,7 +258,7 @@ class Stream:
         self._known = None if known_id is None else order(known_id)
 
     def is_known(self, entry_id: bytes) -> bool:
-        """Whether the bookmark is past this entry."""
+        """Whether the cursor is past this entry."""
         return self._known is not None and order(entry_id) <= self._known
 
     def saw(self, entry_id: bytes, num_tokens: int, *, was_fetched: bool) -> None:
