@@ -32,7 +32,7 @@ from benchmarks.processes import Server
 from benchmarks.run import Option, Run
 from benchmarks.workloads import snippets
 from server.command.arguments import parse_arguments
-from server.command.assembly import EngineLoader
+from server.command.start import EngineLoader
 from ssd.config import SamplingParams
 from ssd.engine import Engine, Request
 

@@ -10,7 +10,7 @@ from server.command.keys import hide_keys
 def main() -> int:
     """Run the server; returns the exit status."""
     hide_keys()  # before anything else is loaded: they are visible until then
-    from server.command.launch import main as launch
+    from server.command.start import main as launch
 
     return launch()
 

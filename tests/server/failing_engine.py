@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from server.base.settings import ServerSettings
-from server.command.listening import listen
+from server.command.listen import listen
 from server.command.network_options import NetworkOptions, tls_arguments
 from server.endpoints.app import create_app
 from server.intake.connections import protocol_within

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.command.arguments import Options, build_parser, parse_arguments
-from server.command.assembly import make_settings
+from server.command.start import make_settings
 from ssd.bundled import MODEL_PATH
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.command.arguments import parse_arguments
-from server.command.assembly import EngineLoader, make_settings
+from server.command.start import EngineLoader, make_settings
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
 from tests.server.client import get, post, wait_until

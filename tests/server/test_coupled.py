@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from server.command.arguments import parse_arguments
-from server.command.assembly import EngineLoader, make_settings, make_tenants
-from server.command.noise import OpenNoise, open_noise
+from server.command.start import EngineLoader, OpenNoise, make_settings, make_tenants, open_noise
 from ssd.sharing.connection import connect
 from ssd.sharing.shared_root import KEY
 from tests.redis_server import RedisServer, redis_server

@@ -11,8 +11,8 @@ import pytest
 
 from server.command.adapter_names import read_adapters
 from server.command.arguments import parse_arguments
-from server.command.assembly import EngineLoader, make_settings
 from server.command.checks import check_before_loading
+from server.command.start import EngineLoader, make_settings
 from server.running.engine_thread import WorkerState
 from ssd.errors import ConfigError
 from tests.server.client import get, post

@@ -244,7 +244,7 @@ def test_a_hang_up_keeps_what_was_learned_and_nohup_is_heard(tmp_path: Path) -> 
 
 _BREAKS = """
 import sys
-from server.command.launch import main
+from server.command.start import main
 from ssd.engine.engine import Engine
 from ssd.model.ways.slot_target import SlotTarget
 

@@ -1,0 +1,225 @@
+"""The port, the open files behind it, and the HTTP server that serves there and leaves in order."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from server.base.settings import ServerSettings
+from server.command.network_options import NetworkOptions
+from server.running.engine_thread import Drained, Worker, WorkerState
+from ssd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ssd.engine import Engine
+
+
+BACKLOG = 2048
+"""Connections that the system holds until they are accepted."""
+
+
+def listen(options: NetworkOptions) -> socket.socket:
+    """A listening socket, so that two servers started at once cannot both believe the place is theirs.
+
+    Raises ConfigError.
+    """
+    return _listen_at_port(options.host, options.port) if options.uds is None else _listen_at_path(options.uds)
+
+
+def url_of(listener: socket.socket, options: NetworkOptions) -> str:
+    """Where the service is, as a client or a browser is told."""
+    scheme = "http" if options.tls is None else "https"
+    if options.uds is not None:
+        return f"{scheme}+unix://{options.uds}"
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path}"
+
+
+def give_up(options: NetworkOptions) -> None:
+    """Remove the path of a Unix domain socket, as the last thing."""
+    if options.uds is not None:
+        with contextlib.suppress(OSError):
+            options.uds.unlink()
+
+
+def _listen_at_port(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+        ) from error
+    return listener
+
+
+def _listen_at_path(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_left_behind(path)
+        listener.bind(os.fspath(path))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on --uds {path}: {error.strerror or error}; choose another path") from error
+    return listener
+
+
+def _remove_left_behind(path: Path) -> None:
+    """A socket that nobody listens on any more would keep its path; anything else stays, and is in the way."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(path.lstat().st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1)
+                try:
+                    probe.connect(os.fspath(path))
+                except ConnectionRefusedError:
+                    path.unlink()
+
+
+log = logging.getLogger(__name__)
+
+_OWN_FILES = 1024
+"""Open files that are not for connections."""
+
+
+def allow_open_files() -> int:
+    """As many as the system allows: every mapped segment and every connection takes one. Returns how many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return allowed if allowed != resource.RLIM_INFINITY else sys.maxsize
+
+
+def within_files(settings: ServerSettings, num_files: int) -> ServerSettings:
+    """Connections must leave files to the cache, its worker and Redis."""
+    most = num_files - min(_OWN_FILES, num_files // 2)
+    if settings.limits.max_connections <= most:
+        return settings
+    log.warning("%d open files are allowed: at most %d connections are taken (ulimit -n)", num_files, most)
+    return replace(settings, limits=replace(settings.limits, max_connections=most))
+
+
+_INTERVAL_S = 10.0
+
+
+class Progress:
+    """The stage that a start has reached; one thread says it, another logs it now and then."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._next_log_s = _INTERVAL_S
+        self._stage = "starting"
+
+    @property
+    def seconds(self) -> float:
+        """Since the start began."""
+        return time.monotonic() - self._began
+
+    def reach(self, stage: str) -> None:
+        """What is being done from now on."""
+        self._stage = stage
+        log.debug("after %.1f s: %s", self.seconds, stage)
+
+    def log_now_and_then(self) -> None:
+        """To be called often: a line every ten seconds, so that a start that nobody hears of is one that hangs."""
+        if self.seconds >= self._next_log_s:
+            log.info("still starting after %.0f s: %s", self.seconds, self._stage)
+            self._next_log_s = self.seconds + _INTERVAL_S
+
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""All end the server in the same order, what was learned is kept."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that stop this process: a hang-up only where nobody had it ignored, as ``nohup`` does."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _STOP_SIGNALS if number is not signal.SIGHUP or not is_ignored]
+
+
+class HttpServer(uvicorn.Server):
+    """Ends running requests when it is told to stop, and ends itself when there is no engine, or none any more."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        worker: Worker,
+        progress: Progress,
+        summary: Callable[[Engine], str],
+        address: str,
+        shutdown_timeout_s: float,
+    ) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._progress = progress
+        self._summary = summary
+        self._address = address
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._announced = False
+        self.drained: Drained | None = None
+        """How requests ended, once they have."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; the event loop sets how many connections wait to how many it accepts at once, which is too few."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A first signal lets requests in flight end; a second one ends them."""
+        self.force_exit = self.should_exit
+        self._worker.take_no_more()
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals, but do not raise them again at the end: having been told to stop is no failure."""
+        for number in stop_signals():
+            signal.signal(number, self.handle_exit)
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """Several times a second: say once that the server is ready, or stop when there is no engine."""
+        if self._worker.state is WorkerState.LOADING:
+            self._progress.log_now_and_then()
+        elif not self._announced and self._worker.state is WorkerState.READY:
+            self._announced = True
+            gc.freeze()  # libraries and model stay: collections need not look at them again
+            facts = self._summary(self._worker.engine)
+            log.info("ready after %.1f s: %s %s", self._progress.seconds, self._address, facts)
+        return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests finish for a while and end the others; new ones are answered 503 meanwhile, then nobody is."""
+        for connection in list(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete:
+                connection.shutdown()  # once it is answered
+        self.drained = await self._worker.drain(self._shutdown_timeout_s, lambda: self.force_exit)
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn then leaves the application waiting, and its end would be logged as an error
+            await self.lifespan.shutdown()
