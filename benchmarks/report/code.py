@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cyclopts import Argument, Group
+
 from benchmarks.report.choices import CHOICES, Choice
-from server.command.arguments import build_parser
+from server.command.arguments import build_app
+from server.command.flags import shown_default
 from server.intake.learning import NO_LEARN_HEADER
 from server.schema import anthropic_fields, fields, response_fields
 from server.schema.anthropic_body import AnthropicBody, CountTokensBody
@@ -25,18 +27,22 @@ from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTex
 
 def flags_section() -> str:
     """Every flag of ``ssd-serve``, a table a group, with its default."""
-    parser = build_parser()
-    formatter = argparse.HelpFormatter("ssd-serve")
     lines: list[str] = []
-    for group in parser._action_groups:
-        shown = [action for action in group._group_actions if action.help not in (None, argparse.SUPPRESS)]
-        if not shown:
-            continue
-        lines += [f"**{group.title}**", "", "| flag | meaning |", "|---|---|"]
-        for action in shown:
-            names = " ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
-            choices = f" {' / '.join(map(str, action.choices))}." if action.choices else ""
-            lines.append(f"| {names} |{choices} {cell(formatter._expand_help(action))} |")
+    tables: dict[str, list[Argument]] = {}
+    for argument in build_app().assemble_argument_collection(parse_docstring=True):
+        if argument.show and not argument.children:
+            group = argument.parameter.group
+            first = group if group is None or isinstance(group, Group | str) else next(iter(group))
+            tables.setdefault(first.name if isinstance(first, Group) else "options", []).append(argument)
+    for title, arguments in tables.items():
+        lines += [f"**{title}**", "", "| flag | meaning |", "|---|---|"]
+        for argument in arguments:
+            names = " ".join(f"`{name}`" for name in argument.names)
+            found = argument.get_choices()
+            choices = f" {' / '.join(found)}." if found else ""
+            default = shown_default(argument.field_info.default)
+            about = argument.parameter.help or ""
+            lines.append(f"| {names} |{choices} {cell(about)}{f' (default: {default})' if default else ''} |")
         lines.append("")
     return "\n".join(lines)
 

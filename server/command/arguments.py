@@ -1,32 +1,180 @@
-"""The command line of ``ssd-serve``; names and meanings are those of ``vllm serve`` where it has them."""
+"""The command line of ``ssd-serve`` as a whole: what each group may say, and what they may say together."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Group, Parameter
 
 from server.base.limits import Limits
 from server.base.settings import VERSION
-from server.command.cache_options import CacheOptions, add_cache_options, cache_options_of
-from server.command.config_file import CONFIG_OPTION, words_of
-from server.command.engine_options import EngineOptions, add_engine_options, engine_options_of
-from server.command.limit_options import add_limit_options, limits_of
-from server.command.model_options import ModelOptions, add_model_options, model_options_of
-from server.command.network_options import NetworkOptions, add_network_options, network_options_of
-from server.command.observe_options import ObserveOptions, add_observe_options, observe_options_of
-from server.command.page_options import PageOptions, add_page_options, page_options_of
-from server.command.parser import Parser
-from server.command.service_options import ServiceOptions, add_service_options, service_options_of
-from server.command.speculation_options import SpeculationOptions, add_speculation_options, speculation_options_of
-from server.command.stream_options import StreamOptions, add_stream_options, stream_options_of
-from server.command.tool_options import ToolOptions, add_tool_options, tool_options_of
-from server.command.vllm_options import add_vllm_options, check_vllm_options
+from server.command.flags import CONFIG_OPTION, DEFAULTS, group, parsed, read_values, require_within, show_help
+from server.command.listen import check_tls
+from server.command.options import (
+    CacheOptions,
+    EngineOptions,
+    ModelOptions,
+    NetworkOptions,
+    ObserveOptions,
+    PageOptions,
+    ServiceOptions,
+    SpeculationOptions,
+    StreamOptions,
+    ToolOptions,
+    read_adapters,
+)
 from ssd.errors import ConfigError
+from ssd.sharing.connection import URL_VARIABLE
 
+_ONE_DEVICE = (
+    "this server drives one device. For one model over several, run vLLM with ssd.integrations.vllm, which drafts from "
+    "the same cache; for more throughput, run several servers with one --redis"
+)
+_ONE_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
+    "tensor-parallel-size": (("1",), _ONE_DEVICE),
+    "pipeline-parallel-size": (("1",), _ONE_DEVICE),
+    "data-parallel-size": (("1",), _ONE_DEVICE),
+    "task": (("auto", "generate"), "this server generates text"),
+    "runner": (("auto", "generate"), "this server generates text"),
+    "tokenizer-mode": (("auto", "hf"), "tokenizers are transformers'"),
+    "load-format": (("auto", "hf", "safetensors"), "weights are read by transformers"),
+    "model-impl": (("auto", "transformers"), "models are transformers'"),
+    "kv-cache-dtype": (("auto",), "keys and values have the model's dtype"),
+    "quantization": (("auto",), "a quantised checkpoint says itself how it is quantised"),
+    "response-role": (("assistant",), "answers are the assistant's"),
+    "chat-template-content-format": (("auto", "string"), "templates get text"),
+    "swap-space": (("0",), "nothing is swapped"),
+    "cpu-offload-gb": (("0",), "weights stay on the device"),
+    "nnodes": (("1",), "this server is one process on one machine"),
+    "api-server-count": (("1",), "this server is one process"),
+}
+"""Options of ``vllm serve`` that have one value here, which is the one people mean mostly."""
+_MEANINGLESS = (
+    "enable-chunked-prefill", "disable-frontend-multiprocessing", "enable-request-id-headers", "async-scheduling",
+    "no-async-scheduling", "enable-lora", "enable-auto-tool-choice",
+)  # fmt: skip
+"""Flags that say what is so anyway, or that is nobody's business here."""
+_ELSEWHERE = {
+    "hf-token": "others can read a command line: set $HF_TOKEN",
+    "speculative-config": "speculation is on: --draft-model adds a draft model, --num-speculative-tokens limits drafts",
+    "block-size": "keys and values are kept in slots, one for each sequence: see --max-num-seqs and --max-model-len",
+}
+_UNSHOWN = Parameter(show=False)
+_VllmOptions = make_dataclass(
+    "_VllmOptions",
+    [
+        *((name.replace("-", "_"), Annotated[str | None, _UNSHOWN], None) for name in (*_ONE_VALUE, *_ELSEWHERE)),
+        *((name.replace("-", "_"), Annotated[bool, _UNSHOWN], False) for name in _MEANINGLESS),
+    ],
+    frozen=True,
+    kw_only=True,
+    namespace={"__module__": __name__},  # else it passes for one of Python's own, whose fields are no flags
+)
+_VLLM = group("vllm", show=False)
+
+
+def _check_vllm_options(found: object) -> None:
+    for name, (values, reason) in _ONE_VALUE.items():
+        value = getattr(found, name.replace("-", "_"))
+        if value is not None and value not in values:
+            raise ConfigError(f"--{name} {value}: {reason}; leave the option out or say {' or '.join(values)}")
+    for name, advice in _ELSEWHERE.items():
+        if getattr(found, name.replace("-", "_")) is not None:
+            raise ConfigError(f"--{name}: {advice}")
+
+
+_LIMITS = group("limits", "what one request, and all together, may ask for")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A checked command line, a part for each group of options."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    network: NetworkOptions = field(default_factory=NetworkOptions)
+    service: ServiceOptions = field(default_factory=ServiceOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    streams: StreamOptions = field(default_factory=StreamOptions)
+    page: PageOptions = field(default_factory=PageOptions)
+    tools: ToolOptions = field(default_factory=ToolOptions)
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    limits: Annotated[Limits, _LIMITS] = field(default_factory=Limits)
+    observe: ObserveOptions = field(default_factory=ObserveOptions)
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot be, alone or together."""
+        model, streams = self.model, self.streams
+        if model.model is not None and not model.model.strip():
+            raise ConfigError("MODEL is empty: give a directory or an id, or leave it out for the bundled model")
+        names = self.service.model_names or (model.name,)
+        read_adapters(model.lora_modules, model_names=names)
+        self.network.check()
+        check_tls(self.network)
+        self.tools.check()
+        _ = self.engine.config, self.speculation.draft, self.cache.config  # they check what they are made of
+        require_within("--obfuscation-tokens", streams.obfuscation_tokens, 1, 4096)
+        require_within("--obfuscation-interval", streams.obfuscation_interval_s, 0, 60, " seconds")
+        if self.observe.spec_decode_metrics != "none" and streams.obfuscation == "always":
+            raise ConfigError("--per-request-spec-decode-metrics tells what --obfuscation always hides: leave one out")
+
+
+_GENERAL = Group("options", sort_key=0)
+_NOTHING, _NO_VLLM = Options(), _VllmOptions()
+
+
+def build_app(environment: Mapping[str, str] = os.environ) -> App:
+    """The command line, with defaults and help; called it returns `Options`."""
+    app = App(
+        name="ssd-serve",
+        version=f"ssd-serve {VERSION}",
+        usage="Usage: ssd-serve [MODEL] [--option VALUE ...]",
+        help="OpenAI-compatible server that gets faster the more it is used and never changes the output.\n\n"
+        "Names and meanings of options are those of `vllm serve` where it has them.",
+        help_epilogue=_EXAMPLES,
+        help_format="plaintext",
+        help_formatter=show_help,
+        group_parameters=_GENERAL,
+        group_commands=_GENERAL,
+        default_parameter=DEFAULTS,
+        config=read_values,
+        result_action="return_value",
+    )
+
+    @app.default
+    def options(
+        given: Annotated[str | None, Parameter(name="MODEL", help=_MODEL_HELP)] = None,
+        /,
+        *,
+        config: Annotated[Path | None, Parameter(name=CONFIG_OPTION, help=_CONFIG_HELP)] = None,
+        found: Options = _NOTHING,
+        vllm: Annotated[_VllmOptions, _VLLM] = _NO_VLLM,  # type: ignore[valid-type]
+    ) -> Options:
+        model, cache = found.model, found.cache
+        if given is not None and model.model is not None:
+            raise ConfigError(f"MODEL is given twice, {given} and --model {model.model}: leave one out")
+        template = None if model.chat_template is None else read_template(model.chat_template)
+        checked = replace(
+            found,
+            model=replace(model, model=model.model if given is None else given, chat_template=template),
+            service=found.service.with_environment(environment),
+            cache=replace(cache, redis=cache.redis or environment.get(URL_VARIABLE) or None),
+        )
+        _check_vllm_options(vllm)
+        checked.check()
+        return checked
+
+    return app
+
+
+_MODEL_HELP = "Hugging Face model directory or id (default: the bundled model)"
+_CONFIG_HELP = "take options from a YAML or TOML file, by their names; the command line wins"
 _EXAMPLES = """\
 examples:
   ssd-serve                                   the bundled model on http://127.0.0.1:8000
@@ -36,83 +184,27 @@ examples:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """A checked command line, a part for each group of options."""
-
-    network: NetworkOptions
-    service: ServiceOptions
-    streams: StreamOptions
-    tools: ToolOptions
-    observe: ObserveOptions
-    model: ModelOptions
-    engine: EngineOptions
-    speculation: SpeculationOptions
-    cache: CacheOptions
-    page: PageOptions
-    limits: Limits
-
-
 def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str] = os.environ) -> Options:
     """Read the command line; ends the process with status 2 and one line when it cannot be used."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["serve"]:  # as in `vllm serve`; a directory of that name is ./serve
         del words[0]
-    parser = build_parser()
     try:
-        found = parser.parse_whole(words)
-        if found.config is not None:
-            filed = words_of(found.config, parser, _given(words))
-            found = parser.parse_whole([*filed.positional, *words, *filed.options])
-        check_vllm_options(found)
-        return Options(
-            network=network_options_of(found),
-            service=service_options_of(found, environment),
-            streams=stream_options_of(found),
-            tools=tool_options_of(found),
-            observe=observe_options_of(found),
-            model=model_options_of(found),
-            engine=engine_options_of(found),
-            speculation=speculation_options_of(found),
-            cache=cache_options_of(found, environment),
-            page=page_options_of(found),
-            limits=limits_of(found),
-        )
+        options = parsed(build_app(environment), words)
     except ConfigError as error:
-        parser.error(str(error))
+        print(f"ssd-serve: error: {error} (see ssd-serve --help)", file=sys.stderr)
+        sys.exit(2)
+    if not isinstance(options, Options):
+        sys.exit(0)  # it was help, or the version
+    return options
 
 
-def _given(words: Sequence[str]) -> set[str]:
-    given = build_parser().given(words)
-    return given | {"model"} if "model_option" in given else given
-
-
-def build_parser() -> Parser:
-    """The command line, with defaults and help."""
-    parser = Parser(
-        prog="ssd-serve",
-        usage="ssd-serve [MODEL] [--option VALUE ...]",
-        description="OpenAI-compatible server that gets faster the more it is used and never changes the output.\n"
-        "Names and meanings of options are those of `vllm serve` where it has them.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"ssd-serve {VERSION}")
-    parser.add_argument(
-        CONFIG_OPTION, type=Path, metavar="FILE",
-        help="take options from a YAML or TOML file, by their names; the command line wins",
-    )  # fmt: skip
-    add_model_options(parser)
-    add_network_options(parser)
-    add_service_options(parser)
-    add_engine_options(parser)
-    add_stream_options(parser)
-    add_page_options(parser)
-    add_tool_options(parser)
-    add_speculation_options(parser)
-    add_cache_options(parser)
-    add_limit_options(parser)
-    add_observe_options(parser)
-    add_vllm_options(parser)
-    return parser
+def read_template(text: str) -> str:
+    """The template of a file, or ``text`` itself where it can only be one; raises ConfigError."""
+    if any(mark in text for mark in ("{{", "{%", "\n")):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"--chat-template {text[:200]} is no template, and as a file: {reason}") from error

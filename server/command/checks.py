@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 
 from server.command.arguments import Options
-from server.command.cache_options import CacheOptions
 from server.command.hub import check_tokenizer_is_there, check_weights_are_there, context_of, find_config, read_config
-from server.command.model_options import ModelOptions
+from server.command.options import CacheOptions, ModelOptions
 from ssd.errors import ConfigError, ModelError, first_line
 
 log = logging.getLogger(__name__)
@@ -40,13 +39,13 @@ def _check_model(options: Options) -> None:
     if context is not None and wanted is not None and wanted > context:
         raise ModelError(f"--max-model-len {wanted} exceeds the model's context of {context} tokens")
     check_weights_are_there(model.path)
-    if model.tokenizer != model.path:
-        check_tokenizer_is_there(model.tokenizer, model.tokenizer_hub)
+    if model.tokenizer_path != model.path:
+        check_tokenizer_is_there(model.tokenizer_path, model.tokenizer_hub)
     for name, path in model.adapters.items():
         _check_adapter(name, path)
     for drafting in (options.speculation.draft_model, options.speculation.draft_head):
         if drafting is not None:
-            read_config(find_config(drafting, options.speculation.draft_hub))
+            read_config(find_config(drafting, options.model.draft_hub))
             check_weights_are_there(drafting)
 
 

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import stat
 import sys
 import time
@@ -16,12 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from server.base.settings import ServerSettings
-from server.command.network_options import NetworkOptions
+from server.command.options import NetworkOptions
 from server.running.engine_thread import Drained, Worker, WorkerState
 from ssd.errors import ConfigError
 
@@ -43,11 +44,49 @@ def listen(options: NetworkOptions) -> socket.socket:
 
 def url_of(listener: socket.socket, options: NetworkOptions) -> str:
     """Where the service is, as a client or a browser is told."""
-    scheme = "http" if options.tls is None else "https"
+    scheme = "http" if options.ssl_certfile is None else "https"
     if options.uds is not None:
         return f"{scheme}+unix://{options.uds}"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{options.root_path}"
+
+
+def tls_arguments(options: NetworkOptions) -> dict[str, Any]:
+    """Keyword arguments of ``uvicorn.Config``; none where the service answers http."""
+    if options.ssl_certfile is None:
+        return {}
+    return {
+        "ssl_certfile": str(options.ssl_certfile),
+        "ssl_keyfile": None if options.ssl_keyfile is None else str(options.ssl_keyfile),
+        "ssl_ca_certs": None if options.ssl_ca_certs is None else str(options.ssl_ca_certs),
+        "ssl_cert_reqs": ssl.VerifyMode(options.ssl_cert_reqs),
+    }
+
+
+def check_tls(options: NetworkOptions) -> None:
+    """Raise ConfigError where files are given that do not make a TLS server."""
+    if options.ssl_certfile is None:
+        return
+    named = {
+        "--ssl-certfile": options.ssl_certfile,
+        "--ssl-keyfile": options.ssl_keyfile,
+        "--ssl-ca-certs": options.ssl_ca_certs,
+    }
+    for option, path in named.items():
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{option} {path}: there is no such file")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # A password instead of OpenSSL's question on the terminal, which would hold up a start that nobody watches.
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
+        if options.ssl_ca_certs is not None:
+            context.load_verify_locations(options.ssl_ca_certs)
+    except (ssl.SSLError, OSError) as error:
+        files = " and ".join(f"{option} {path}" for option, path in named.items() if path is not None)
+        raise ConfigError(
+            f"{files} cannot be used for TLS: {error.strerror or error}; give a certificate and the key it was made "
+            "with, in PEM form and without a password"
+        ) from error
 
 
 def give_up(options: NetworkOptions) -> None:

@@ -21,6 +21,7 @@ import uvicorn
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options, parse_arguments
 from server.command.checks import check_before_loading
+from server.command.flags import spelled
 from server.command.hub import find_generation_config
 from server.command.keys import read_key_file
 from server.command.listen import (
@@ -30,13 +31,11 @@ from server.command.listen import (
     give_up,
     listen,
     stop_signals,
+    tls_arguments,
     url_of,
     within_files,
 )
-from server.command.model_options import ModelOptions
-from server.command.network_options import tls_arguments
-from server.command.service_options import API_KEY_VARIABLE
-from server.command.sizes import spelled
+from server.command.options import API_KEY_VARIABLE, ModelOptions
 from server.endpoints.app import create_app
 from server.intake.connections import protocol_within
 from server.observe.logs import set_up_logging
@@ -110,14 +109,14 @@ def make_settings(options: Options) -> ServerSettings:
         tool_call_parser=options.tools.tool_call_parser,
         reasoning_parser=options.tools.reasoning_parser,
         exclude_tools_when_tool_choice_none=options.tools.exclude_tools_when_tool_choice_none,
-        page=options.page.page,
+        page=not options.page.no_page,
         allow_draft_details=options.page.allow_draft_details,
         obfuscation=options.streams.obfuscation,
         obfuscation_tokens=options.streams.obfuscation_tokens,
         obfuscation_interval_s=options.streams.obfuscation_interval_s,
         trust_request_chat_template=service.trust_request_chat_template,
         spec_decode_metrics=options.observe.spec_decode_metrics,
-        logs_requests=options.observe.logs_requests,
+        logs_requests=not options.observe.no_access_log,
         limits=options.limits,
         root_path=options.network.root_path,
         cors=options.network.cors,
@@ -194,7 +193,7 @@ class EngineLoader:
         self.noise = open_noise(options, self._secret, resources.callback)
         reach("reading the tokenizer")
         codec = TextCodec.load(
-            options.model.tokenizer,
+            options.model.tokenizer_path,
             options.model.tokenizer_hub,
             model=options.model.path,
             model_hub=options.model.hub,
@@ -208,7 +207,7 @@ class EngineLoader:
 
         engine = Engine.from_pretrained(
             options.model.path,
-            dtype=options.model.dtype,
+            dtype=options.model.torch_dtype,
             device=options.model.device,
             caches=caches,
             codec=codec,
@@ -218,7 +217,7 @@ class EngineLoader:
             draft_head=options.speculation.draft_head,
             adapters=options.model.adapters,
             hub=options.model.hub,
-            draft_hub=options.speculation.draft_hub,
+            draft_hub=options.model.draft_hub,
             report=reach,
             draw_seed=_seeds(options.engine.seed),
             noise_root=self.noise.root,
@@ -255,7 +254,7 @@ class EngineLoader:
                 options.config.redis_url,
                 fingerprint=codec.fingerprint,
                 vocab_size=codec.vocab_size,
-                publishes=options.publishes,
+                publishes=not options.no_publish,
                 publish_to=options.publish_to,
             )
             resources.callback(self._log.close)
@@ -266,7 +265,7 @@ class EngineLoader:
                 options.publish_to,
                 fingerprint=codec.fingerprint,
                 vocab_size=codec.vocab_size,
-                publishes=options.publishes,
+                publishes=not options.no_publish,
             )
             resources.callback(self._log.close)
         caches = CacheSet(
@@ -423,7 +422,7 @@ def serve(
         backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=math.ceil(settings.limits.max_idle_seconds),
         timeout_graceful_shutdown=_CONNECTIONS_S,
-        **tls_arguments(options.network.tls),
+        **tls_arguments(options.network),
     )
     address = url_of(listener, options.network)
     timeout_s = options.network.shutdown_timeout_s

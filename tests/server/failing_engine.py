@@ -13,8 +13,8 @@ from typing import Any
 import uvicorn
 
 from server.base.settings import ServerSettings
-from server.command.listen import listen
-from server.command.network_options import NetworkOptions, tls_arguments
+from server.command.listen import listen, tls_arguments
+from server.command.options import NetworkOptions
 from server.endpoints.app import create_app
 from server.intake.connections import protocol_within
 from server.observe.access import SpanSink
@@ -184,7 +184,7 @@ def serving(
     listener = socket.create_server(("127.0.0.1", 0)) if network is None else listen(network)
     # What an answer may leave in the system's hands before the server notices that nobody reads.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-    tls = {} if network is None else tls_arguments(network.tls)
+    tls = {} if network is None else tls_arguments(network)
     protocol = protocol_within(server_settings.limits)
     config = uvicorn.Config(app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=3, **tls)
     server = uvicorn.Server(config)

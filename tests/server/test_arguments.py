@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.command.arguments import Options, build_parser, parse_arguments
+from server.command.arguments import Options, build_app, parse_arguments
 from server.command.start import make_settings
 from ssd.bundled import MODEL_PATH
 
@@ -33,16 +33,16 @@ def test_options_mean_what_they_mean_to_vllm() -> None:
         "--tensor-parallel-size", "1", "--trust-remote-code", "--enable-chunked-prefill", "--tokenizer-mode", "auto",
     )  # fmt: skip
     assert options.model.path == options.model.name == "some/model"
-    assert options.model.dtype == "float16"
+    assert options.model.torch_dtype == "float16"
     assert options.model.hub.arguments() == {"revision": "v1", "cache_dir": "models", "trust_remote_code": True}
-    assert options.model.tokenizer == "other" and options.model.tokenizer_hub.revision is None
+    assert options.model.tokenizer_path == "other" and options.model.tokenizer_hub.revision is None
     config = options.engine.config
     assert (config.max_model_len, config.kv_cache_memory_bytes) == (32_000, 4 << 30)
     assert (config.gpu_memory_utilization, options.engine.seed) == (0.8, 3)
     cors = options.network.cors
     assert (cors.origins, cors.credentials, cors.methods) == (("https://a", "https://b"), True, ("*",))
     assert options.network.root_path == "/llm"
-    assert parse("--dtype", "float").model.dtype == "float32"
+    assert parse("--dtype", "float").model.torch_dtype == "float32"
     assert parse("--max-model-len", "auto").engine.config.max_model_len is None
     assert parse("--revision", "v1").model.tokenizer_hub.revision == "v1"
 
@@ -57,8 +57,8 @@ def test_the_word_serve_and_the_option_model_are_understood() -> None:
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (("--max-body-byte", "3"), "did you mean --max-body-bytes?"),
-        (("--nothing-like-it-at-all",), "unrecognized argument --nothing-like-it-at-all (see"),
+        (("--max-body-byte", "3"), "Did you mean --max-body-bytes?"),
+        (("--nothing-like-it-at-all",), "Unknown option: --nothing-like-it-at-all (see"),
         (("nonsense", "model"), "unrecognized argument model"),
         (("a", "--model", "b"), "given twice"),
         (("",), "MODEL is empty"),
@@ -90,11 +90,17 @@ def test_what_is_wrong_is_said_in_one_line(
     assert hint in message and "secret" not in message
 
 
-def test_every_option_of_the_help_has_a_meaning() -> None:
-    shown = build_parser().format_help()
-    assert "--tokenizer-mode" not in shown and "--allowed-origins" in shown
-    for action in build_parser()._actions:
-        assert action.help and (action.help != "(default: %(default)s)" or action.choices)
+def test_every_option_of_the_help_has_a_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help")
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and "--tokenizer-mode" not in shown and "--allowed-origins" in shown
+    for argument in build_app().assemble_argument_collection(parse_docstring=True):
+        assert argument.parameter.help or argument.children or not argument.show, argument.name
+
+
+def test_the_last_of_an_option_given_twice_counts() -> None:
+    assert parse("--port", "1", "--port", "2").network.port == 2
 
 
 SETTINGS: dict[str, Any] = {
@@ -154,7 +160,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("port:", "port: expected a value, got nothing"),
         ("enforce-eager: 1", "expected true or false"),
         ("config: other.yaml", "there is no option 'config'"),
-        ("port: http", "a port is a number"),
+        ("port: http", "--port: expected a whole number"),
         ("3: 4", "there is no option '3'"),
     ],
 )

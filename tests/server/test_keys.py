@@ -177,8 +177,8 @@ def test_a_file_of_no_use_is_explained_without_its_content(tmp_path: Path, conte
     [
         (("--api-key-file", "/no/such/file"), "--api-key-file /no/such/file"),
         (("--api-key", ""), "--api-key: key 1 must not be empty"),
-        (("--api-key",), "expected one argument"),
-        (("--api-key", "--host", "x"), "expected one argument"),
+        (("--api-key",), "requires an argument"),
+        (("--api-key", "--host", "x"), "requires an argument"),
         (("--api-key-fd", "99"), "--api-key-file"),
     ],
 )

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from server.command.adapter_names import read_adapters
 from server.command.arguments import parse_arguments
 from server.command.checks import check_before_loading
+from server.command.options import read_adapters
 from server.command.start import EngineLoader, make_settings
 from server.running.engine_thread import WorkerState
 from ssd.errors import ConfigError

@@ -19,7 +19,7 @@ import pytest
 from server.base.settings import Cors
 from server.command.arguments import parse_arguments
 from server.command.listen import give_up, listen, url_of
-from server.command.network_options import NetworkOptions
+from server.command.options import NetworkOptions
 from ssd.errors import ConfigError
 from tests.server.client import Answer, ask, get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving

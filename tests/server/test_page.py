@@ -242,5 +242,5 @@ def test_no_page_leaves_nothing_and_refuses_the_details_of_drafts() -> None:
 
 def test_the_command_line_switches_the_page_off() -> None:
     on, off = parse_arguments([], {}), parse_arguments(["--no-page", "--allow-draft-details"], {})
-    assert (on.page.page, on.page.allow_draft_details) == (True, False)
-    assert (off.page.page, off.page.allow_draft_details) == (False, True)
+    assert (on.page.no_page, on.page.allow_draft_details) == (False, False)
+    assert (off.page.no_page, off.page.allow_draft_details) == (True, True)

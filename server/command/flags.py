@@ -1,0 +1,191 @@
+"""Flags out of typed fields: read by cyclopts from a command line and a file, numbers as people write them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import stat
+import textwrap
+import tomllib
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cyclopts import App, Argument, ArgumentCollection, CycloptsError, Group, Parameter, Token
+from cyclopts.exceptions import UnusedCliTokensError
+
+from ssd.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+log = logging.getLogger(__name__)
+
+CONFIG_OPTION = "--config"
+_SECRETS = {"api_key", "redis"}
+
+_NUMBER = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))? ?([a-zA-Z]*)")
+_LETTERS = "kmgt"
+_UNITS = {"": 1, "B": 1, "kB": 1000}
+for _power, _letter in enumerate(_LETTERS, 1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter.upper()}B": 1000**_power}
+    _UNITS |= {_letter.upper(): 1024**_power, f"{_letter.upper()}iB": 1024**_power}
+
+
+def number(text: str) -> int:
+    """A whole number as ``vllm serve`` reads it: ``k m g t`` are thousands, ``K M G T`` powers of 1,024.
+
+    With ``kB MB GB TB`` (thousands) and ``KiB MiB GiB TiB`` (powers of 1,024) as well. Raises ValueError.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    if found is not None and found[3] in _UNITS:
+        whole, fraction, factor = found[1], found[2] or "", _UNITS[found[3]]
+        # In integers: a float would not hold every number of bytes.
+        result, rest = divmod(int(whole + fraction) * factor, int("1" + "0" * len(fraction)))
+        if rest == 0:
+            return result
+    raise ValueError(f"expected a whole number such as 32768, 32k (thousands), 32K or 4GiB, got {text[:80]!r}")
+
+
+def spelled(value: int) -> str:
+    """``value`` as `number` reads it, as short as is exact: 8388608 is ``8M``."""
+    for power, letter in reversed(list(enumerate(_LETTERS, 1))):
+        if value and value % 1024**power == 0:
+            return f"{value // 1024**power}{letter.upper()}"
+    return str(value)
+
+
+def shown_default(value: object) -> str | None:
+    """A default as help shows it; None for those that say nothing."""
+    if isinstance(value, bool) or value in ((), "", None):
+        return "on" if value is True else None
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return spelled(value) if isinstance(value, int) else str(value)
+
+
+DEFAULTS = Parameter(negative="", show_default=shown_default, allow_repeating=True)
+"""No option has a ``--no-`` of its own, and the last one given counts."""
+
+
+def group(title: str, about: str = "", show: bool = True) -> Parameter:
+    """Fields that help shows below one title, without the title in their names."""
+    return Parameter(name="*", group=Group.create_ordered(title, help=about, show=show))
+
+
+def require_within(option: str, value: float, least: int, most: int, unit: str = "") -> None:
+    """Raise ConfigError."""
+    if not least <= value <= most:  # as a NaN is not
+        raise ConfigError(f"{option} must be within {least}..{most}{unit}, got {value}")
+
+
+def parsed(app: App, words: Sequence[str]) -> Any:
+    """What the command of ``app`` returns for a command line, which may only ask for help (None).
+
+    Raises ConfigError in one line that names the flag.
+    """
+    try:
+        return app(words, exit_on_error=False, print_error=False)
+    except UnusedCliTokensError as error:
+        raise ConfigError(f"unrecognized argument {' '.join(error.unused_tokens or ())}: there is one MODEL") from error
+    except CycloptsError as error:
+        raise ConfigError(" ".join(str(error).split()).rstrip(".")) from error
+
+
+def show_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+    """For ``App.help_formatter``: a block a flag, its whole name first, without a frame."""
+    if not panel.entries:
+        return
+    lines = [f"{panel.title}:"]
+    for entry in panel.entries:
+        kind = "{" + ",".join(entry.choices) + "}" if entry.choices else entry.metavar or ""
+        default = "" if entry.default is None else f" (default: {entry.default})"
+        about = " ".join(f"{getattr(entry.description, 'primary_renderable', '')}{default}".replace("``", "`").split())
+        lines.append(f"  {', '.join(entry.display_labels)} {kind}".rstrip())
+        lines += textwrap.wrap(about, min(console.width, 100), initial_indent=" " * 6, subsequent_indent=" " * 6)
+    console.print("\n".join(lines), "", sep="\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def read_values(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """For ``App.config``: adds what the file of ``--config`` says, and makes all whole numbers plain digits."""
+    filed = _named(arguments, CONFIG_OPTION)
+    if filed is not None and filed.tokens:
+        _read_file(Path(filed.tokens[-1].value), arguments)
+    for argument in arguments:
+        if argument.hint in (int, int | None) and argument.parameter.converter is None:
+            for place, token in enumerate(argument.tokens):
+                try:
+                    argument.tokens[place] = token.evolve(value=str(number(token.value)))
+                except ValueError as error:
+                    raise ConfigError(f"{argument.name}: {error}") from error
+
+
+def _read_file(path: Path, arguments: ArgumentCollection) -> None:
+    """Keys are names of options, with ``-`` or ``_``; MODEL is ``model``. The command line wins."""
+    content = _content(path)
+    for key, value in content.items():
+        name = f"--{str(key).replace('_', '-')}"
+        argument = _named(arguments, name)
+        if argument is None or name == CONFIG_OPTION:
+            names = [option.removeprefix("--") for each in arguments for option in each.names]
+            near = get_close_matches(name.removeprefix("--"), names, n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{CONFIG_OPTION} {path}: there is no option {str(key)[:80]!r}{hint}")
+        positional = arguments[0] if name == "--model" else argument
+        if argument.tokens or positional.tokens:
+            continue
+        try:
+            for token in _tokens(argument, value):
+                argument.append(token)
+        except ValueError as error:
+            raise ConfigError(f"{CONFIG_OPTION} {path}: {key}: {error}") from error
+    if _SECRETS & {str(key).replace("-", "_") for key in content} and path.stat().st_mode & (
+        stat.S_IRWXG | stat.S_IRWXO
+    ):
+        log.warning("%s %s holds a secret and may be read by other users: chmod 600 it", CONFIG_OPTION, path)
+
+
+def _named(arguments: ArgumentCollection, name: str) -> Argument | None:
+    return next((argument for argument in arguments if name in argument.names), None)
+
+
+def _content(path: Path) -> dict[Any, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            content: Any = tomllib.loads(text)
+        else:
+            import yaml
+
+            content = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{CONFIG_OPTION} {path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # YAML's errors share no base with TOML's and with those of wrong bytes
+        reason = " ".join(str(error).split())[:300] or first_line(error)
+        raise ConfigError(f"{CONFIG_OPTION} {path} cannot be read: {reason}") from error
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError(f"{CONFIG_OPTION} {path} must hold names of options and their values, got {_kind(content)}")
+    return content or {}
+
+
+def _tokens(argument: Argument, value: Any) -> list[Token]:
+    """A value of a file as the command line would give it; raises ValueError with what is wrong with it."""
+    if argument.hint is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"expected true or false, got {_kind(value)}")
+        return [Token(keyword=argument.name, source=CONFIG_OPTION, implicit_value=value)]
+    if isinstance(value, bool) or value is None:
+        raise ValueError(f"expected a value, got {_kind(value)}")
+    values = value if isinstance(value, list) else [value]
+    texts = [each if isinstance(each, str) else json.dumps(each, default=str) for each in values]
+    return [
+        Token(keyword=argument.name, source=CONFIG_OPTION, value=text, index=place) for place, text in enumerate(texts)
+    ]
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "a table", list: "a list", str: "text", bool: str(value).lower(), type(None): "nothing"}
+    return names.get(type(value), f"a {type(value).__name__}")
