@@ -50,6 +50,16 @@ if TYPE_CHECKING:
 _ANY_ID: Final = 1 << 31
 _EVERYTHING: Final = 1 << 26  # more than servers publish or search
 
+ANSWER_S: Final = HEARTBEAT_MS / 1000 + 10
+"""By then a server has answered, or is gone and its key with it."""
+
+_LOOK_S: Final = 0.5
+DEMAND_S: Final = 600
+"""A server that was just being started again hears of a demand as well."""
+
+_MOST_MEMBERS: Final = 1 << 14
+_ROUNDS: Final = 3  # what was on its way when all was removed
+
 Progress = Callable[[int], None]
 
 
@@ -228,17 +238,6 @@ def find_fingerprints(redis_url: str | None, store_url: str | None, namespace: s
 
 def _last(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
-
-
-ANSWER_S: Final = HEARTBEAT_MS / 1000 + 10
-"""By then a server has answered, or is gone and its key with it."""
-
-_LOOK_S: Final = 0.5
-DEMAND_S: Final = 600
-"""A server that was just being started again hears of a demand as well."""
-
-_MOST_MEMBERS: Final = 1 << 14
-_ROUNDS: Final = 3  # what was on its way when all was removed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
