@@ -134,7 +134,8 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             },
             "how soon a kind of token is trusted, and distrusted",
             "`benchmarks.overhead` by CPU time, cold at batch 1, with one share for a temperature -> these: drafted a "
-            "step 2.38 -> 0.66, of which 0.18 and 0.06 tokens came; promised over came 1.7 -> 0.9 to 1.4",
+            "step 2.38 -> 0.20, of which 0.18 and 0.015 tokens came (on a loaded machine); "
+            "promised over came 1.7 -> 0.9 to 1.4",
         ),
         Choice(
             "engine/proposals.py",
