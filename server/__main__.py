@@ -10,9 +10,12 @@ from server.command.keys import hide_keys
 def main() -> int:
     """Run the server; returns the exit status."""
     hide_keys()  # before anything else is loaded: they are visible until then
-    from server.command.start import main as launch
+    from server.command.arguments import parse_arguments
 
-    return launch()
+    options = parse_arguments(None)  # before the server is imported: help and mistakes are answered at once
+    from server.command.start import main as start
+
+    return start(options)
 
 
 if __name__ == "__main__":

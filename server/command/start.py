@@ -9,7 +9,7 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvicorn
 
 from server.base.settings import ServerSettings, read_sampling_defaults
-from server.command.arguments import Options, parse_arguments
+from server.command.arguments import Options
 from server.command.checks import check_before_loading
 from server.command.flags import spelled
 from server.command.hub import find_generation_config
@@ -371,12 +371,11 @@ OK, FAILED, UNUSABLE = 0, 1, 2
 """Exit statuses: told to stop; the engine ended while serving; could not be started."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(options: Options) -> int:
     """Run the server; returns the exit status."""
     for number in stop_signals():
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
-    options = parse_arguments(arguments)
     for variable in (API_KEY_VARIABLE, SECRET_VARIABLE, URL_VARIABLE):
         os.environ.pop(variable, None)  # no child needs it
     set_up_logging(options.observe.log_level, options.observe.log_format)

@@ -244,6 +244,7 @@ def test_a_hang_up_keeps_what_was_learned_and_nohup_is_heard(tmp_path: Path) -> 
 
 _BREAKS = """
 import sys
+from server.command.arguments import parse_arguments
 from server.command.start import main
 from ssd.engine.engine import Engine
 from ssd.model.ways.slot_target import SlotTarget
@@ -258,7 +259,7 @@ def warm_up_and_break(engine, patience_s):
     SlotTarget.forward = failing
 
 Engine.warm_up = warm_up_and_break
-sys.exit(main(sys.argv[1:]))
+sys.exit(main(parse_arguments(sys.argv[1:])))
 """
 
 
