@@ -164,7 +164,6 @@ _NEEDED: tuple[tuple[str, tuple[tuple[str | int, ...], ...]], ...] = (
             ("GET", _KEY),
             ("GETRANGE", _KEY, 0, 1),
             ("SET", _KEY, ""),
-            ("INCR", _KEY),
             ("PEXPIRE", _KEY, 1),
             ("HGET", _KEY, "a"),
             ("HSET", _KEY, "a", ""),

@@ -32,7 +32,7 @@ USER, PASSWORD = "ssd", "the password"
 RIGHTS: Final = (
     "~ssd:1:*",
     *("+xadd", "+xread", "+xrange", "+xrevrange", "+xtrim", "+ping", "+watch", "+multi", "+exec", "+del"),
-    *("+hmget", "+hincrby", "+getrange", "+set", "+get", "+incr", "+pexpire", "+unwatch"),
+    *("+hmget", "+hincrby", "+getrange", "+set", "+get", "+pexpire", "+unwatch"),
     *("+hget", "+hset", "+hkeys", "+hdel", "+hlen"),
 )
 """What docs/sharing.md says that a user needs."""
