@@ -63,30 +63,39 @@ def test_the_width_maximises_expected_tokens_per_second(
                 chance *= probability
                 expected += chance
         rates.append(expected / (fixed + per_position * len(rows) * (width + 1) + wide * (width > 0)))
-    chosen = learned(fixed, per_position, wide).paying_width(drafts)
+    chosen = learned(fixed, per_position, wide).paying_width(drafts, [1.0] * len(drafts))
     assert rates[chosen] == pytest.approx(max(rates), rel=1e-2)
 
 
-@given(st.lists(st.lists(st.floats(0.01, 0.99), max_size=8), min_size=1, max_size=5), st.floats(1e-4, 0.1))
-def test_chains_are_cut_as_trees_of_the_same_tokens_are(rows: list[list[float]], per_position: float) -> None:
+@given(st.lists(st.lists(st.floats(0.01, 0.99), max_size=8), min_size=1, max_size=5), st.floats(1e-4, 0.1), st.data())
+def test_chains_are_cut_as_trees_of_the_same_tokens_are(
+    rows: list[list[float]], per_position: float, data: st.DataObject
+) -> None:
+    shares = [data.draw(st.floats(0.1, 1.0)) for _ in rows]
     chains = [draft(*row) for row in rows]
     trees = [replace(chain, parents=np.arange(-1, len(chain.token_ids) - 1, dtype=np.int32)) for chain in chains]
     cost = learned(0.01, per_position)
-    assert cost.paying_width(chains) == cost.paying_width(trees)
+    assert cost.paying_width(chains, shares) == cost.paying_width(trees, shares)
+
+
+def test_what_is_distrusted_has_to_promise_more() -> None:
+    cost = learned(0.01, 0.002)
+    assert cost.paying_width([draft(0.4, 0.9)], [1.0]) == 2
+    assert cost.paying_width([draft(0.4, 0.9)], [0.3]) == 0
 
 
 def test_nothing_is_cut_while_nothing_is_known() -> None:
-    assert PriceList().paying_width([draft(0.1, 0.1)]) == 2
-    assert PriceList().paying_width([]) == 0
+    assert PriceList().paying_width([draft(0.1, 0.1)], [1.0]) == 2
+    assert PriceList().paying_width([], []) == 0
 
 
 def test_drafts_without_estimates_are_kept_whole() -> None:
-    assert learned(0.001, 1.0).paying_width([Draft(np.arange(5, dtype=np.int32))]) == 5
+    assert learned(0.001, 1.0).paying_width([Draft(np.arange(5, dtype=np.int32))], [1.0]) == 5
 
 
 def test_a_flat_cost_keeps_every_token_and_a_steep_one_none() -> None:
-    assert learned(1.0, 0.0).paying_width([draft(0.2, 0.2, 0.2)]) == 3
-    assert learned(1e-6, 1.0).paying_width([draft(0.6, 0.6), draft()]) == 0
+    assert learned(1.0, 0.0).paying_width([draft(0.2, 0.2, 0.2)], [1.0]) == 3
+    assert learned(1e-6, 1.0).paying_width([draft(0.6, 0.6), draft()], [1.0, 1.0]) == 0
 
 
 @given(
@@ -105,7 +114,7 @@ def test_what_is_not_worth_its_price_would_be_cut(
         cost.observe(num_tokens, num_tokens, took, is_wide=num_tokens > 1)
     price = cost.price(len(rows))
     # Rows that draft alike, as the price takes them to.
-    kept = cost.paying_width([draft(*rows[0])] * len(rows))
+    kept = cost.paying_width([draft(*rows[0])] * len(rows), [1.0] * len(rows))
     assert np.all(np.cumprod(rows[0])[:kept] >= price * (1 - 1e-6))
 
 
@@ -114,8 +123,8 @@ def test_that_a_second_position_is_dear_does_not_keep_a_long_draft_from_being_ma
     for _ in range(50):
         cost.observe(17, 17, 0.0094, is_wide=True)  # a token takes half a millisecond, and the first of a draft 1.2
     assert 0 < cost.price(1) < 0.5
-    assert cost.paying_width([draft(*[0.99] * 16)]) == 16
-    assert cost.paying_width([draft(0.9)]) == 0
+    assert cost.paying_width([draft(*[0.99] * 16)], [1.0]) == 16
+    assert cost.paying_width([draft(0.9)], [1.0]) == 0
 
 
 def test_nothing_is_priced_before_a_pass_was_timed() -> None:
@@ -172,7 +181,7 @@ def test_steps_of_one_size_do_not_tell_what_a_position_costs() -> None:
         prices.observe(4, 1, 0.02)
     assert prices.pass_time is None and prices.price(4) == 0.0
     assert prices.seconds(4) == pytest.approx(0.02), "but what they take"
-    assert prices.paying_width([draft(0.01)]) == 1, "nothing is known: nothing is cut"
+    assert prices.paying_width([draft(0.01)], [1.0]) == 1, "nothing is known: nothing is cut"
     for positions in [3, 5] * 10:
         prices.observe(positions, 1, 0.01 + 0.0025 * positions)
     known = prices.pass_time

@@ -92,10 +92,9 @@ class Proposals:
         return own + int(getattr(self._drafter, "num_failures", 0))
 
     def warm_up(self, patience_s: float | None) -> None:
-        """Compile what drafts and judges drafts; where ``wait`` was called, on a thread that is waited for so long."""
+        """Compile what drafts; where ``wait`` was called, on a thread that is waited for so long."""
 
         def compile_kernels() -> None:
-            self._kept_shares.warm_up()
             self._best_effort(lambda: getattr(self._drafter, "warm_up", lambda: None)())
             prices = PriceList()
             prices.calibrate(1, 1.0, is_wide=False)
@@ -129,13 +128,16 @@ class Proposals:
 
     def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
         due = self._throttle.due(batch)
+        temperatures = [sequence.request.sampling.temperature for sequence in batch]
+        by_temperature = {temperature: self._kept_shares.share(temperature) for temperature in set(temperatures)}
+        shares = [by_temperature[temperature] for temperature in temperatures]
         started = time.perf_counter()
-        asked = [sequence for sequence, is_due in zip(batch, due, strict=True) if is_due]
+        asked = [(sequence, share) for sequence, share, is_due in zip(batch, shares, due, strict=True) if is_due]
         found = iter(self._ask(asked, len(batch)) if asked else ())
         seconds = time.perf_counter() - started
-        offered = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
-        width = self._price_list.paying_width(offered)
-        drafts = [draft.cut(width) for draft in offered]
+        kept = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
+        width = self._price_list.paying_width(kept, shares)
+        drafts = [draft.cut(width) for draft in kept]
         self._throttle.observe_asking(batch, due, [len(draft.token_ids) for draft in drafts], seconds)
         return drafts
 
@@ -176,10 +178,10 @@ class Proposals:
     ) -> None:
         if verification.path is not None:
             draft = replace(draft, path=verification.path[:num_accepted])
-        if len(sequence.proposed.token_ids):
-            said = verification.token_ids
-            self._kept_shares.observe(sequence.request.sampling.temperature, sequence.proposed, said)
-            sequence.proposed = EMPTY_DRAFT
+        is_told = draft.probabilities is not None or not len(draft.token_ids)
+        if is_told and draft is not EMPTY_DRAFT:  # else nobody was asked, or what was said has been put aside
+            promised = 0.0 if draft.probabilities is None else draft.promised
+            self._kept_shares.observe(sequence.request.sampling.temperature, promised, len(verification.token_ids) - 1)
         if self.is_ready:
             self._drafter.observe(sequence.request.request_id, draft, num_accepted)
 
@@ -191,13 +193,14 @@ class Proposals:
         if self.is_ready:
             self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 
-    def _ask(self, asked: list[Sequence], num_rows: int) -> list[Draft]:
-        """A draft for each sequence, in a pass of ``num_rows``, its estimates corrected."""
+    def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
+        """A draft for each sequence with its share, in a pass of ``num_rows``."""
         is_priced = self._price_list.pass_time is not None
-        prices = np.array([self._price_list.price(num_rows)]) if is_priced else None
+        price = self._price_list.price(num_rows)
+        prices = {share: np.array([price / share]) if is_priced else None for share in {share for _, share in asked}}
         may_branch = branches(self._shape, num_rows)
         requests = []
-        for sequence in asked:
+        for sequence, share in asked:
             cache = None if sequence.namespace is None else sequence.namespace.cache
             sequence.note_context()
             requests.append(
@@ -208,7 +211,7 @@ class Proposals:
                     snapshot=None if cache is None else cache.snapshot(),
                     learned=None if cache is None else cache.learned,
                     limit=sequence.most_drafted(self._limit),
-                    prices=prices,
+                    prices=prices[share],
                     tree=may_branch and sequence.request.sampling.structured_output is None,
                     prediction=sequence.prediction,
                     sampling=sequence.sampling,
@@ -220,17 +223,11 @@ class Proposals:
         if drafts is None or len(drafts) != len(asked):
             return [EMPTY_DRAFT] * len(asked)
         return [
-            self._trusted(sequence, self._usable(draft, request)) if len(draft.token_ids) else EMPTY_DRAFT
-            for draft, request, sequence in zip(drafts, requests, asked, strict=True)
+            self._usable(draft, request)
+            if len(draft.token_ids) and (sequence.stats.num_verify_steps or _is_sure(draft, share))
+            else EMPTY_DRAFT
+            for draft, request, (sequence, share) in zip(drafts, requests, asked, strict=True)
         ]
-
-    def _trusted(self, sequence: Sequence, draft: Draft) -> Draft:
-        """The draft with the chances that its tokens have; nothing where the first token must not wait for it."""
-        sequence.proposed = draft
-        if draft.probabilities is not None:
-            chances = self._kept_shares.corrected(sequence.request.sampling.temperature, draft)
-            draft = Draft(draft.token_ids, draft.match_length, draft.source, chances, draft.parents)
-        return draft if sequence.stats.num_verify_steps or _is_sure(draft) else EMPTY_DRAFT
 
     def _usable(self, draft: Draft, request: DraftRequest) -> Draft:
         """The draft, or nothing where a token or parent cannot be; cut to what may still be generated."""
@@ -239,10 +236,10 @@ class Proposals:
         return EMPTY_DRAFT if found is None else found
 
 
-def _is_sure(draft: Draft) -> bool:
+def _is_sure(draft: Draft, share: float) -> bool:
     """Whether a draft may be verified in the pass that a client waits for to see the first token.
 
     That pass takes longer with a draft, and the first token is the target's own in any case. A text that comes again
     is worth it: its first token is almost certain.
     """
-    return draft.probabilities is None or not len(draft.token_ids) or float(draft.probabilities[0]) >= _SURE
+    return draft.probabilities is None or share * float(draft.probabilities[0]) >= _SURE

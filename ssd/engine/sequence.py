@@ -17,7 +17,7 @@ import torch
 
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
 from ssd.drafting.noise import SequenceNoise, request_key
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow
+from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.target_tokens import drawn_scores
@@ -148,8 +148,6 @@ class Sequence:
             submitted_s=time.perf_counter(),
             is_coupled=noise.is_coupled,
         )
-        self.proposed = EMPTY_DRAFT
-        """What it was offered for the pass that runs, of which the beginning that pays is verified."""
         self.draft: tuple[int, str, int, int] | None = None
         """What was drafted for the last pass, as a `VerifiedDraft` says it, until its output is made."""
         self.finish_reason: FinishReason | None = None

@@ -21,8 +21,8 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
   estimates are offered too, the arbiter takes the one of most.
 - ``platt_scaling``: the **chance of a token that a draft model drew**, from the model's own probability and what came
   of those before. It is the draft model's estimate.
-- ``calibration``: the **share of promised tokens that came**, by temperature, source and chance. The engine cuts drafts
-  by what they promise times that share.
+- ``calibration``: the **share of promised tokens that came**, by temperature. The engine divides prices by it and
+  multiplies what drafts promise.
 - ``throttle``: the **steps between two askings** of a request that gets nothing, and between two tellings of what
   passes said, from the time of a lookup, of telling and of a
   pass. Read by the engine.
@@ -30,8 +30,7 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
 **Which corrects which.** A drafter's estimates are corrected where they are made: the suffix drafter's by its
 acceptance model (``ssd/drafting/acceptance.py``: a mixer weighs views, one of which is the mood of the
 request, how its drafts fared lately; a fitted curve corrects the mix), a draft model's by Platt scaling. What is
-still wrong with them for all requests sampled alike is corrected once, behind all drafters, by calibration, which also
-learns from drafts that nobody verified. Times are
+still wrong with them for all requests sampled alike is corrected once, behind all drafters, by calibration. Times are
 corrected by later times alone: older ones are forgotten exponentially, and a pass that was interrupted does not
 count. Nothing here changes a token: a wrong price makes drafts too long or too short.
 """

@@ -1,113 +1,43 @@
-"""Calibration of what drafts promise, by where they come from and how requests are sampled."""
+"""Calibration of what drafts promise, by how requests are sampled."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.config import MAX_SPECULATIVE_TOKENS
-from ssd.pricing.price_list import EstimatedDraft
-
-Floats = npt.NDArray[np.float64]
-
-_FORGETTING: Final = 0.98
-"""What a tested token counts after each later one of its kind."""
-_PRIOR_FIRST: Final = 0.3
-_PRIOR_LATER: Final = 1.0
-"""Promised tokens that a kind of which nothing is known counts as having seen: of a draft's first token none came, of
-later ones all did."""
-
-_EDGES: Final = np.array([0.1, 0.3, 0.6, 0.9])
-"""Between kinds of tokens, of the chance that the drafter gives them."""
-_KINDS: Final = len(_EDGES) + 1
-
-
-@inlined
-def _cell(first: int, chance: float) -> int:
-    """Of a token that comes right after the context (1) or later (0), by what the drafter says of it."""
-    kind = first * _KINDS
-    for edge in _EDGES:
-        kind += int(chance >= edge)
-    return kind
-
-
-@kernel
-def _corrected(sums: Floats, chances: Floats, parents: TokenIds) -> Floats:
-    """The chances of a draft's tokens, each times the share of its kind. O(tokens)."""
-    corrected = np.empty(min(len(chances), len(parents)))
-    for i in range(len(corrected)):
-        first = int(parents[i] < 0)
-        promised, came = sums[_cell(first, chances[i])]
-        prior = _PRIOR_FIRST if first else _PRIOR_LATER
-        corrected[i] = chances[i] * min(1.0, (came + (0.0 if first else prior)) / (promised + prior))
-    return corrected
-
-
-@kernel
-def _learn(sums: Floats, tokens: TokenIds, chances: Floats, parents: TokenIds, said: Int64s) -> None:
-    """Count what came of every token that was tested: those whose predecessors all were said. O(tokens)."""
-    node, drafted = -1, min(len(tokens), len(chances), len(parents))
-    for token in said:
-        right = -1
-        for i in range(node + 1, drafted):
-            if parents[i] == node:
-                came, counted = tokens[i] == token, sums[_cell(int(node < 0), chances[i])]
-                counted *= _FORGETTING
-                counted[0] += chances[i]
-                counted[1] += 1.0 if came else 0.0
-                right = i if came else right
-        if right < 0:
-            return
-        node = right
+_FORGETTING = 0.97
+_FORGETTING_UNTRIED = 0.999
+_PRIOR_TOKENS = 1.0
 
 
 class KeptShares:
-    """The share of the tokens promised that came of late, for each temperature and kind of token.
+    """The share of the promised tokens that was accepted of late, for each temperature; 1 where that is not known.
 
-    A kind is the draft's source, how probable the drafter says a token is, and whether it comes right after the
-    context. Estimates are learned over all requests of a namespace; in a new one they are a rule of thumb, and of
-    candidates the one that looks best mostly looks better than it is. Drafts that are not verified, or not as far,
-    teach as well, by the tokens that come instead: so trust begins with nothing, returns without being tried, and what
-    is certain does not suffer where guesses are wrong. However long a wrong draft is, it counts as the tokens that were
-    tested. O(tokens) each.
+    Estimates are learned over all requests of a namespace; in a new one they are a rule of thumb. A token drawn at a
+    high temperature is accepted less often than a greedy one after the same text, and until the model has found out,
+    its drafts would cost more than they give. What is distrusted is drafted rarely, so old observations fade, though
+    slowly, with the passes without a draft too, and drafts are tried again. O(1) each.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[float, str], Floats] = {}  # of each kind: promised and came
+        self._sums: dict[float, tuple[float, float]] = {}  # promised and accepted tokens, the older the less
 
-    def warm_up(self) -> None:
-        """Compile the kernels."""
-        sums, none, chances = np.zeros((2 * _KINDS, 2)), np.zeros(1, np.int32), np.zeros(1)
-        _corrected(sums, chances, none)
-        _learn(sums, none, chances, none, np.zeros(1, np.int64))
+    def share(self, temperature: float) -> float:
+        """The share for a temperature, 0 to 1."""
+        promised, accepted = self._sums.get(_kind(temperature), (0.0, 0.0))
+        return min(1.0, (accepted + _PRIOR_TOKENS) / (promised + _PRIOR_TOKENS))
 
-    def corrected(self, temperature: float, draft: EstimatedDraft) -> Floats:
-        """float64[k], of each token the chance that it is accepted once those before it are; with estimates only."""
-        assert draft.probabilities is not None
-        return _corrected(self._sums_of(temperature, draft), draft.probabilities, _parents(draft))
-
-    def observe(self, temperature: float, draft: EstimatedDraft, said: Sequence[int]) -> None:
-        """Learn from a draft as it was proposed, and from the tokens that came after its context."""
-        if draft.probabilities is not None:
-            sums = self._sums_of(temperature, draft)
-            _learn(sums, draft.token_ids, draft.probabilities, _parents(draft), np.array(said, np.int64))
-
-    def _sums_of(self, temperature: float, draft: EstimatedDraft) -> Floats:
-        kind = round(4 * temperature) / 4, draft.source  # quarters, so that there are few: temperatures are at most 2
-        if kind not in self._sums:
-            self._sums[kind] = np.zeros((2 * _KINDS, 2))
-        return self._sums[kind]
+    def observe(self, temperature: float, promised: float, accepted: int) -> None:
+        """Learn from one row of a pass: the tokens that its draft was expected to bring, and those that it brought."""
+        kind = _kind(temperature)
+        before = self._sums.get(kind, (0.0, 0.0))
+        kept = _FORGETTING if promised else _FORGETTING_UNTRIED
+        self._sums[kind] = before[0] * kept + promised, before[1] * kept + accepted
 
 
-_CHAIN: Final = np.arange(-1, MAX_SPECULATIVE_TOKENS, dtype=np.int32)
-
-
-def _parents(draft: EstimatedDraft) -> TokenIds:
-    return _CHAIN[: len(draft.token_ids)] if draft.parents is None else draft.parents
+def _kind(temperature: float) -> float:
+    """Quarters, so that there are few: temperatures are at most 2."""
+    return round(4 * temperature) / 4
 
 
 _LEARNING_RATE = 0.02

@@ -194,15 +194,15 @@ def num_paying(address: int, num_rows: int, step: int, gains: Floats) -> int:
 
 
 @kernel
-def paying_width_of_chains(address: int, probabilities: Floats, sizes: Int64s) -> int:
+def paying_width_of_chains(address: int, probabilities: Floats, sizes: Int64s, shares: Floats) -> int:
     """How many tokens of each row's draft give most where every row is padded to the widest.
 
     ``probabilities`` : of all rows' tokens one after another, float64[sum of ``sizes``], each once those before it are
-    accepted. O(tokens).
+    accepted. ``shares`` : float64[rows], how far each row's are trusted. O(tokens).
     """
     gains, first = np.zeros(sizes.max()), 0
     for row in range(len(sizes)):
-        chance = 1.0
+        chance = shares[row]
         for i in range(sizes[row]):
             chance *= probabilities[first + i]
             gains[i] += chance

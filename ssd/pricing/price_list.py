@@ -40,10 +40,6 @@ class EstimatedDraft(Protocol):
         """Tokens, int32[k]."""
 
     @property
-    def source(self) -> str:
-        """Where its first token came from."""
-
-    @property
     def probabilities(self) -> Floats | None:
         """Chance of each token once those before it are accepted, float64[k]; None without estimates."""
 
@@ -95,7 +91,7 @@ class PriceList:
         begin_serving(self.address)
         # Compiled before the first request needs it.
         num_paying(self.address, 1, 1, np.zeros(1))
-        paying_width_of_chains(self.address, np.zeros(1), np.ones(1, np.int64))
+        paying_width_of_chains(self.address, np.zeros(1), np.ones(1, np.int64), np.ones(1))
 
     def observe(self, num_positions: int, num_tokens: int, seconds: float, *, is_wide: bool = False) -> None:
         """Learn from a pass that put out ``num_tokens``. O(1).
@@ -112,12 +108,13 @@ class PriceList:
         """
         return token_price(self.address, num_rows)
 
-    def paying_width(self, drafts: Sequence[EstimatedDraft]) -> int:
+    def paying_width(self, drafts: Sequence[EstimatedDraft], shares: Sequence[float]) -> int:
         """Draft tokens per row that give most where every row is padded to the widest; drafts without estimates are
         kept whole.
 
-        With the draft cut to w tokens a row is expected to emit 1 + P1 + ... + Pw tokens, where Pi is the estimated
-        chance that its i-th token is accepted. O(tokens drafted).
+        With the draft cut to w tokens a row is expected to emit 1 + s (P1 + ... + Pw) tokens, where Pi is the estimated
+        chance that its i-th token is accepted and s, of ``shares``, how far the row's estimates are trusted. O(tokens
+        drafted).
         """
         widest = max((len(draft.token_ids) for draft in drafts), default=0)
         if widest == 0 or not self._costs.is_known:
@@ -128,9 +125,9 @@ class PriceList:
             return widest
         if all(draft.parents is None for draft in drafts):
             sizes = np.array([len(draft.token_ids) for draft in drafts])
-            return paying_width_of_chains(self.address, np.concatenate(known), sizes)
+            return paying_width_of_chains(self.address, np.concatenate(known), sizes, np.array(shares))
         gains = np.zeros(widest)
-        for draft in drafts:
+        for draft, share in zip(drafts, shares, strict=True):
             if len(draft.token_ids):
-                gains[: len(draft.token_ids)] += draft.chances()
+                gains[: len(draft.token_ids)] += share * draft.chances()
         return num_paying(self.address, len(drafts), len(drafts), gains)
