@@ -84,7 +84,6 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.host --out benchmarks/results/host.json
 	$(BIN)/python -m benchmarks.profile --out benchmarks/results/profile.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
-	$(BIN)/python -m benchmarks.siblings --out benchmarks/results/siblings.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
 	$(BIN)/python -m benchmarks.coupled --windows 1 2 4 8 16 32 --requests 30 --out benchmarks/results/coupled-window.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \

@@ -302,9 +302,9 @@ class SamplingParams:
             check(isinstance(getattr(self, name), Real), name, "a number")
         for name in _TUPLES:
             value = getattr(self, name)
+            check(isinstance(value, tuple | list) or (value is None and name in _MAY_BE_NONE), name, "a list")
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
-            check(isinstance(value, tuple | list) or (value is None and name in _MAY_BE_NONE), name, "a list")
         check(all(isinstance(text, str) for text in self.stop), "stop", "a string or a list of strings")
         check(self.max_tokens is None or 1 <= self.max_tokens <= _MOST, "max_tokens", f"within 1..{_MOST}")
         check(0.0 <= self.temperature <= 2.0, "temperature", "within 0..2")

@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # the engine brings torch, which is loaded by the thread, aft
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.25
 _COMPILING_S = 5.0
 """How long a start waits for the kernels that draft, before it answers without them."""
+_IDLE_WAIT_S = 0.25
 """How long an idle engine thread sleeps before it looks whether it shall stop."""
 _DRAIN_LOOK_S = 0.02
 _SHUTTING_DOWN = "the server is shutting down"

@@ -302,7 +302,8 @@ class Engine:
         self.target.warm_up()
         if patience_s is not None:  # one kernel is compiled at a time: first those without which nothing is answered
             self._proposals.wait()
-            self._warm_up_passes()
+            if not self.is_drafting:
+                self._warm_up_passes()
         self._proposals.warm_up(patience_s)
         if self.is_drafting:
             self._warm_up_passes()

@@ -79,8 +79,7 @@ def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
 def branches(shape: DraftShape, num_rows: int) -> bool:
     """Whether a pass of ``num_rows`` rows drafts trees. "auto" means: where one sequence runs alone.
 
-    So it measured better on a CPU: a tree brings more accepted tokens to a row, but
-    all rows are padded to the widest.
+    So it measured better on a CPU: a tree brings more accepted tokens to a row, but all rows are padded to the widest.
     """
     return shape == "tree" or (shape == "auto" and num_rows == 1)
 
