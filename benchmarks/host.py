@@ -157,7 +157,7 @@ Text = npt.NDArray[np.int32]
 TRAFFIC: Final = ("off", "new", "again", "sampled")
 """Speculation off; on where nothing of the text is stored; where all is; the same at temperature 1."""
 
-PARTS: Final = ("propose", "launch", "verify", "commit", "spell", "rest")
+PARTS: Final = ("prepare", "propose", "launch", "verify", "commit", "count", "spell", "rest")
 PROMPT_TOKENS: Final = 96
 _FIRST_STEPS: Final = 8
 """Not timed: prompts, and prices that are not known yet."""
@@ -244,7 +244,7 @@ def _timed(engine: Engine, target: RecitingTarget, texts: Sequence[Text], temper
             continue
         for part, seconds in clock.parts(took).items():
             found.parts[part].append(seconds)
-        found.exposed.append(clock.launched - began - clock.device)
+        found.exposed.append(clock.launched - clock.verifying - clock.device)
         found.drafted += engine.metrics.num_draft_tokens - before[0]
         found.accepted += engine.metrics.num_accepted_tokens - before[1]
     while engine.has_work():
@@ -262,12 +262,13 @@ class _Clock:
     """Times the parts of a step, each a method of the engine."""
 
     def __init__(self, engine: Engine, target: RecitingTarget) -> None:
-        self.launched = self.device = 0.0
+        self.launched = self.verifying = self.device = 0.0
         self._target = target
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._before = 0.0
-        self._time(engine._proposals, "propose", "propose")
-        for name in ("verify", "commit", "spell"):
+        for name in ("prepare", "propose"):
+            self._time(engine._proposals, name, name)
+        for name in ("verify", "commit", "count", "spell"):
             self._time(engine, f"_{name}", name)
         self._time(engine, "_forward", "launch")
 
@@ -288,6 +289,8 @@ class _Clock:
 
         def timed(*args: Any) -> Any:
             began = time.perf_counter()
+            if part == "verify":
+                self.verifying = began
             try:
                 return method(*args)
             finally:

@@ -35,7 +35,7 @@ def seconds_of(num_positions: int) -> float:
 
 def fix_times(patch: pytest.MonkeyPatch) -> None:
     """Have all engines of this process be told fixed times, until ``patch`` is undone."""
-    observe = Proposals.observe_pass
+    observe = Proposals._observe_pass
 
     def observe_fixed(self: Proposals, drafts: Sequence[Draft], num_tokens: int, _seconds: float) -> None:
         width = 1 + max(len(draft.token_ids) for draft in drafts)
@@ -45,7 +45,7 @@ def fix_times(patch: pytest.MonkeyPatch) -> None:
         for num_rows, width, _ in timed_passes(target, max_width):
             yield num_rows, width, seconds_of(num_rows * width)
 
-    patch.setattr(Proposals, "observe_pass", observe_fixed)
+    patch.setattr(Proposals, "_observe_pass", observe_fixed)
     patch.setattr(proposals, "timed_passes", timed)
     patch.setattr(proposals, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 

@@ -279,6 +279,9 @@ class Poisoned:
         return drafts
 
     def observe_scores(self, scored: ScoredPass) -> None:
+        pass
+
+    def learn_scores(self, scored: ScoredPass) -> None:
         if POISON in scored.request_ids:
             self.num_deaf += 1
             raise self._error

@@ -103,6 +103,7 @@ def situation(
     successors: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     if positions:
         drafter.observe_scores(scored)
+        drafter.learn_scores(scored)
         for b in range(len(positions)):
             successors |= dict(entries_of_row(scored, b))
     warmth = 0 if temperature == 0 else 1 if temperature <= 0.5 else 2
@@ -209,7 +210,8 @@ def test_a_tree_holds_equal_siblings_once_and_what_stands_behind_each() -> None:
 
 def test_what_the_target_held_likely_is_drafted_where_nothing_was_said_before() -> None:
     drafter = SuffixDrafter()
-    drafter.observe_scores(said([(2, 3, [40, 41]), (3, 40, [42]), (40, 42, [43])]))
+    drafter.observe_scores(told := said([(2, 3, [40, 41]), (3, 40, [42]), (40, 42, [43])]))
+    drafter.learn_scores(told)
     draft = drafted(drafter, [1, 2, 3], [])
     assert (draft.token_ids.tolist()[:2], draft.source) == ([40, 42], "recycled")
     assert len(drafted(SuffixDrafter(recycling=False), [1, 2, 3], []).token_ids) == 0
@@ -283,7 +285,8 @@ def test_what_was_said_behind_a_wrong_token_is_offered_at_its_place(
     drafter = SuffixDrafter()
     context = np.array([1, 2], np.int32)
     drafter.propose([DraftRequest("a", context, 2, None, 4, tree=tree)])
-    drafter.observe_scores(scored(*row))
+    drafter.observe_scores(told := scored(*row))
+    drafter.learn_scores(told)
     request = DraftRequest("a", np.array(text, np.int32), 2, None, 8, tree=tree, prices=np.array([0.001]))
     for _ in range(2):  # asked again in the same step, with what others offer
         draft = drafter.propose([request])[0]
@@ -303,7 +306,8 @@ def test_guesses_of_any_pass_are_tokens_that_the_target_chose(seed: int) -> None
     end = int(random.integers(0, width))
     drafter = SuffixDrafter()
     drafter.propose([DraftRequest("a", np.array([1, 2], np.int32), 2, None, 4)])
-    drafter.observe_scores(scored(fed, parents if seed % 2 else None, chosen, [0, end] if end else [0]))
+    drafter.observe_scores(told := scored(fed, parents if seed % 2 else None, chosen, [0, end] if end else [0]))
+    drafter.learn_scores(told)
     text = np.array([fed[end], chosen[end]], np.int32)
     draft = drafter.propose([DraftRequest("a", text, 2, None, 64, prices=np.array([1e-9]))])[0]
     assert set(draft.token_ids.tolist()) <= set(chosen)

@@ -164,6 +164,7 @@ def situation(
     if positions:
         scored = said(positions, number, learned)
         drafter.observe_scores(scored)
+        drafter.learn_scores(scored)
         for b in range(len(positions)):
             successors |= dict(entries_of_row(scored, b))
     for text, prompt_length in others:

@@ -19,6 +19,7 @@ from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
+from tests.fixed_times import fix_times
 from tests.models import VOCAB, tiny_model
 
 EOS = 2
@@ -161,3 +162,41 @@ def test_what_a_cancelled_request_had_is_sent_before_its_end() -> None:
     assert tokens.token_ids and tokens.finish_reason is None
     assert end.token_ids == () and end.finish_reason is FinishReason.CANCELLED
     assert not engine.has_work() and engine.check() == []
+
+
+@pytest.mark.parametrize("wrong", [None, 21, 22, 40])
+def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that are stored, all or with a ``wrong`` token: prepared drafts are as good as others."""
+    fix_times(monkeypatch)
+    prompts = [tuple(np.random.default_rng(row).integers(3, VOCAB, 12).tolist()) for row in range(3)]
+    sampling = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
+
+    def answered(answers: list[list[int]], *, runs_beside_host: bool) -> tuple[list[list[int]], int, int]:
+        """What was said; passes of all rows, and of how many the draft was prepared."""
+        with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+            for prompt, answer in zip(prompts, answers, strict=False):
+                text = np.array([*prompt, *answer], np.int32)
+                if wrong is not None:
+                    text[len(prompt) + wrong] = (text[len(prompt) + wrong] + 1) % VOCAB
+                caches.get("default").append(text, prompt_length=len(prompt))
+            caches.maintain()
+            engine = engine_of("tiny", runs_beside_host=runs_beside_host, caches=caches)
+            propose, prepared = engine._proposals.propose, list[bool]()
+
+            def counted(batch: list[Sequence]) -> Any:
+                drafts = propose(batch)
+                prepared.extend(sequence.used is not None for sequence in batch)
+                return drafts
+
+            monkeypatch.setattr(engine._proposals, "propose", counted)
+            for row, prompt in enumerate(prompts):
+                engine.submit(Request(request_id=str(row), prompt_token_ids=prompt, sampling=sampling, learn=False))
+            outputs = finish_all(engine)
+        tokens = [[token for each in outputs[str(row)] for token in each.token_ids] for row in range(len(prompts))]
+        return tokens, engine.metrics.num_verify_steps, sum(prepared)
+
+    answers, _, _ = answered([], runs_beside_host=False)
+    in_turn, num_passes, num_prepared = answered(answers, runs_beside_host=False)
+    beside, num_beside, num_prepared_beside = answered(answers, runs_beside_host=True)
+    assert in_turn == beside == answers and num_prepared == 0
+    assert num_beside <= num_passes + 2 * len(prompts) and num_prepared_beside > num_beside // 2

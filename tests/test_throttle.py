@@ -32,7 +32,10 @@ def run(throttle: Throttle, batch: list[Any], steps: int, lengths: Rows[int], as
     counts = [0] * len(batch)
     for _ in range(steps):
         due = throttle.due(batch)
-        throttle.observe_asking(batch, due, lengths, ask_s * sum(due))
+        asked = [(row, length) for row, length, is_due in zip(batch, lengths, due, strict=True) if is_due]
+        throttle.observe_asking(
+            [row for row, _ in asked], [length for _, length in asked], ask_s * sum(due), spares_some=not all(due)
+        )
         throttle.observe_pass(pass_s)
         counts = [count + is_due for count, is_due in zip(counts, due, strict=True)]
     return counts

@@ -123,6 +123,9 @@ class Witness:
             self.num_rejected += count - len(path)
             self.num_branches += parents != [-1, *range(count - 1)]
 
+    def learn_scores(self, scored: ScoredPass) -> None:
+        self._drafter.learn_scores(scored)
+
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         self.told.append("verdict")
         self._drafter.observe(request_id, draft, num_accepted)

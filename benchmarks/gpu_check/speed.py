@@ -250,6 +250,12 @@ class TimedDrafter(SuffixDrafter):
         super().observe_scores(scored)
         self.seconds += time.perf_counter() - began
 
+    def learn_scores(self, scored: ScoredPass) -> None:
+        """Timed."""
+        began = time.perf_counter()
+        super().learn_scores(scored)
+        self.seconds += time.perf_counter() - began
+
     def take_seconds(self) -> float:
         """Since the last time."""
         taken, self.seconds = self.seconds, 0.0

@@ -9,7 +9,17 @@ from typing import Final
 
 import numpy as np
 
-from ssd.drafting.protocol import EMPTY_DRAFT, MAX_OFFERED, Draft, Drafter, DraftRequest, Offers, Prices, ScoredPass
+from ssd.drafting.protocol import (
+    EMPTY_DRAFT,
+    MAX_OFFERED,
+    Draft,
+    Drafter,
+    DraftRequest,
+    Offers,
+    Prices,
+    ScoredPass,
+    ScoreObserver,
+)
 from ssd.drafting.source import Source, tried
 from ssd.errors import require_fault
 from ssd.pricing.rate import StepRate, best_gain, price_of
@@ -442,10 +452,17 @@ class Arbiter:
 
     def observe_scores(self, scored: ScoredPass) -> None:
         """Tell every drafter that learns from it, also where one of them fails."""
+        self._tell(lambda observer: observer.observe_scores(scored))
+
+    def learn_scores(self, scored: ScoredPass) -> None:
+        """Have every drafter learn that does, also where one of them fails."""
+        self._tell(lambda observer: observer.learn_scores(scored))
+
+    def _tell(self, tell: Callable[[ScoreObserver], None]) -> None:
         for source in self._sources:
             if source.observer is not None:
                 try:
-                    source.observer.observe_scores(scored)
+                    tell(source.observer)
                 except BaseException as error:
                     require_fault(error)
                     source.count_failure()

@@ -401,10 +401,14 @@ class SuffixDrafter:
         return 0 if self._choices is None else self._choices.of(request)
 
     def observe_scores(self, scored: ScoredPass) -> None:
+        """Keep what the target chose behind wrong tokens: the next draft may go on there."""
+        if self._successors is not None:
+            self._workspace.keep_guesses(scored)
+
+    def learn_scores(self, scored: ScoredPass) -> None:
         """Learn what the target held likely at every position of a pass."""
         if self._successors is not None:
             self._successors.learn(scored)
-            self._workspace.keep_guesses(scored)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
         """Keep how much was accepted: it is learned from when the request ends, and before that from its context."""

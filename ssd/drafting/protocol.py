@@ -148,7 +148,7 @@ class Draft:
 EMPTY_DRAFT = Draft(np.empty(0, np.int32))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)  # not frozen: one is made for a row at every step
 class SamplingRow:
     """What choosing the tokens of one row uses: a request's sampling, settled once, and the text that it is at.
 
@@ -233,7 +233,11 @@ class ScoreObserver(Protocol):
     """A drafter that learns from all that the target says, not from accepted tokens alone."""
 
     def observe_scores(self, scored: ScoredPass) -> None:
-        """Learn from one pass; called before ``observe`` of its rows."""
+        """Take from a pass what the very next drafts need; called before ``observe`` of its rows."""
+        ...
+
+    def learn_scores(self, scored: ScoredPass) -> None:
+        """Learn from the same pass; after ``observe_scores``, where a device computes beside the host while it does."""
         ...
 
 

@@ -259,9 +259,13 @@ class NamespaceSuccessors:
         self._tables.begin_pass()
         tables, table = list[int](), 0
         last: LearnedState | None = None
-        for row in zip(scored.learned, scored.request_ids, scored.may_keep.tolist(), strict=True):
+        for count, *row in zip(
+            scored.counts.tolist(), scored.learned, scored.request_ids, scored.may_keep.tolist(), strict=True
+        ):
             learned, _, may_keep = row
-            if (
+            if not count:
+                table, last = 0, None
+            elif (
                 learned is None or not may_keep or learned is not last
             ):  # else as the row before: most are of one namespace
                 table, last = self._table_for(*row), learned if may_keep else None

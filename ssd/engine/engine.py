@@ -22,7 +22,7 @@ from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.schedule import Prefill, PrefixReuse, Scheduler
 from ssd.engine.sequence import Committed, Coupling, Sequence, open_sequence
-from ssd.engine.verify import Pass, Verification, warm_up_verification
+from ssd.engine.verify import Pass, warm_up_verification
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.draft.model import load_draft_model
 from ssd.model.exact.settle import settle_exactness
@@ -40,7 +40,7 @@ from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
 
-Verified = tuple[Pass, list[Verification | BaseException]]
+Verified = tuple[Pass, list[list[int] | BaseException]]
 """A pass that has ended, and of each row what the target says or what it raised."""
 
 
@@ -259,16 +259,20 @@ class Engine:
         """Advance every running sequence by one forward pass of the target.
 
         A device that computes beside the host changes the order: the pass that the step before began is verified and
-        committed first, and the text of its tokens is made, sent and learned from while the next pass runs.
+        committed first; it is counted and learned from, the text of its tokens is made and what comes next is drafted
+        while the next pass runs.
         Raises EngineBroken where nothing can be computed any more.
         """
-        committed = self._commit(self._verify())  # nothing is under way here but beside the host
+        if self._under_way is not None:  # only beside the host
+            self._proposals.prepare(self._under_way)
+        ended = self._commit(self._verify())
         cancelled = self._admit_and_cancel()
         batch = self._prefill_prompts()
         drafts = self._proposals.propose(batch)
         self._forward(batch, drafts)
         if not self.target.runs_beside_host:
-            committed += self._commit(self._verify())
+            ended = self._commit(self._verify())
+        committed = self._count(*ended)
         outputs = [output for sequence, taken in committed if (output := self._spell(sequence, taken)) is not None]
         outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
@@ -396,41 +400,67 @@ class Engine:
         if ended is None:
             return None
         try:
-            return ended, ended.verifications()
+            return ended, ended.said()
         except BaseException as error:
             self._isolation.lose(ended.batch, error)
             return None
 
-    def _commit(self, verified: Verified | None) -> list[tuple[Sequence, Committed]]:
-        """Append to every sequence what was accepted of its draft and the target's own token."""
+    def _commit(self, verified: Verified | None) -> tuple[Pass | None, list[tuple[int, int, Committed]]]:
+        """Append to every sequence what was accepted of its draft and the target's own token: of each row its number,
+        how many drafted tokens were right, and what was taken.
+
+        Done here is what the next pass needs, no more: for that a device waits.
+        """
+        committed = list[tuple[int, int, Committed]]()
         if verified is None:
-            return []
-        ended, verifications = verified
+            return None, committed
+        ended, said = verified
         self._proposals.observe_scores(ended)
-        committed = []
-        now = time.perf_counter()
-        for sequence, draft, verification in zip(ended.batch, ended.drafts, verifications, strict=True):
+        for b, (sequence, token_ids) in enumerate(zip(ended.batch, said, strict=True)):
             if sequence.finish_reason is not None:  # its text failed while the pass ran
                 self._isolation.drop(sequence)
-            elif not isinstance(verification, Verification):
-                self._isolation.fail(sequence, "choosing a token", verification)
+            elif isinstance(token_ids, BaseException):
+                self._isolation.fail(sequence, "choosing a token", token_ids)
             else:
                 try:
-                    committed.append((sequence, self._commit_one(sequence, draft, verification, now)))
+                    committed.append((b, len(token_ids) - 1, self._commit_one(ended, b, sequence, token_ids)))
                 except BaseException as error:
                     self._isolation.fail(sequence, "taking tokens", error)
         if not committed:
             self._isolation.require_a_target()
-        num_tokens = sum(len(taken.token_ids) for _, taken in committed)
-        self._proposals.observe_pass(ended.drafts, num_tokens, ended.seconds)
-        return committed
+        return ended, committed
 
-    def _commit_one(self, sequence: Sequence, draft: Draft, verification: Verification, now: float) -> Committed:
+    def _commit_one(self, ended: Pass, b: int, sequence: Sequence, token_ids: list[int]) -> Committed:
         """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
-        taken = sequence.take(verification.token_ids, verification.logits)
+        taken = sequence.take(token_ids, ended.logits(b) if sequence.asks_logprobs else None)
         sequence.is_suspect = False
-        num_drafted, num_accepted = len(draft.token_ids), min(len(verification.token_ids) - 1, len(taken.token_ids))
-        stats = sequence.stats
+        num_accepted = min(len(token_ids) - 1, len(taken.token_ids))
+        self._proposals.observe(sequence, ended.drafts[b], ended.path(b), num_accepted)
+        if taken.finish_reason is None:
+            if len(token_ids) <= len(ended.drafts[b].token_ids):
+                self.target.rollback(sequence.slot, sequence.num_tokens - 1)
+        else:  # before the next pass is drafted for: a drafter may have as many slots as the target
+            self._scheduler.release(sequence)
+            self._proposals.forget(sequence)
+        return taken
+
+    def _count(
+        self, ended: Pass | None, committed: list[tuple[int, int, Committed]]
+    ) -> list[tuple[Sequence, Committed]]:
+        """Count what a pass brought and learn from it; the sequences that it gave tokens, and which."""
+        if ended is None:
+            return []
+        now = time.perf_counter()
+        for b, num_right, taken in committed:
+            sequence, draft = ended.batch[b], ended.drafts[b]
+            self._count_one(sequence, draft, min(num_right, len(taken.token_ids)), now)
+            self.metrics.generation_tokens += len(taken.token_ids)
+            self._proposals.count(sequence, draft, num_right)
+        self._proposals.observe_pass(ended, sum(len(taken.token_ids) for _, _, taken in committed))
+        return [(ended.batch[b], taken) for b, _, taken in committed]
+
+    def _count_one(self, sequence: Sequence, draft: Draft, num_accepted: int, now: float) -> None:
+        stats, num_drafted = sequence.stats, len(draft.token_ids)
         if not stats.num_verify_steps:
             self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
         self.metrics.histograms.count_tokens(stats, now)
@@ -446,14 +476,6 @@ class Engine:
                 stats.steps.append((num_drafted, num_accepted))
         self.metrics.count_draft(num_drafted, num_accepted, draft.source)
         sequence.draft = stats.num_verify_steps, draft.source, num_drafted, num_accepted
-        self.metrics.generation_tokens += len(taken.token_ids)
-        self._proposals.observe_verification(sequence, draft, verification, num_accepted)
-        if taken.finish_reason is None:
-            self.target.rollback(sequence.slot, sequence.num_tokens - 1)
-        else:  # before the next pass is drafted for: a drafter may have as many slots as the target
-            self._scheduler.release(sequence)
-            self._proposals.forget(sequence)
-        return taken
 
     def _spell(self, sequence: Sequence, taken: Committed) -> RequestOutput | None:
         """Make text of what was taken; learn from a sequence that has ended. None where that failed."""

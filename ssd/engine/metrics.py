@@ -42,10 +42,14 @@ class BestEffort:
         try:
             return call()
         except BaseException as error:
-            require_fault(error)
-            self.num_failures += 1
-            self._faults.note("drafting or caching", error, "requests go on without")
+            self.note(error)
             return None
+
+    def note(self, error: BaseException) -> None:
+        """Count and log what a call raised; raises it again where it is no fault but tells the program to end."""
+        require_fault(error)
+        self.num_failures += 1
+        self._faults.note("drafting or caching", error, "requests go on without")
 
 
 _SECONDS = (

@@ -10,14 +10,15 @@ from itertools import product
 from threading import Thread
 
 import numpy as np
+import numpy.typing as npt
 
 from ssd.config import DraftConfig
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoreObserver
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoredPass, ScoreObserver
 from ssd.drafting.source import OneByOne
 from ssd.engine.metrics import BestEffort
-from ssd.engine.sequence import Sequence
-from ssd.engine.verify import Pass, RowOwners, Verification, branches, possible_shape, usable
+from ssd.engine.sequence import Prepared, Sequence
+from ssd.engine.verify import Pass, RowOwners, branches, possible_shape, usable
 from ssd.model.target import Target
 from ssd.pricing.calibration import KeptShares
 from ssd.pricing.price_list import PriceList
@@ -49,6 +50,9 @@ def timed_passes(target: Target, max_width: int) -> Iterator[tuple[int, int, flo
             return
 
 
+_PASSES_AHEAD = 3
+"""Passes that are drafted for at once where one text is said again."""
+
 _SURE = 0.9
 """Chance of its first token that a draft must have in the pass that a client waits for."""
 
@@ -71,6 +75,10 @@ class Proposals:
         self._price_list = PriceList()
         self._kept_shares = KeptShares()
         self._throttle = Throttle()
+        self._scored: ScoredPass | None = None
+        """What the last pass said, until it is learned from."""
+        self._telling_s = 0.0
+        self._may_prepare = isinstance(drafter, SuffixDrafter)  # others may take long, or ask others
         self._is_asked = True
         self._compiling: Thread | None = None
 
@@ -128,21 +136,84 @@ class Proposals:
 
     def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
         due = self._throttle.due(batch)
-        temperatures = [sequence.request.sampling.temperature for sequence in batch]
-        by_temperature = {temperature: self._kept_shares.share(temperature) for temperature in set(temperatures)}
-        shares = [by_temperature[temperature] for temperature in temperatures]
+        drafts = [self._prepared(sequence) for sequence in batch]
+        asked = [b for b, draft in enumerate(drafts) if draft is EMPTY_DRAFT and due[b]]
+        shares = self._shares(batch)
         started = time.perf_counter()
-        asked = [(sequence, share) for sequence, share, is_due in zip(batch, shares, due, strict=True) if is_due]
-        found = iter(self._ask(asked, len(batch)) if asked else ())
+        limits = [batch[b].most_drafted(self._limit) for b in asked]
+        found = list[Draft]()
+        if asked:
+            may_branch = branches(self._shape, len(batch))
+            rows, trusted = [batch[b] for b in asked], [shares[b] for b in asked]
+            found = self._ask(rows, trusted, limits, len(batch), may_branch=may_branch)
         seconds = time.perf_counter() - started
-        kept = [next(found) if is_due else EMPTY_DRAFT for is_due in due]
-        width = self._price_list.paying_width(kept, shares)
-        drafts = [draft.cut(width) for draft in kept]
-        self._throttle.observe_asking(batch, due, [len(draft.token_ids) for draft in drafts], seconds)
+        for b, draft in zip(asked, found, strict=True):
+            if batch[b].has_output or _is_sure(draft, shares[b]):
+                drafts[b] = draft
+        width = self._price_list.paying_width(drafts, shares)
+        drafts = [draft.cut(width) for draft in drafts]
+        lengths = [len(drafts[b].token_ids) for b in asked]
+        self._throttle.observe_asking([batch[b] for b in asked], lengths, seconds, spares_some=not all(due))
         return drafts
 
+    def _shares(self, batch: Rows[Sequence]) -> list[float]:
+        """How far what drafts promise is trusted, of each row."""
+        temperatures = [sequence.request.sampling.temperature for sequence in batch]
+        by_temperature = {temperature: self._kept_shares.share(temperature) for temperature in set(temperatures)}
+        return [by_temperature[temperature] for temperature in temperatures]
+
+    def _prepared(self, sequence: Sequence) -> Draft:
+        """What was prepared, where all before it came true; else nothing."""
+        prepared, sequence.prepared, sequence.used = sequence.prepared, None, None
+        if prepared is None or prepared.length != sequence.num_tokens:
+            return EMPTY_DRAFT
+        whole, begin = prepared.whole, prepared.begin
+        end = begin + sequence.most_drafted(self._limit)
+        if not begin < end <= len(whole.token_ids):
+            return EMPTY_DRAFT
+        if whole.token_ids[begin - 1] != sequence.tokens[prepared.length - 1]:
+            return EMPTY_DRAFT
+        sequence.used = prepared
+        chances = None if whole.probabilities is None else whole.probabilities[begin:end]
+        return Draft(whole.token_ids[begin:end], whole.match_length, whole.source, chances)
+
+    def prepare(self, under_way: Pass) -> None:
+        """While a pass runs, draft on behind what it verifies, for rows whose last draft came true: where one text is
+        said again, drafting is most of what a device waits for. Where the target chooses otherwise, nothing is lost."""
+        if self._may_prepare and self.is_ready:
+            self._best_effort(lambda: self._prepare(under_way))
+
+    def _prepare(self, under_way: Pass) -> None:
+        asked = list[tuple[Sequence, Draft]]()
+        for sequence, draft in zip(under_way.batch, under_way.drafts, strict=True):
+            size = len(draft.token_ids)
+            if not (sequence.is_foretold and size and draft.parents is None) or sequence.finish_reason is not None:
+                continue
+            used, length = sequence.used, sequence.num_tokens + size + 1
+            if used is not None and used.begin + size + 1 + self._limit <= len(used.whole.token_ids):
+                sequence.prepared = Prepared(used.whole, used.begin, used.begin + size + 1, length)
+            else:
+                asked.append((sequence, draft))
+        if not asked:
+            return
+        sequences = [sequence for sequence, _ in asked]
+        limits = [
+            sequence.most_drafted(len(draft.token_ids) + _PASSES_AHEAD * (1 + self._limit)) for sequence, draft in asked
+        ]
+        found = self._ask(sequences, self._shares(sequences), limits, len(under_way.batch), may_branch=False)
+        for (sequence, draft), whole in zip(asked, found, strict=True):
+            size, common = len(draft.token_ids), 0
+            while common < min(size, len(whole.token_ids)) and whole.token_ids[common] == draft.token_ids[common]:
+                common += 1
+            length = sequence.num_tokens + size + 1 if common == size else -1
+            sequence.prepared = Prepared(whole, 0, common + 1, length)
+
     def observe_scores(self, ended: Pass) -> None:
-        """Tell the drafter all that a pass said, before any of its tokens is taken; not where that costs too much."""
+        """Tell the drafter all that a pass said, before any of its tokens is taken; not where that costs too much.
+
+        It learns from that in `observe_pass`.
+        """
+        self._scored = None
         observer = self._observer
         if (
             observer is None
@@ -151,83 +222,105 @@ class Proposals:
         ):
             return
         started = time.perf_counter()
-        self._best_effort(lambda: observer.observe_scores(ended.scored(self._owners_of(ended))))
-        self._throttle.observe_telling(time.perf_counter() - started)
+        self._scored = self._best_effort(lambda: ended.scored(self._owners_of(ended)))
+        if (scored := self._scored) is not None:
+            self._best_effort(lambda: observer.observe_scores(scored))
+        self._telling_s = time.perf_counter() - started
 
     def _owners_of(self, ended: Pass) -> RowOwners:
         self._owners = RowOwners.of(ended.batch, self._owners)
         return self._owners
 
-    def observe_pass(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
-        """Learn what the pass over such drafts took, which put out ``num_tokens``."""
-        self._best_effort(lambda: self._observe_pass(drafts, num_tokens, seconds))
+    def observe(self, sequence: Sequence, draft: Draft, path: npt.NDArray[np.int32] | None, num_accepted: int) -> None:
+        """Tell the drafter of a draft, of which ``num_accepted`` tokens were emitted; ``path`` : as in `Pass.path`."""
+        if not self.is_ready:
+            return
+        if path is not None:
+            draft = replace(draft, path=path[:num_accepted])
+        sequence.is_foretold = 0 < len(draft.token_ids) == num_accepted
+        if (prepared := sequence.prepared) is not None:  # the drafter speaks of the draft that it made last
+            draft = prepared.whole.cut(prepared.begin - 1)
+            num_accepted = min(prepared.verified + num_accepted, len(draft.token_ids))
+        elif sequence.used is not None:
+            return
+        try:
+            self._drafter.observe(sequence.request.request_id, draft, num_accepted)
+        except BaseException as error:
+            self._best_effort.note(error)
+
+    def count(self, sequence: Sequence, draft: Draft, num_right: int) -> None:
+        """Learn how far what drafts promise comes true, from one of which ``num_right`` tokens were right."""
+        is_told = draft.probabilities is not None or not len(draft.token_ids)
+        if is_told and draft is not EMPTY_DRAFT:  # else nobody was asked, or what was said has been put aside
+            promised = 0.0 if draft.probabilities is None else draft.promised
+            self._kept_shares.observe(sequence.request.sampling.temperature, promised, num_right)
+
+    def observe_pass(self, ended: Pass, num_tokens: int) -> None:
+        """Learn from a pass that put out ``num_tokens``: what it took, and what the target said."""
+        self._best_effort(lambda: self._observe_pass(ended.drafts, num_tokens, ended.seconds))
+        observer, scored = self._observer, self._scored
+        if observer is not None and scored is not None:
+            self._scored = None
+            started = time.perf_counter()
+            self._best_effort(lambda: observer.learn_scores(scored))
+            self._throttle.observe_telling(self._telling_s + time.perf_counter() - started)
 
     def _observe_pass(self, drafts: Rows[Draft], num_tokens: int, seconds: float) -> None:
         self._throttle.observe_pass(seconds)
         width = 1 + max(len(draft.token_ids) for draft in drafts)
         self._price_list.observe(len(drafts) * width, num_tokens, seconds, is_wide=width > 1)
 
-    def observe_verification(
-        self, sequence: Sequence, draft: Draft, verification: Verification, num_accepted: int
-    ) -> None:
-        """Learn from what the target said to a draft, of which ``num_accepted`` tokens were emitted."""
-        self._best_effort(lambda: self._observe_verification(sequence, draft, verification, num_accepted))
-
-    def _observe_verification(
-        self, sequence: Sequence, draft: Draft, verification: Verification, num_accepted: int
-    ) -> None:
-        if verification.path is not None:
-            draft = replace(draft, path=verification.path[:num_accepted])
-        is_told = draft.probabilities is not None or not len(draft.token_ids)
-        if is_told and draft is not EMPTY_DRAFT:  # else nobody was asked, or what was said has been put aside
-            promised = 0.0 if draft.probabilities is None else draft.promised
-            self._kept_shares.observe(sequence.request.sampling.temperature, promised, len(verification.token_ids) - 1)
-        if self.is_ready:
-            self._drafter.observe(sequence.request.request_id, draft, num_accepted)
-
     def forget(self, sequence: Sequence) -> None:
         """Forget a request: nothing of it will be asked for, or all of it anew."""
         self._owners = None  # it holds the sequence
+        if self._scored is not None and sequence.namespace is None:  # its own is not learned any more
+            is_its = [name == sequence.request.request_id for name in self._scored.request_ids]
+            self._scored.counts[is_its] = 0
         sequence.note_context()
         self._asked.forget(sequence.request.request_id)
         if self.is_ready:
             self._best_effort(lambda: self._drafter.finish(sequence.request.request_id))
 
-    def _ask(self, asked: list[tuple[Sequence, float]], num_rows: int) -> list[Draft]:
-        """A draft for each sequence with its share, in a pass of ``num_rows``."""
+    def _ask(
+        self, asked: Rows[Sequence], shares: Rows[float], limits: Rows[int], num_rows: int, *, may_branch: bool
+    ) -> list[Draft]:
+        """A draft of so many tokens for each sequence, in a pass of ``num_rows``; see ``_shares``."""
         is_priced = self._price_list.pass_time is not None
         price = self._price_list.price(num_rows)
-        prices = {share: np.array([price / share]) if is_priced else None for share in {share for _, share in asked}}
-        may_branch = branches(self._shape, num_rows)
+        prices = {share: np.array([price / share]) if is_priced else None for share in set(shares)}
         requests = []
-        for sequence, share in asked:
-            cache = None if sequence.namespace is None else sequence.namespace.cache
-            sequence.note_context()
-            requests.append(
-                DraftRequest(
-                    request_id=sequence.request.request_id,
-                    context=sequence.context,
-                    prompt_length=sequence.num_prompt_tokens,
-                    snapshot=None if cache is None else cache.snapshot(),
-                    learned=None if cache is None else cache.learned,
-                    limit=sequence.most_drafted(self._limit),
-                    prices=prices[share],
-                    tree=may_branch and sequence.request.sampling.structured_output is None,
-                    prediction=sequence.prediction,
-                    sampling=sequence.sampling,
-                    slot=sequence.slot,
-                    may_teach=sequence.request.learn,
-                )
-            )
+        for sequence, share, limit in zip(asked, shares, limits, strict=True):
+            request = self._request(sequence)
+            request.limit, request.prices = limit, prices[share]
+            request.tree = may_branch and sequence.request.sampling.structured_output is None
+            requests.append(request)
         drafts = self._best_effort(lambda: self._asked.propose(requests))
         if drafts is None or len(drafts) != len(asked):
             return [EMPTY_DRAFT] * len(asked)
         return [
-            self._usable(draft, request)
-            if len(draft.token_ids) and (sequence.stats.num_verify_steps or _is_sure(draft, share))
-            else EMPTY_DRAFT
-            for draft, request, (sequence, share) in zip(drafts, requests, asked, strict=True)
+            self._usable(draft, request) if len(draft.token_ids) else EMPTY_DRAFT
+            for draft, request in zip(drafts, requests, strict=True)
         ]
+
+    def _request(self, sequence: Sequence) -> DraftRequest:
+        """What is asked for a sequence, but for its limit, its prices and its shape."""
+        cache = None if sequence.namespace is None else sequence.namespace.cache
+        sequence.note_context()
+        if (request := sequence.asking) is None:
+            request = sequence.asking = DraftRequest(
+                request_id=sequence.request.request_id,
+                context=sequence.context,
+                prompt_length=sequence.num_prompt_tokens,
+                snapshot=None,
+                limit=0,
+                prediction=sequence.prediction,
+                sampling=sequence.sampling,
+                may_teach=sequence.request.learn,
+            )
+        request.context, request.slot = sequence.context, sequence.slot
+        if cache is not None:
+            request.snapshot, request.learned = cache.snapshot(), cache.learned
+        return request
 
     def _usable(self, draft: Draft, request: DraftRequest) -> Draft:
         """The draft, or nothing where a token or parent cannot be; cut to what may still be generated."""

@@ -228,9 +228,10 @@ class Prefill:
 
     def run(self, running: list[Sequence]) -> list[Sequence]:
         """Compute up to one budget; returns those of ``running`` that are ready to decode, in order."""
-        pending = [sequence for sequence in running if self.remaining(sequence)]
-        if pending:
-            self._share(pending, running)
+        ready = [sequence for sequence in running if not self.remaining(sequence)]
+        if len(ready) == len(running):
+            return ready
+        self._share([sequence for sequence in running if self.remaining(sequence)], running)
         return [sequence for sequence in running if not self.remaining(sequence)]
 
     def take_count(self) -> int:

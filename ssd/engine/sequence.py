@@ -8,7 +8,6 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Tokens
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +16,10 @@ import torch
 
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
 from ssd.drafting.noise import SequenceNoise, request_key
-from ssd.drafting.protocol import Draft, SamplingRow
+from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
-from ssd.model.sampling.target_tokens import drawn_scores
+from ssd.model.sampling.target_tokens import drawn_scores, needs_prefix
 from ssd.model.sampling.top_tokens import TokenLogprobs, token_logprobs
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
@@ -90,6 +89,20 @@ class Committed(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None
 
 
+class Prepared(NamedTuple):
+    """A draft behind the one that a pass verifies, made while that or an earlier one runs.
+
+    ``whole`` : from the context on at which it was made. ``verified`` : where in it the draft under way begins.
+    ``begin`` : what is prepared begins there, behind that draft and one token more; smaller where ``whole`` says
+    something else before. ``length`` : of the context when it is to be used.
+    """
+
+    whole: Draft
+    verified: int
+    begin: int
+    length: int
+
+
 class Sequence:
     """Prompt, output and everything that decides when the output ends.
 
@@ -131,6 +144,8 @@ class Sequence:
             noise=noise,
             held_back_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
+        self.is_plain = sampling.greedy and grammar is None and not needs_prefix(sampling)
+        """Whether its tokens are the most probable ones, whatever its text."""
         self.slot = -1
         self.turn = (0, 0)
         self.num_preemptions = 0
@@ -148,11 +163,20 @@ class Sequence:
             submitted_s=time.perf_counter(),
             is_coupled=noise.is_coupled,
         )
+        self.asking: DraftRequest | None = None
+        """What the drafter is asked, the same object at every step."""
+        self.is_foretold = False
+        """Whether all that was drafted for the last pass came true."""
+        self.prepared: Prepared | None = None
+        self.used: Prepared | None = None
+        """What is verified now, where it was prepared."""
         self.draft: tuple[int, str, int, int] | None = None
         """What was drafted for the last pass, as a `VerifiedDraft` says it, until its output is made."""
         self.finish_reason: FinishReason | None = None
         self._stream = stream
         self._grammar = grammar
+        self._is_simple = grammar is None and sampling.logprobs is None and (stream is None or not stream.may_stop)
+        """Whether tokens that do not end the output only need to be appended."""
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._prompt_logprobs_sent = sampling.prompt_logprobs is None
 
@@ -160,6 +184,11 @@ class Sequence:
     def context(self) -> npt.NDArray[np.int32]:
         """Prompt and output so far: a view, int32[num_tokens]."""
         return self.tokens[: self.num_tokens]
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a pass gave it a token."""
+        return self.num_tokens > self.num_prompt_tokens
 
     @property
     def num_remaining(self) -> int:
@@ -202,23 +231,23 @@ class Sequence:
         """Whether `take` needs logits."""
         return self.request.sampling.logprobs is not None
 
-    def take(self, token_ids: Tokens[int], logits: torch.Tensor | None) -> Committed:
+    def take(self, token_ids: list[int], logits: torch.Tensor | None) -> Committed:
         """Append verified tokens up to the first that ends the output; nothing after it is sent, counted or kept.
 
         logits : [>= n, V], the model's own, row i for token i; may be None where it ``asks_logprobs`` not. Text is made
         here only as far as it may end the output: `output` must follow, for one after the other.
         """
         before = self.num_tokens
+        if self._is_simple and len(token_ids) < self.num_remaining and self._ending_ids.isdisjoint(token_ids):
+            self.num_tokens += len(token_ids)
+            self.tokens[before : self.num_tokens] = token_ids
+            self.stats.num_output_tokens += len(token_ids)
+            return Committed(tuple(token_ids), token_ids, "", None, None, None)
         emitted: list[int] = []
         spelled: list[int] = []
         stop_reason: str | int | None = None
         stopping = self._stream if self._stream is not None and self._stream.may_stop else None
         text: list[str] = []
-        if stopping is None and len(token_ids) < self.num_remaining and self._ending_ids.isdisjoint(token_ids):
-            emitted = spelled = list(token_ids)  # nothing ends here
-            self.num_tokens += len(emitted)
-            self.tokens[before : self.num_tokens] = emitted
-            token_ids = ()
         for token_id in token_ids:
             emitted.append(token_id)
             self.tokens[self.num_tokens] = token_id

@@ -6,14 +6,14 @@ import logging
 import time
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ssd.config import DraftShape
-from ssd.drafting.protocol import Draft, ScoredPass
+from ssd.drafting.protocol import Draft, SamplingRow, ScoredPass
 from ssd.engine.sequence import Sequence
 from ssd.errors import require_fault
 from ssd.model.kv.tree import is_tree, leading_chain, node_parents
@@ -52,19 +52,6 @@ class RowOwners:
 
 
 log = logging.getLogger(__name__)
-
-
-class Verification(NamedTuple):
-    """What the target says to one row.
-
-    ``token_ids`` : the accepted tokens and one more, the target's own. ``path`` : int32[accepted], of a tree the
-    accepted tokens' indices in the draft; None of a chain. ``logits`` : [>= len(token_ids), V], the model's own, row i
-    for token i; None for a row that asks for no log-probabilities.
-    """
-
-    token_ids: list[int]
-    path: npt.NDArray[np.int32] | None
-    logits: torch.Tensor | None
 
 
 def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
@@ -110,10 +97,10 @@ def warm_up_verification() -> None:
 
 
 class Pass:
-    """A verify pass: every sequence's last token and draft, fed at once. ``verifications`` must be asked for, once,
+    """A verify pass: every sequence's last token and draft, fed at once. What is ``said`` must be asked for, once,
     before the next pass begins.
 
-    ``seconds`` : what it took, once its verifications are known.
+    ``seconds`` : what it took, once that is known.
     """
 
     def __init__(self, target: Target, batch: Rows[Sequence], drafts: Rows[Draft]) -> None:
@@ -127,18 +114,23 @@ class Pass:
         self._has_trees = any(draft.parents is not None for draft in drafts)
         width = max(self._counts)
         self._fed, self._before = _fed(batch, drafts, width)
-        self._rows = [sequence.sampling_row(draft) for sequence, draft in zip(batch, drafts, strict=True)]
         self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
         self._chosen: npt.NDArray[np.int64] = np.zeros(self._fed.shape, np.int64)
         self._paths, self._sizes = self._chosen, np.zeros(len(batch), np.int64)
-        noise = noise_of(self._rows, width) if target.takes_noise else None
+        noise = None
+        if target.takes_noise and not all(sequence.is_plain for sequence in batch):
+            noise = noise_of(self._rows, width)
         if self._parents is not None:
             self._output = target.forward_trees(self._slots, self._fed, self._counts, self._parents, noise)
         else:
             self._output = target.forward(self._slots, self._fed, self._counts, noise)
 
-    def verifications(self) -> list[Verification | BaseException]:
-        """How far the target agrees with each draft, once the pass is done; of a row that fails, what it raised.
+    @cached_property
+    def _rows(self) -> list[SamplingRow]:
+        return [sequence.sampling_row(draft) for sequence, draft in zip(self.batch, self.drafts, strict=True)]
+
+    def said(self) -> list[list[int] | BaseException]:
+        """Of each row, once the pass is done, the accepted tokens and one more, the target's own; or what it raised.
 
         The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
         them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
@@ -151,31 +143,35 @@ class Pass:
             paths = [path[:size] for path, size in zip(self._paths, sizes, strict=True)]
             self._target.keep_paths(self._slots, self._counts, paths)
         self.seconds = time.perf_counter() - self._started
-        verifications: list[Verification | BaseException] = [
-            self._verification(b, tokens[:size])
-            for b, (tokens, size) in enumerate(zip(said.tolist(), sizes, strict=True))
-        ]
+        rows: list[list[int] | BaseException] = [row[:size] for row, size in zip(said.tolist(), sizes, strict=True)]
         for b, error in failed.items():
-            verifications[b], self._sizes[b] = error, 0
-        return verifications
+            rows[b], self._sizes[b] = error, 0
+        return rows
 
-    def _verification(self, b: int, token_ids: list[int]) -> Verification:
-        logits = self._output.logits[b] if self.batch[b].asks_logprobs else None
+    def path(self, b: int) -> npt.NDArray[np.int32] | None:
+        """The accepted tokens' indices in the draft of row ``b``, int32[accepted]; None of a chain."""
         if self.drafts[b].parents is None:
-            return Verification(token_ids, None, logits)
-        path = self._paths[b, : len(token_ids)]
-        if logits is not None:
-            logits = logits[torch.from_numpy(path).to(logits.device)]
-        return Verification(token_ids, (path[1:] - 1).astype(np.int32), logits)
+            return None
+        return (self._paths[b, 1 : self._sizes[b]] - 1).astype(np.int32)
+
+    def logits(self, b: int) -> torch.Tensor:
+        """The model's own, [>= tokens said, V]: row i for the i-th token that row ``b`` said."""
+        logits = self._output.logits[b]
+        if self.drafts[b].parents is None:
+            return logits
+        return logits[torch.from_numpy(self._paths[b, : self._sizes[b]]).to(logits.device)]
 
     def _choose(self) -> dict[int, BaseException]:
         """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
         try:
-            self._chosen = np.ascontiguousarray(target_tokens(self._output, self._rows))
+            if self._output.chosen is not None and all(sequence.is_plain for sequence in self.batch):
+                self._chosen = np.array(self._output.chosen.cpu().numpy())
+            else:
+                self._chosen = np.ascontiguousarray(target_tokens(self._output, self._rows))
             return {}
         except BaseException as error:
             require_fault(error)
-            if len(self._rows) == 1:
+            if len(self.batch) == 1:
                 return {0: error}
         failed: dict[int, BaseException] = {}
         for b, row in enumerate(self._rows):
@@ -187,7 +183,7 @@ class Pass:
         return failed
 
     def scored(self, owners: RowOwners) -> ScoredPass:
-        """What the target said at every position; once verifications are known, before any of their tokens is taken."""
+        """What the target said at every position; once it is known what is ``said``, before any of that is taken."""
         used = np.where(self._sizes > 0, self._counts, 0)
         top_ids, top_logits = self._output.top(used.tolist())
         return ScoredPass(

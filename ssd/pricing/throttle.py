@@ -50,14 +50,18 @@ class Throttle:
             return 1
         return max(1, min(_LONGEST_PAUSE, math.ceil(num_rows * self._row_s / self._pass_s / _SHARE)))
 
-    def observe_asking(self, rows: Sequence[Row], due: Sequence[bool], lengths: Sequence[int], seconds: float) -> None:
-        """Count an asking: those ``due`` got drafts of these lengths, in so many seconds together."""
-        self._num_spared = 0 if all(due) else self._num_spared + 1
-        for row, was_asked, length in zip(rows, due, lengths, strict=True):
-            if was_asked:
-                row.num_fruitless = 0 if length else row.num_fruitless + 1
-        if num_asked := sum(due):
-            self._row_s = _recent(self._row_s, seconds / num_asked)
+    def observe_asking(
+        self, asked: Sequence[Row], lengths: Sequence[int], seconds: float, *, spares_some: bool
+    ) -> None:
+        """Count an asking: those ``asked`` got drafts of these lengths, in so many seconds together.
+
+        ``spares_some`` : whether some were not ``due``.
+        """
+        self._num_spared = self._num_spared + 1 if spares_some else 0
+        for row, length in zip(asked, lengths, strict=True):
+            row.num_fruitless = 0 if length else row.num_fruitless + 1
+        if asked:
+            self._row_s = _recent(self._row_s, seconds / len(asked))
 
     def tells(self, *, has_drafts: bool) -> bool:
         """Whether a drafter is told of a pass. ``has_drafts`` : whether anything was drafted for it."""
