@@ -25,6 +25,7 @@ EVALUATION: dict[str, Any] = {
     "output_tokens": 240_000,
     "speedup": 1.84,
     "tokens_per_step": 2.11,
+    "of_oracle": 0.7,
     "drafted_per_step": 4.5,
     "acceptance_rate": 0.25,
     "cost": {"source": "measured: some-model", "widths": [1, 2, 65], "costs": [1, 1.1, 2.2]},

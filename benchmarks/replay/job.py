@@ -22,6 +22,7 @@ from benchmarks.traces import TraceTokenizer, read_records, read_sessions, trace
 from benchmarks.walk import Counts
 from cache_builder.evaluation.costs import CostCurve, speed_up
 from cache_builder.evaluation.log import Row
+from cache_builder.evaluation.oracle import MOST_TOKENS, oracle_steps
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import Drafter, make_drafter
 
@@ -55,6 +56,7 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
     """All drafters under all settings on one trace, which is tokenized once."""
     turns = turns_of(plan, trace, TraceTokenizer(tokenizer))
     results: dict[str, list[Result]] = {}
+    oracle = oracle_of(turns, plan.draft.num_speculative_tokens)
     for contender in _contenders(plan, turns):
         with contender:
             for setting, counts in zip(contender.settings, replay_stream(turns, contender), strict=True):
@@ -66,7 +68,9 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
                         "setting": setting.name,
                         "tree": plan.tree,
                         "max_draft": plan.draft.num_speculative_tokens,
-                        **summary(counts, plan.costs),
+                        **(found := summary(counts, plan.costs)),
+                        "oracle_tokens_per_step": oracle,
+                        "of_oracle": None if oracle is None else found["mean_acceptance_length"] / oracle,
                         "configuration": {
                             "draft": asdict(plan.draft),
                             "index": asdict(plan.index),
@@ -104,6 +108,17 @@ def turns_of(plan: Plan, trace: Path, tokenizer: TraceTokenizer) -> list[Turn]:
 
     turns = stream(sessions(trace), warm=plan.warm, learned=() if plan.shift is None else sessions(plan.shift))
     return adversarial(turns, plan.seed) if plan.adversarial else turns
+
+
+def oracle_of(turns: Sequence[Turn], limit: int) -> float | None:
+    """Tokens a step of the best drafts in hindsight, see `oracle_steps`; None for more text than it takes."""
+    texts = [turn.row.text() for turn in turns]
+    if sum(map(len, texts)) + len(texts) > MOST_TOKENS:
+        return None
+    steps = oracle_steps(texts, np.array([len(turn.row.context) for turn in turns], np.int64), limit)
+    scored = np.array([turn.is_scored for turn in turns])
+    num_output = sum(len(turn.row.output) for turn in turns if turn.is_scored)
+    return num_output / max(1, int(steps[scored].sum()))
 
 
 def _contenders(plan: Plan, turns: Sequence[Turn]) -> Iterator[Contender]:

@@ -12,7 +12,16 @@ Result = dict[str, Any]
 
 def head(costs: Sequence[str]) -> str:
     """The first line of the table of results."""
-    columns = ["output", "tokens/step", "drafted/step", "accepted", *(f"x {cost}" for cost in costs), "ECE", "us p50"]
+    columns = [
+        "output",
+        "tokens/step",
+        "of oracle",
+        "drafted/step",
+        "accepted",
+        *(f"x {cost}" for cost in costs),
+        "ECE",
+        "us p50",
+    ]
     return f"{'trace':<18} {'tokenizer':<15} {'drafter':<16} {'setting':<18}" + "".join(f" {c:>12}" for c in columns)
 
 
@@ -22,6 +31,7 @@ def line(result: Result) -> str:
     cells = [
         f"{result['output_tokens']}",
         f"{result['mean_acceptance_length']:.3f}",
+        "-" if result["of_oracle"] is None else f"{result['of_oracle']:.3f}",
         f"{result['drafted_per_step']:.2f}",
         f"{result['acceptance_rate']:.3f}",
         *(f"{value:.2f}" for value in result["speed_up"].values()),

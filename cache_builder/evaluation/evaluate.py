@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_builder.evaluation.costs import StepCosts
-from cache_builder.evaluation.log import DEFINITIONS, Log, classes_of
+from cache_builder.evaluation.log import DEFINITIONS, Int64s, Log, classes_of
+from cache_builder.evaluation.oracle import MOST_TOKENS, oracle_steps
 from cache_builder.evaluation.runs import CacheUse, Outcome, Plan, Run, execute_all
 from ssd import __version__
 
@@ -91,7 +92,7 @@ def evaluate(
     decoded, see ``num_to_decode``. Raises CacheError for a warm directory.
     """
     outcomes = execute_all(_runs(log, plan, costs), log, plan.jobs, progress)
-    main, judge = outcomes["main", 0], _Judge(log, costs, plan.batch)
+    main, judge = outcomes["main", 0], _Judge(log, costs, plan)
     classes = list(labels) if labels is not None else classes_of(log)
     everything = judge.figures(main)
     prompts = log.prompt_lengths[main.requests]
@@ -177,9 +178,13 @@ def _capacities(log: Log, plan: Plan) -> list[int]:
 class _Judge:
     """What steps are worth."""
 
-    def __init__(self, log: Log, costs: StepCosts, batch: int) -> None:
-        """``batch`` : rows of a pass, each of which waits for the proposals of all."""
-        self._output_lengths, self._costs, self._batch = log.output_lengths, costs, batch
+    def __init__(self, log: Log, costs: StepCosts, plan: Plan) -> None:
+        """``plan.batch`` : rows of a pass, each of which waits for the proposals of all."""
+        self._output_lengths, self._costs, self._batch = log.output_lengths, costs, plan.batch
+        self._oracle: Int64s | None = None
+        if not plan.warm and len(log.tokens) + len(log) <= MOST_TOKENS:  # of warm directories the text is not at hand
+            texts = [log.row(number).text() for number in range(len(log))]
+            self._oracle = oracle_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
 
     def figures(self, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
         """Of all decoded requests, or those that ``of``, bool[r], says."""
@@ -194,10 +199,16 @@ class _Judge:
         return {
             "output_tokens": num_output,
             "tokens_per_step": _rounded(num_output / num_steps if num_steps else 1.0),
+            "of_oracle": None if self._oracle is None else self._of_oracle(outcome.requests[chosen], num_steps),
             "drafted_per_step": _rounded(num_drafted / max(1, num_steps)),
             "acceptance_rate": _rounded(num_accepted / max(1, num_drafted)),
             "speedup": _rounded(speedup),
         }
+
+    def _of_oracle(self, requests: Int64s, num_steps: int) -> float:
+        """Tokens a step over those of the best drafts in hindsight."""
+        assert self._oracle is not None
+        return _rounded(int(self._oracle[requests].sum()) / max(1, num_steps))
 
     def point(self, outcome: Outcome, *names: str) -> dict[str, Any]:
         """Those of the figures that a curve shows."""

@@ -69,8 +69,10 @@ def _headline(evaluation: Evaluation) -> str:
 
 def _drafts(evaluation: Evaluation) -> str:
     parameters = evaluation["parameters"]
+    share = evaluation["of_oracle"]
     return (
-        f"{evaluation['drafted_per_step']:.1f} tokens drafted a step, {evaluation['acceptance_rate']:.0%} of them "
+        ("" if share is None else f"{share:.0%} of the tokens a step that the best drafts in hindsight would give; ")
+        + f"{evaluation['drafted_per_step']:.1f} tokens drafted a step, {evaluation['acceptance_rate']:.0%} of them "
         f"accepted; {parameters['shape']}s of at most {parameters['draft_limit']}, cache {parameters['cache']}"
         + (f", warm: {', '.join(parameters['warm'])}" if parameters["warm"] else "")
         + (f", {parameters['batch']} rows a pass" if parameters["batch"] > 1 else "")

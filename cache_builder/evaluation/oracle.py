@@ -1,0 +1,83 @@
+"""How near the limit: what the best choice in hindsight among all earlier text would have drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.compiled.addresses import Int64s, TokenIds, kernel
+from ssd.retrieval.segment import SEPARATOR
+from ssd.retrieval.suffix_array import build_order
+
+MOST_TOKENS: Final = 1 << 26
+"""Of a log whose limit is found; at 24 bytes each."""
+
+
+@kernel
+def _longest_before(text: TokenIds, order: TokenIds) -> TokenIds:
+    """Of each position the length of the longest run from it on that begins earlier too: int32[n].
+
+    The runs of neighbours in the suffix array (Kasai et al. 2001), then of the nearest earlier ones: positions leave
+    the list from the last to the first (Crochemore and Ilie 2008, "Computing longest previous factor"). O(n).
+    """
+    n = len(text)
+    ranks, common = np.empty(n, np.int32), np.zeros(n + 1, np.int32)
+    for rank in range(n):
+        ranks[order[rank]] = rank
+    shared = 0
+    for position in range(n):
+        rank = ranks[position]
+        if rank == 0:
+            shared = 0
+            continue
+        other = order[rank - 1]
+        while max(position, other) + shared < n and text[position + shared] == text[other + shared]:
+            shared += 1
+        common[rank] = shared
+        shared = max(0, shared - 1)
+    before, after = np.arange(-1, n - 1).astype(np.int32), np.arange(1, n + 1).astype(np.int32)
+    found = np.empty(n, np.int32)
+    for position in range(n - 1, -1, -1):
+        rank = ranks[position]
+        last, following = before[rank], after[rank]
+        found[position] = max(common[rank], common[following])
+        common[following] = min(common[rank], common[following])
+        if last >= 0:
+            after[last] = following
+        if following < n:
+            before[following] = last
+    return found
+
+
+@kernel
+def _count_steps(runs: TokenIds, begins: Int64s, ends: Int64s, limit: int) -> Int64s:
+    steps = np.zeros(len(begins), np.int64)
+    for request in range(len(begins)):
+        position = begins[request]
+        while position < ends[request]:
+            drafted = min(max(0, runs[position - 1] - 1), limit, ends[request] - 1 - position)
+            position += drafted + 1
+            steps[request] += 1
+    return steps
+
+
+def oracle_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> npt.NDArray[np.int64]:
+    """Steps that each request would take if every draft were the best that earlier text could give, in hindsight.
+
+    At each step the last token is looked for in all that stands before it, in earlier requests and its own; of the
+    places where it stands the one is taken that goes on as the output does for longest, up to ``limit`` tokens.
+    ``texts`` : prompt and output of each, in order. ``prompt_lengths`` : int64[n]; where there is no prompt the first
+    token counts as one. Returns int64[n].
+    O(n log n) in all tokens, of which there must be MOST_TOKENS at most.
+    """
+    gap = np.array([SEPARATOR], np.int32)
+    text = np.concatenate([piece for each in texts for piece in (each, gap)] or [gap])
+    assert len(text) <= MOST_TOKENS
+    lengths = np.array([len(each) for each in texts], np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths + 1)])[:-1]
+    order = len(text) - build_order(text[::-1].copy())  # it sorts by what stands before, read backwards
+    runs = _longest_before(text, order.astype(np.int32))
+    return _count_steps(runs, starts + np.maximum(prompt_lengths, 1), starts + lengths, limit)
