@@ -86,7 +86,12 @@ def answers(port: int, path: str) -> bool:
         return False
 
 
+def drafts(port: int) -> bool:
+    """Whether a server takes requests and drafts for them: it may answer before its kernels are compiled."""
+    return answers(port, "/health") and "drafts" not in get(port, "/health").json
+
+
 def until_ready(port: int, process: subprocess.Popen[Any] | None = None) -> None:
-    """Wait until a server takes requests; fails at once where its process has ended."""
-    wait_until(lambda: answers(port, "/health") or (process is not None and process.poll() is not None), START_S)
+    """Wait until a server takes requests and drafts; fails at once where its process has ended."""
+    wait_until(lambda: drafts(port) or (process is not None and process.poll() is not None), START_S)
     assert process is None or process.poll() is None, "the server ended"

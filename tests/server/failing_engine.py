@@ -196,6 +196,7 @@ def serving(
     try:
         if wait:
             running.wait_until(WorkerState.READY)
+            wait_until(lambda: worker.loaded_engine is None or worker.loaded_engine.is_drafting, START_S)
         yield running
     finally:
         server.should_exit = True
