@@ -69,6 +69,14 @@ def test_a_row_that_gets_a_draft_again_is_asked_at_every_step() -> None:
     assert run(throttle, batch, 10, [1] * 8, 1e-3, 10e-3) == [10] * 8
 
 
+def test_a_call_that_compiled_kernels_is_not_counted() -> None:
+    throttle, batch = Throttle(), [row()]
+    throttle.observe_asking(batch, [1], 40.0, spares_some=False)
+    throttle.observe_telling(40.0)
+    throttle.observe_pass(0.01)
+    assert throttle.period(64) == 1 and throttle.tells(has_drafts=False)
+
+
 @given(st.floats(0, 1e-2), st.floats(1e-6, 10), st.integers(1, 64))
 def test_the_period_is_bounded(ask_s: float, pass_s: float, num_rows: int) -> None:
     throttle = Throttle()

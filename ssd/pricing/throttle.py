@@ -14,6 +14,8 @@ _FRUITLESS_AFTER = 4
 """Times in a row that a request got no draft worth verifying."""
 _LONGEST_PAUSE = 8
 _FORGETTING = 0.9
+_COMPILED_S = 1.0
+"""What takes longer has compiled its kernels, and says nothing of the next time."""
 
 
 class Row(Protocol):
@@ -60,7 +62,7 @@ class Throttle:
         self._num_spared = self._num_spared + 1 if spares_some else 0
         for row, length in zip(asked, lengths, strict=True):
             row.num_fruitless = 0 if length else row.num_fruitless + 1
-        if asked:
+        if asked and seconds < _COMPILED_S:
             self._row_s = _recent(self._row_s, seconds / len(asked))
 
     def tells(self, *, has_drafts: bool) -> bool:
@@ -72,7 +74,8 @@ class Throttle:
 
     def observe_telling(self, seconds: float) -> None:
         """Count what telling a drafter of a pass took."""
-        self._telling_s = _recent(self._telling_s, seconds)
+        if seconds < _COMPILED_S:
+            self._telling_s = _recent(self._telling_s, seconds)
 
     def observe_pass(self, seconds: float) -> None:
         """Count the pass that followed."""
