@@ -4,10 +4,13 @@ from __future__ import annotations
 
 _CALLS = (
     ("openai", ("<|channel|>", "commentary")),
+    ("deepseek_v41", ("<｜DSML｜ ",)),
     ("deepseek_v32", ("｜DSML｜",)),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
+    ("gemma4", ("<|tool_call>", "<tool_call|>")),
     ("mistral", ("[TOOL_CALLS]",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("seed_oss", ("<seed:tool_call>",)),
@@ -16,6 +19,7 @@ _CALLS = (
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("internlm", ("<|action_start|>", "<|plugin|>")),
     ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
     ("olmo3", ("<function_calls>",)),
     ("granite-20b-fc", ("<function_call>",)),
     ("granite", ("<|tool_call|>", "<|start_of_role|>")),
@@ -35,6 +39,8 @@ _CALLS = (
 
 _REASONING = (
     ("openai_gptoss", ("<|channel|>", "analysis")),
+    ("kimi_k3", ("<|open|>", "<|close|>", "<|sep|>")),
+    ("gemma4", ("<|channel>", "<channel|>")),
     ("mistral", ("[THINK]",)),
     ("seed_oss", ("<seed:think>",)),
     ("granite", ("Here is my thought process:",)),

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 
 from server.tools import harmony
 from server.tools.functions import Functions
+from server.tools.gemma_calls import GemmaFormat, gemma_calls
 from server.tools.json_calls import JsonFormat, json_calls
+from server.tools.kimi_k3 import CLOSE, OPEN, SEP, KimiK3Format, kimi_k3
 from server.tools.named_calls import CALL_ID, NamedFormat, named_calls
 from server.tools.pieces import Reader
 from server.tools.pythonic_calls import PythonicFormat, pythonic_calls
 from server.tools.reasoning import ReasoningFormat
 from server.tools.xml_calls import XmlFormat, xml_calls
 
-CallFormat = JsonFormat | NamedFormat | XmlFormat | PythonicFormat
+CallFormat = JsonFormat | NamedFormat | XmlFormat | PythonicFormat | GemmaFormat | KimiK3Format
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ _TOOL_CALL = _special("<tool_call>", "</tool_call>")
 _HERMES = JsonFormat(("<tool_call>",), end=("</tool_call>",))
 _QWEN = XmlFormat(
     section=("<tool_call>",), call="<function=", after_name=">", key="<parameter=", after_key=(">",),
-    value_end="</parameter>", call_end="</function>", end=("</tool_call>",),
+    value_end="</parameter>", call_end="</function>", end=("</tool_call>",), on_lines=True,
 )  # fmt: skip
 _GLM = XmlFormat(
     call="<tool_call>", key="<arg_key>", after_key=("</arg_key>", "<arg_value>"), value_end="</arg_value>",
@@ -55,6 +57,10 @@ _DSML = XmlFormat(
     section=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"), call="<｜DSML｜invoke name=", after_name=">",
     key="<｜DSML｜parameter name=", after_key=(">",), value_end="</｜DSML｜parameter>", call_end="</｜DSML｜invoke>",
     end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
+)  # fmt: skip
+_DSML_SPACED = XmlFormat(
+    section=("<｜DSML｜ calls>",), call="<｜DSML｜ invoke name=", after_name=">", key="<｜DSML｜ parameter name=",
+    after_key=(">",), value_end="</｜DSML｜ parameter>", call_end="</｜DSML｜ invoke>", end=("</｜DSML｜ calls>",),
 )  # fmt: skip
 
 JSON = "json"
@@ -102,6 +108,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         _special(*_DEEPSEEK),
     ),
     "deepseek_v32": ToolFormat("DeepSeek V3.2: tags of DSML", _DSML, _special("｜DSML｜")),
+    "deepseek_v41": ToolFormat("DeepSeek V4.1: the same, a space before each name", _DSML_SPACED, _special("｜DSML｜")),
     "openai": ToolFormat("gpt-oss: harmony, the channel commentary", None, harmony.SPECIAL_TOKENS),
     "kimi_k2": ToolFormat(
         "Kimi K2: functions.name:0, JSON",
@@ -110,6 +117,11 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
             after=((_KIMI[3],),), end=_KIMI[4],
         ),
         _special(*_KIMI),
+    ),
+    "kimi_k3": ToolFormat("Kimi K3: sections of <|open|> and <|close|>", KimiK3Format(), _special(OPEN, CLOSE, SEP)),
+    "gemma4": ToolFormat(
+        "Gemma 4: call:name{key:value} in <|tool_call>", GemmaFormat(),
+        _special("<|tool_call>", "<tool_call|>", '<|"|>'),
     ),
     "glm45": ToolFormat("GLM 4.5: <arg_key> and <arg_value>", _GLM, _TOOL_CALL),
     "glm47": ToolFormat("GLM 4.7: the same as glm45", _GLM, _TOOL_CALL),
@@ -213,6 +225,18 @@ REASONING_FORMATS: Mapping[str, Thinking] = {
         "Kimi K2: <think>; calls end it, too",
         ReasoningFormat(("<think>",), ("</think>",), also_ends=_KIMI[:1], inside=True),
     ),
+    "kimi_k3": Thinking(
+        "Kimi K3: the section think",
+        ReasoningFormat(
+            (f"{OPEN}think{SEP}",), (f"{CLOSE}think{SEP}",), also_ends=(f"{OPEN}response{SEP}", f"{OPEN}tools{SEP}")
+        ),
+        _special(OPEN, CLOSE, SEP),
+    ),
+    "gemma4": Thinking(
+        "Gemma 4: <|channel>thought",
+        ReasoningFormat(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), also_ends=("<|tool_call>",)),
+        _special("<|channel>", "<channel|>"),
+    ),
     "minimax_m2": Thinking("MiniMax M2: the same as deepseek_r1", _THINK_INSIDE),
     "nemotron_v3": Thinking("Nemotron 3: the same as qwen3", _THINK),
     "olmo3": Thinking("Olmo 3: the same as deepseek_r1", _THINK_INSIDE),
@@ -223,6 +247,15 @@ REASONING_FORMATS: Mapping[str, Thinking] = {
     "step3": Thinking("Step 3: the same as deepseek_r1", _THINK_INSIDE),
     "step3p5": Thinking("Step 3.5: the same as deepseek_r1", _THINK_INSIDE),
 }  # fmt: skip
+
+
+def begins_of_calls(form: CallFormat | None) -> tuple[str, ...]:
+    """What begins a call, on a line of its own, in reasoning that the model forgot to end; prose hardly has that."""
+    if isinstance(form, XmlFormat):
+        return tuple(f"\n{section}\n" for section in form.section) or (f"\n{form.call}",)
+    if isinstance(form, JsonFormat):
+        return tuple(f"\n{marker}\n" for marker in form.begin if marker.startswith("<"))
+    return ()
 
 
 def calls_reader(form: CallFormat, functions: Functions) -> Reader:
@@ -236,4 +269,8 @@ def calls_reader(form: CallFormat, functions: Functions) -> Reader:
         return named_calls(form, accepts)
     if isinstance(form, XmlFormat):
         return xml_calls(form, functions, accepts)
+    if isinstance(form, GemmaFormat):
+        return gemma_calls(form, accepts)
+    if isinstance(form, KimiK3Format):
+        return kimi_k3(accepts)
     return pythonic_calls(form, accepts)

@@ -92,6 +92,8 @@ def _read_call(scanner: Scanner, pieces: Pieces, name: str) -> Steps[None]:
         written = True
         pieces.arguments(text)
 
+    if (yield from scanner.peek()) == "{":  # in its strings the markers are text
+        yield from scanner.value(arguments)
     if (yield from _read_body(scanner, arguments)) and not written:
         pieces.arguments("{}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -79,9 +80,12 @@ class Messages:
         return self._messages.setdefault(index, Message())
 
     def whole(self, index: int, text: str) -> Message:
-        """The message that all the text of a choice is."""
+        """The message that all the text of a choice is, without a call that was cut: its arguments are no JSON."""
         self.push(index, text, ended=True)
-        return self.of(index)
+        message = self.of(index)
+        if message.tool_calls and not _is_json(message.tool_calls[-1].arguments):
+            message.tool_calls.pop()
+        return message
 
     def _taken(self, message: Message, delta: MessageDelta) -> MessageDelta:
         content = "" if self._only_calls else delta.content
@@ -99,6 +103,14 @@ class Messages:
                 message.tool_calls.append(ToolCall(self._make_id(), call.name))
             message.tool_calls[call.index].pieces.append(call.arguments)
         return delta
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _joined(first: MessageDelta, second: MessageDelta) -> MessageDelta:

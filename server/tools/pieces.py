@@ -102,7 +102,10 @@ def after_markers(begin: Collection[str], bare: Collection[str], read_calls: Rea
             pieces.content(scanner.trail())
         while markers and (yield from scanner.until(markers, pieces.content)):
             yield from scanner.space()
-            yield from read_calls(scanner, pieces)
+            if not (yield from scanner.peek()):  # the output was cut here
+                scanner.forget()
+            else:
+                yield from read_calls(scanner, pieces)
             pieces.content(scanner.trail())
 
     return read
@@ -115,7 +118,9 @@ def in_sections(sections: Collection[str], call: str, read_calls: Reader) -> Rea
     def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
         while marker := (yield from scanner.until(markers, pieces.content)):
             yield from scanner.space()
-            if marker == call or (yield from scanner.literal(call)):
+            if not (yield from scanner.peek()):  # the output was cut here
+                scanner.forget()
+            elif marker == call or (yield from scanner.literal(call)):
                 yield from read_calls(scanner, pieces)
             pieces.content(scanner.trail())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from server.tools.pieces import Pieces, Reader
@@ -35,10 +36,13 @@ def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
     return form.inside or written.endswith(form.begin)
 
 
-def reasoning(form: ReasoningFormat, prompt: str) -> Reader:
-    """Reads it where there is any; ``prompt`` : the end of what the model continues, which may open or close it."""
+def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -> Reader:
+    """Reads it where there is any; ``prompt`` : the end of what the model continues, which may open or close it.
+
+    ``calls`` : what begins a call, which a model may write without an end of its reasoning.
+    """
     inside = begins_inside(form, prompt)
-    markers = Markers(*form.end, *form.also_ends)
+    markers = Markers(*form.end, *form.also_ends, *calls)
 
     def read(scanner: Scanner, pieces: Pieces) -> Steps[None]:
         if inside is None:

@@ -6,7 +6,7 @@ anew for each piece, and openai-harmony reads tokens of a vocabulary that it loa
 
 from __future__ import annotations
 
-from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS, calls_reader
+from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS, begins_of_calls, calls_reader
 from server.tools.functions import Functions
 from server.tools.harmony import harmony
 from server.tools.message import MessageParser
@@ -36,8 +36,11 @@ def make_parser(
     readers: list[Reader] = []
     if reasoning is not None:
         thinking = REASONING_FORMATS[reasoning].form
+        begins = () if tool_call is None else begins_of_calls(TOOL_FORMATS[tool_call].form)
         readers.append(
-            harmony(functions, calls=tool_call == "openai") if thinking is None else reasoning_reader(thinking, prompt)
+            harmony(functions, calls=tool_call == "openai")
+            if thinking is None
+            else reasoning_reader(thinking, prompt, begins)
         )
     if tool_call is not None:
         form = TOOL_FORMATS[tool_call].form

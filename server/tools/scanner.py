@@ -15,7 +15,7 @@ Sink: TypeAlias = Callable[[str], object]
 
 _ANY = re.compile(r"(?s:.+)")
 _SPACE = re.compile(r"[ \t\r\n]*")
-_OUTSIDE_STRING = re.compile(r'[^"{}\[\]]+')
+_OUTSIDE_STRING = re.compile(r"[\s,:\w.+-]+")
 _INSIDE_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r'[^\s,:"{}\[\]]+')
 _CLOSES = {"{": "}", "[": "]"}
@@ -189,7 +189,7 @@ class Scanner:
         while True:
             yield from self.run(_OUTSIDE_STRING, sink)
             mark = yield from self.peek()
-            if not mark or (mark in "}]" and mark != to_close[-1]):
+            if mark not in {'"', "{", "[", to_close[-1] if to_close else ""} or not mark:
                 return False
             yield from self.literal(mark, sink=sink)
             if mark == '"':

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from server.tools.functions import Functions, json_characters, json_of, json_string, types_of
 from server.tools.json_calls import Accepts
@@ -21,6 +22,7 @@ class XmlFormat:
 
     ``call``, ``after_name``, ``call_end`` : around the name and its parameters. ``key``, ``after_key``, ``value_end`` :
     around the name and the value of a parameter; ``after_key`` one after the other, white space between them.
+    ``on_lines`` : values stand on lines of their own, whose ends are not part of them.
     """
 
     call: str
@@ -31,6 +33,22 @@ class XmlFormat:
     after_name: str = ""
     section: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
+    on_lines: bool = False
+
+
+@cache
+def _value_ends(form: XmlFormat, *, on_lines: bool) -> Markers:
+    """What ends a value. One on lines of its own ends where its tag begins a line, for it may speak of the tag; or at
+    the next tag, where a model forgot that.
+    """
+    if not form.on_lines:
+        return Markers(form.value_end)
+    if not on_lines:
+        return Markers(f"\n{form.value_end}", form.value_end)
+    following = [between + tag for between in ("", "\n") for tag in (form.key, form.call_end)]
+    return Markers(
+        f"\n{form.value_end}", *(form.value_end + tag for tag in following), f"\n{form.key}", f"\n{form.call_end}"
+    )
 
 
 def xml_calls(form: XmlFormat, functions: Functions, accepts: Accepts) -> Reader:
@@ -107,33 +125,31 @@ class _Call:
             yield from scanner.space()
             if not (yield from scanner.literal(literal)):
                 return False
-        scanner.forget()
-        yield from scanner.literal("\n")
+        on_lines = self._form.on_lines and bool((yield from scanner.literal("\n")))
         scanner.forget()
         types = types_of(self._functions, self._name, match["name"])
         if match["string"]:
             types = frozenset({"string"}) if match["string"] == "true" else types - {"string"}
         pieces.arguments(f"{before}{json_string(match['name'])}: ")
         value = _String(pieces) if types == {"string"} else _Typed(pieces, types)
-        complete = bool((yield from scanner.until(Markers(self._form.value_end), value.add)))
+        ends = _value_ends(self._form, on_lines=on_lines)
+        complete = bool((yield from scanner.until(ends, value.add, read_marker=False)))
         value.end(complete=complete)
+        yield from scanner.literal(f"\n{self._form.value_end}", self._form.value_end)
         scanner.forget()
         return complete
 
 
 class _String:
-    """A string, passed on while it arrives; a line end before the tag that ends it is not part of it."""
+    """A string, passed on while it arrives."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
-        self._held = ""
         pieces.arguments('"')
 
     def add(self, text: str) -> None:
         """The next characters."""
-        text = self._held + text
-        self._held = "\n" if text.endswith("\n") else ""
-        self._pieces.arguments(json_characters(text[: len(text) - len(self._held)]))
+        self._pieces.arguments(json_characters(text))
 
     def end(self, *, complete: bool) -> None:
         """All has come; where the value is cut off it stays open."""
@@ -156,4 +172,4 @@ class _Typed:
     def end(self, *, complete: bool) -> None:
         """All has come; where the value is cut off it is passed on as it is."""
         text = "".join(self._text)
-        self._pieces.arguments(json_of(text.removesuffix("\n"), self._types) if complete else text)
+        self._pieces.arguments(json_of(text, self._types) if complete else text)
