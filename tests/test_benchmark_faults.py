@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from benchmarks.faults.__main__ import PROBLEMS
 from benchmarks.faults.history import History
-from benchmarks.faults.load import Question, note, number_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,14 +32,6 @@ def test_a_promised_note_that_is_gone_is_lost_and_one_only_acknowledged_is_not()
     assert (verdict.lost, verdict.twice, verdict.elsewhere, verdict.num_promised) == ((2,), (), (), 2)
     assert not verdict.is_clean
     assert history(1, 2, 3, promised=2).check([("one", 2), ("one", 1)]).is_clean
-
-
-def test_after_an_orderly_close_all_that_was_acknowledged_is_promised() -> None:
-    made = history(1, 2)
-    made.send(3, "one")  # interrupted: it may be there or not
-    made.end_life(in_order=True)
-    assert made.check([("one", 1)]).lost == (2,)
-    assert made.check([("one", 1), ("one", 2), ("one", 3)]).is_clean
 
 
 def test_what_a_killed_server_acknowledged_is_not_promised_by_the_next_one() -> None:
@@ -74,20 +65,6 @@ def test_a_verdict_is_clean_exactly_when_the_store_is_a_set_between_promised_and
     numbers = [number for _, number in found]
     is_right = len(numbers) == len({*numbers}) and promised <= {*numbers} <= {*range(1, 31)}
     assert made.check(found).is_clean == (is_right and all(namespace == "one" for namespace, _ in found))
-
-
-@given(st.integers(1, 10**6))
-def test_a_note_is_known_by_its_beginning(number: int) -> None:
-    assert number_of(note(number)) == number
-    assert number_of(note(number)[: -len("log\n")] + " and what the model made of it") == number
-    assert number_of("import os  # note 5 of this log") is None
-
-
-def test_an_answer_that_is_not_the_right_one_to_the_last_letter_was_changed() -> None:
-    question = Question({}, "abcdef" * 20, "length")
-    assert question.judge(question.text, "length") == "right"
-    for text, reason in ((question.text, "stop"), (question.text[:-1] + "x", "length"), (question.text[:-1], "length")):
-        assert question.judge(text, reason) == "changed"
 
 
 @pytest.mark.slow

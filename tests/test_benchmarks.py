@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks.coupled import NEW, REPEATS, VARIANTS, aligned, common_prefix, marks_of, near_variant, same_place
+from benchmarks.coupled import NEW, REPEATS, VARIANTS, marks_of
 from benchmarks.processes import find_redis_server
 from benchmarks.profile import Event, summary
 from benchmarks.report.service import shares_section
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
 from benchmarks.sources import ALL, OFF, RECYCLING, RETRIEVAL, all_over_best
-from benchmarks.steps import BareForward, Shape, prompts_of, random_model, time_steps
 from benchmarks.ways import Tally
-from benchmarks.workloads import snippets
-from ssd.bundled import MODEL_PATH
-from ssd.model.loading.load_target import open_target
-from tests.models import VOCAB, tiny_model
 
 Found = dict[str, Any]
 
@@ -144,24 +137,6 @@ def test_tables_turns_and_intervals() -> None:
     assert widths[1] < widths[0]
 
 
-def test_a_near_variant_differs_in_one_place() -> None:
-    for seed in range(3):
-        for text in snippets(seed)[:40]:
-            changed = near_variant(text, np.random.default_rng(seed))
-            assert changed == near_variant(text, np.random.default_rng(seed)) != text
-            before = next(i for i, (a, b) in enumerate(zip(text + "\0", changed + "\0", strict=False)) if a != b)
-            shared = len(text) - before
-            after = next((i for i in range(shared) if text[-1 - i] != changed[-1 - i]), shared)
-            assert shared - after <= 60 and len(changed) - before - after <= 120
-
-
-def test_measures_of_agreement_say_what_two_answers_have_in_common() -> None:
-    one, other = [1, 2, 3, 4, 5, 6], [1, 2, 9, 3, 4, 5, 6]
-    assert same_place(one, other) == pytest.approx(2 / 7) and common_prefix(one, other) == 2
-    assert aligned(one, other) == pytest.approx(8 / 13), "the block of two is too short"
-    assert same_place([], []) == aligned([], []) == 1 and common_prefix([], [1]) == 0
-
-
 def test_marks_say_what_is_met() -> None:
     def row(workload: str, over: float, against: list[float]) -> Found:
         return {
@@ -186,37 +161,6 @@ def test_all_together_is_compared_with_the_best_source_alone() -> None:
     assert all_over_best([{OFF: tally(1.0)}]) is None
 
 
-@pytest.mark.parametrize("runs_beside_host", [False, True])
-def test_drafts_of_known_text_are_accepted_whole_and_change_nothing(runs_beside_host: bool) -> None:
-    target = open_target(tiny_model(), num_slots=2, max_length=64, max_draft_tokens=3)
-    target.runs_beside_host = runs_beside_host
-    library, prompts = tiny_model(), prompts_of(None, VOCAB, 2, 9)
-    plain = time_steps(target, prompts, Shape(2, 16, 0), 24, [], library)
-    drafted = time_steps(target, prompts, Shape(2, 16, 3), 5, plain.outputs, library)
-    assert drafted.num_tokens == 2 * 4 * len(drafted.steps)
-    assert len(drafted.targets) == len(drafted.outside) >= 2 and len(drafted.steps) == len(drafted.forwards) >= 2
-    for said, text in zip(drafted.outputs, plain.outputs, strict=True):
-        assert said == text[: len(said)]
-
-
-def test_a_bare_forward_of_a_model_with_a_window_that_is_full_can_be_repeated() -> None:
-    model = tiny_model("Gemma 3")
-    window = model.config.get_text_config().sliding_window
-    forward = BareForward(model, Shape(2, window, 3), 3 * window)
-    assert min(forward.seconds() for _ in range(4)) > 0
-    assert forward._cache.get_seq_length() == 3 * window
-
-
-def test_a_model_that_speaks_names_the_next_token_clearly_in_bfloat16() -> None:
-    model = random_model("tiny", dtype="bfloat16", device="cpu", speaks=True)
-    tokens = torch.arange(3, 99)[None]
-    with torch.inference_mode():
-        best = model(input_ids=tokens).logits[0].float().topk(2)
-    assert (best.values[:, 0] > 1.5 * best.values[:, 1]).all()
-    followers = best.indices[:, 0]
-    assert len(followers.unique()) == tokens.numel() and (followers != tokens[0]).all()
-
-
 def test_a_profiled_step_of_two_kernels_is_busy_has_a_gap_and_waits_for_the_host() -> None:
     def event(kind: str, name: str, begin: float, end: float, thread: str = "0/0") -> Event:
         return Event(kind, name, begin, end, thread)
@@ -236,14 +180,3 @@ def test_a_profiled_step_of_two_kernels_is_busy_has_a_gap_and_waits_for_the_host
     assert found["groups_ms"] == {"matrix products": 0.495, "attention": 0.2}
     with pytest.raises(ValueError, match="no 'step'"):
         summary([])
-
-
-def test_a_tokenizer_alone_is_all_that_a_tiny_model_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Programs take any model's directory."""
-    vocab_size = json.loads((MODEL_PATH / "config.json").read_text())["vocab_size"]
-    tiny_model(vocab_size=vocab_size, max_position_embeddings=256).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(MODEL_PATH / name, tmp_path / name)
-    main = importlib.import_module("benchmarks.overhead").main
-    assert main([str(tmp_path), "--batch", "1", "--pairs", "1", "--max-tokens", "2"]) == 0
-    assert same_outputs(json.loads(capsys.readouterr().out.strip().splitlines()[-1]))

@@ -9,16 +9,13 @@ import tomllib
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.training import corpus
-from benchmarks.training.corpus import TokenStream
-from benchmarks.training.evaluate import loop_share, repeated_tokens
+from benchmarks.training.evaluate import loop_share
 from benchmarks.training.model_format import END_OF_TEXT_ID, Message, render
-from benchmarks.training.train import load_optimizers, make_optimizers, take_step, unlikelihood_loss
 from ssd.bundled import MODEL_PATH
 
 ODD_TEXTS = [
@@ -32,15 +29,6 @@ ODD_TEXTS = [
     "\x00\x01\x7f\ufffd\ud7ff\U0010ffff",
     "".join(map(chr, range(256))),
 ]
-
-SMALL = {
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "tie_word_embeddings": True,
-}
 
 
 @cache
@@ -141,71 +129,3 @@ def test_record_lists_every_file_with_its_hash() -> None:
         assert not file["path"].startswith("/")
         assert file["held_out"] == corpus.is_held_out(file["path"])
     assert {file["held_out"] for file in record["files"]} == {True, False}
-
-
-def test_conversations_are_a_function_of_the_file() -> None:
-    functions = "".join(f'def f{i}(a):\n    """Return {i}."""\n    return {i}\n\n' for i in range(40))
-    file = corpus.SourceFile("x.py", functions, held_out=False)
-    talks = list(corpus.conversations(file))
-    assert talks == list(corpus.conversations(file))
-    assert talks
-    for talk in talks:
-        roles = [message.role for message in talk if message.role != "system"]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
-    assert list(corpus.conversations(corpus.SourceFile("y.py", "def f(:\n", held_out=False))) == []
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([], []),
-        ([7], [0]),
-        ([7] * 7, [0] * 7),
-        ([7] * 8, [0] + [1] * 7),
-        ([1, 2, 3, 4, 1, 2, 3, 4], [0] * 4 + [1] * 4),
-        ([9, 1, 2, 3, 4, 1, 2, 3, 4, 1, 5], [0] * 5 + [1] * 5 + [0]),
-        ([1, 2, 3, 4, 1, 2, 3, 5], [0] * 8),
-        (list(range(33)) * 2, [0] * 66),
-    ],
-)
-def test_a_loop_is_two_whole_copies_and_eight_tokens(tokens: list[int], expected: list[int]) -> None:
-    assert repeated_tokens(tokens).tolist() == [bool(value) for value in expected]
-
-
-def test_token_stream_covers_an_epoch_once_and_depends_on_the_seed() -> None:
-    documents = [np.arange(start, start + 10) for start in range(0, 100, 10)]
-    stream = TokenStream(documents, seed=0, num_tokens=8)
-    inputs = torch.cat([stream.batch(step, 4)[0].flatten() for step in range(12)])
-    assert len(set(inputs.tolist())) == 96
-    inputs, targets = stream.batch(13, 8)
-    assert torch.equal(inputs[0, 1:], targets[0, :-1])
-    assert torch.equal(stream.batch(13, 8)[0], TokenStream(documents, seed=0, num_tokens=8).batch(13, 8)[0])
-    assert not torch.equal(inputs, TokenStream(documents, seed=1, num_tokens=8).batch(13, 8)[0])
-
-
-def test_one_step_moves_matrices_by_muon_and_the_rest_by_adamw() -> None:
-    torch.manual_seed(0)
-    trained = LlamaForCausalLM(LlamaConfig(**SMALL))
-    before = {name: weight.detach().clone() for name, weight in trained.named_parameters()}
-    trained(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss.backward()
-    optimizers = make_optimizers(trained)
-    take_step(optimizers, 0.01)
-    for name, weight in trained.named_parameters():
-        moved = weight.detach() - before[name]
-        if weight.ndim == 2 and "embed" not in name:
-            values = torch.linalg.svdvals(moved / (0.01 * 0.2 * max(weight.shape) ** 0.5))
-            assert values.min() > 0.5 and values.max() < 1.4
-        else:
-            assert 0.9 * 0.01 < moved.abs().max() < 1.1 * 0.01
-    again = make_optimizers(trained)
-    load_optimizers(again, {"optimizers": [each.state_dict() for each in optimizers]})
-    assert [len(each.state) for each in again] == [len(each.state) for each in optimizers] == [7, 4]
-
-
-def test_unlikelihood_is_zero_without_loops_and_lowers_looped_tokens() -> None:
-    plain = torch.arange(20)[None]
-    assert unlikelihood_loss(model(), plain, 4)[0].item() == 0
-    looped = torch.tensor([[5, 6, 7, 8] * 6])
-    loss, share = unlikelihood_loss(model(), looped, 4)
-    assert share == pytest.approx(0.8)
-    assert loss.requires_grad

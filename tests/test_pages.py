@@ -55,6 +55,12 @@ def test_files_and_commands_that_a_page_names_are_there(path: Path) -> None:
         assert module.exists() or module.with_suffix(".py").exists(), name
 
 
+def test_programs_that_make_runs_are_there() -> None:
+    for name in set(re.findall(r"python -m (benchmarks[\w.]*)", (ROOT / "Makefile").read_text())):
+        module = ROOT / name.replace(".", "/")
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), name
+
+
 def test_every_page_and_example_is_in_its_index() -> None:
     for folder, pattern in (("docs", "*.md"), ("examples", "*.py")):
         listed = set(links(ROOT / folder / "README.md"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.peers import PEER_NAMES, Insertion, Peer, PeerError, PeerUnavailable
+from benchmarks.peers import PEER_NAMES, Peer, PeerError, PeerUnavailable
 from benchmarks.peers.check import WAYS
 from benchmarks.peers.client import environment
 from benchmarks.peers.frames import FrameError, read_frame, write_frame
@@ -46,20 +44,6 @@ def test_frames_come_back_as_they_were_written() -> None:
     assert [array.tolist() for array in arrays] == [[1, -2], [], [2**31 - 1]]
     assert read_frame(stream) == ({"op": "b"}, [])
     assert read_frame(stream) is None
-
-
-def test_arrays_of_a_frame_are_what_extension_modules_accept() -> None:
-    _, arrays = read_frame(io.BytesIO(frame_of({}, (ids(1, 2, 3), ids(4, 5))))) or ({}, [])
-    for array in arrays:
-        assert array.dtype == np.int32
-        assert array.flags.c_contiguous
-        assert array.flags.writeable
-        assert array.flags.aligned
-
-
-def test_strided_arrays_are_written_in_order() -> None:
-    _, arrays = read_frame(io.BytesIO(frame_of({}, (np.arange(10, dtype=np.int32)[::-3],)))) or ({}, [])
-    assert arrays[0].tolist() == [9, 6, 3, 0]
 
 
 @pytest.mark.parametrize("array", [np.zeros(3, np.int64), np.zeros((2, 2), np.int32)], ids=["int64", "two dimensions"])
@@ -158,11 +142,6 @@ def test_the_process_says_what_it_opened() -> None:
     assert opened["full_draft"] == {"knob": 1.0}
 
 
-def test_times_and_tokens_of_an_insertion_add_up() -> None:
-    _, (answer, _) = answers_to(frame_of({"op": "insert"}, (ids(1, 2, 3), ids(4))))
-    assert answer == {"ns": 2000, "num_tokens": 4}
-
-
 def test_every_proposed_context_is_a_request_that_ends() -> None:
     echo = Echo()
     ask = frame_of({"op": "propose", "max_tokens": 2, "setting": {"knob": 0.5}}, (ids(1, 2, 3), ids(), ids(4)))
@@ -203,20 +182,6 @@ def test_a_recorded_request_is_decoded_under_several_settings_at_once() -> None:
     assert echo.running == []
 
 
-def test_settings_that_share_no_state_have_a_peer_each_and_keep_it() -> None:
-    opened = Echo(shares_state=False)
-    settings = [{"max_tokens": most, "setting": {"knob": 0.5}} for most in (1, 2)]
-    ask = {"op": "replay", "prompt_length": 2, "settings": settings}
-    requests = [frame_of({**ask, "request_id": name}, (ids(1, 1, 1, 1, 2, 1),)) for name in "rs"]
-    (about, _), (_, first), (_, second) = answers_to(*requests, peer=opened)
-    assert about["shares_state"] is False
-    assert first == second
-    assert [len(first[0]), len(first[6])] == [3, 2]
-    assert opened.held == 0
-    assert [other.held for other in opened.others] == [8, 8]
-    assert opened.others[0].running == opened.others[1].running == []
-
-
 def test_a_failed_operation_is_an_answer_and_the_next_one_works() -> None:
     start = frame_of({"op": "start", "request_id": "r"}, (ids(1),))
     _, first, second, unknown, last = answers_to(
@@ -225,13 +190,6 @@ def test_a_failed_operation_is_an_answer_and_the_next_one_works() -> None:
     assert first == last == ({}, [])
     assert second[0] == {"error": "ValueError: r runs", "missing": False}
     assert "KeyError" in unknown[0]["error"]
-
-
-def test_an_operation_before_open_is_refused() -> None:
-    out = io.BytesIO()
-    serve(io.BytesIO(frame_of({"op": "insert"}, (ids(1),))), out, Server())
-    out.seek(0)
-    assert "must be open" in (read_frame(out) or ({}, []))[0]["error"]
 
 
 # The client, with interpreters of our own behind it
@@ -265,31 +223,10 @@ def test_an_absent_environment_says_how_to_make_it(tmp_path: Path, monkeypatch: 
         Peer("arctic")
 
 
-def test_an_unknown_peer_is_named_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="prompt-lookup"):
-        Peer("suffix")
-
-
 def test_a_peer_that_does_not_start_shows_its_last_words(fake_environment: Path) -> None:
     (fake_environment / "peer.py").write_text("import sys\nsys.exit('the library is from another planet')\n")
     with pytest.raises(PeerUnavailable, match=r"(?s)status 1 during 'open'.*make bench-peers.*another planet"):
         Peer("arctic")
-
-
-def test_an_interpreter_that_does_not_run_is_unavailable(fake_environment: Path) -> None:
-    (fake_environment / "bin" / "python").chmod(0o644)
-    with pytest.raises(PeerUnavailable, match="does not run"):
-        Peer("arctic")
-
-
-def test_a_package_that_is_missing_says_how_to_install_it(fake_environment: Path) -> None:
-    answer = ANSWER_OPEN.replace(
-        '{"versions": {}, "has_store": True, "shares_state": True, "full_draft": {}}',
-        '{"error": "no vllm", "missing": True}',
-    )
-    (fake_environment / "peer.py").write_text(answer)
-    with pytest.raises(PeerUnavailable, match=r"no vllm.*make bench-peers"):
-        Peer("vllm-ngram")
 
 
 def test_a_peer_that_dies_in_a_call_shows_only_its_last_words(fake_environment: Path) -> None:
@@ -365,24 +302,6 @@ def test_a_peer_drafts_step_by_step(peer: Peer) -> None:
 
 
 @needs_peers
-def test_a_wrong_call_leaves_the_peer_usable(peer: Peer) -> None:
-    peer.start("twice", ids(1, 2))
-    with pytest.raises(PeerError, match="already"):
-        peer.start("twice", ids(1, 2))
-    peer.stop("twice", keep=False)
-    with pytest.raises(PeerError, match="setting"):
-        peer.propose([ids(1, 2)], max_tokens=3, temperature=1.0)
-    assert len(peer.propose([ids(1, 2)], max_tokens=3).drafts) == 1
-
-
-@needs_peers
-def test_a_peer_without_a_store_learns_nothing_in_no_time() -> None:
-    with Peer("prompt-lookup") as peer:
-        assert not peer.has_store
-        assert peer.insert(texts(2, 100, seed=4)) == Insertion(0.0, 0, 0)
-
-
-@needs_peers
 def test_arctic_drafts_what_followed_in_a_finished_request() -> None:
     stored = texts(200, 1_000, seed=5)
     with Peer("arctic", depth=24) as peer:
@@ -393,34 +312,6 @@ def test_arctic_drafts_what_followed_in_a_finished_request() -> None:
         assert insertion.resident_growth_bytes > 16 * insertion.num_tokens
         proposals = peer.propose([text[480:500] for text in stored], max_tokens=4)
         assert [draft.tolist() for draft in proposals.drafts] == [text[500:504].tolist() for text in stored]
-
-
-@needs_peers
-def test_arctic_stores_every_token_without_a_prompt() -> None:
-    text = texts(1, 100, seed=6)[0]
-    with Peer("arctic", prompt_length=0) as peer:
-        assert peer.insert([text]).num_tokens == 100
-        assert peer.propose([text[:10]], max_tokens=5).drafts[0].tolist() == text[10:15].tolist()
-
-
-@needs_peers
-def test_what_is_asked_leaves_nothing_behind() -> None:
-    text = texts(1, 100, seed=7)[0]
-    with Peer("arctic") as peer:
-        peer.propose([text], max_tokens=5)
-        assert peer.propose([text[:50]], max_tokens=5).drafts[0].tolist() == []
-
-
-@needs_peers
-def test_arctic_keeps_the_output_of_a_stopped_request_only_if_told() -> None:
-    prompt, kept, dropped = texts(3, 60, seed=8)
-    with Peer("arctic") as peer:
-        for request_id, output in (("kept", kept), ("dropped", dropped)):
-            peer.start(request_id, prompt)
-            peer.add(request_id, output)
-            peer.stop(request_id, keep=request_id == "kept")
-        drafts = peer.propose([kept[:20], dropped[:20], prompt[:20]], max_tokens=3).drafts
-        assert [draft.tolist() for draft in drafts] == [kept[20:23].tolist(), [], []]
 
 
 @needs_peers
@@ -437,28 +328,6 @@ def test_arctic_drafts_trees_and_obeys_its_settings() -> None:
         assert peer.speculate("r", stem, 6, min_token_prob=0.6).token_ids.tolist() == []
         assert len(peer.speculate("r", stem[-4:], 6).token_ids) == 3  # no longer than its match
         peer.stop("r", keep=False)
-
-
-@needs_peers
-def test_vllm_refuses_what_its_buffers_cannot_hold() -> None:
-    with Peer("vllm-ngram", max_context_tokens=32, max_draft=4) as peer:
-        with pytest.raises(PeerError, match="max_context_tokens"):
-            peer.propose([np.zeros(33, np.int32)], max_tokens=4)
-        assert peer.propose([np.zeros(32, np.int32)], max_tokens=4).drafts[0].tolist() == [0, 0, 0, 0]
-
-
-@needs_peers
-def test_an_option_a_peer_does_not_have_is_an_error() -> None:
-    with pytest.raises(PeerError, match="depth"):
-        Peer("prompt-lookup", depth=3)
-
-
-@needs_peers
-def test_a_killed_peer_is_unavailable() -> None:
-    with Peer("arctic") as peer:
-        os.kill(peer.process_id, signal.SIGKILL)
-        with pytest.raises(PeerUnavailable, match="status -9"):
-            peer.propose([ids(1, 2, 3)], max_tokens=2)
 
 
 def answer_of(peer: Peer, text: np.ndarray, max_tokens: int) -> tuple[list[int], list[int]]:
@@ -493,54 +362,6 @@ def test_sglang_drafts_every_known_continuation_the_newest_first() -> None:
         tell(peer, ids(50), ids(1, 2, 3, 4, 5))
         tell(peer, ids(60), ids(1, 2, 3, 7, 8))
         assert answer_of(peer, ids(1, 2, 3), 8) == ([7, 8], [-1, 0])
-
-
-@needs_peers
-def test_sglang_prefers_by_frequency_what_was_said_more_often() -> None:
-    with Peer("sglang-ngram", capacity=10_000, draft_tokens=2, match_type="PROB") as peer:
-        for output in (ids(1, 2, 3, 4), ids(1, 2, 3, 4), ids(1, 2, 3, 7)):
-            tell(peer, ids(50), output)
-        assert answer_of(peer, ids(1, 2, 3), 8) == ([4], [-1])
-
-
-@needs_peers
-def test_sglang_knows_of_a_prompt_its_last_tokens_and_fills_its_drafts_up() -> None:
-    prompt = np.arange(100, 140, dtype=np.int32)
-    with Peer("sglang-ngram", capacity=10_000, padded=1) as peer:
-        tell(peer, prompt, ids(1, 2))
-        assert answer_of(peer, prompt[:10], 16) == ([-1] * 11, [-1] * 11)
-        tokens, parents = answer_of(peer, prompt[-10:], 16)
-        assert (tokens, parents) == ([1, 2] + [-1] * 9, [-1, 0] + [-1] * 9)
-
-
-@needs_peers
-def test_llama_cpp_shares_what_it_looked_up_when_it_was_seen_twice() -> None:
-    text = texts(1, 60, seed=10)[0]
-    with Peer("llama-cpp", type="lookup") as peer:
-        assert peer.has_store
-        tell(peer, text[:20], text[20:])
-        assert answer_of(peer, text[30:40], 4)[0] == []
-        tell(peer, text[:20], text[20:])
-        assert answer_of(peer, text[30:40], 4)[0] == text[40:44].tolist()
-
-
-@needs_peers
-def test_llama_cpp_drafts_from_the_pool_only_what_is_long_enough() -> None:
-    text = texts(1, 100, seed=11)[0]
-    for least, expected in ((8, text[40:48].tolist()), (70, [])):
-        with Peer("llama-cpp", type="ngram-mod", first=4, second=least, third=80) as peer:
-            peer.start("first", text)  # a prompt enters the pool when its request begins
-            peer.stop("first", keep=True)
-            assert answer_of(peer, text[30:40], 8)[0] == expected
-
-
-@needs_peers
-def test_llama_cpp_looks_for_the_newest_place_in_the_text_of_the_request_alone() -> None:
-    stem, one, other = texts(3, 12, seed=12)
-    with Peer("llama-cpp", type="ngram-simple", first=3, second=4) as peer:
-        assert not peer.has_store
-        assert answer_of(peer, np.concatenate([stem, one, stem, other, stem]), 8)[0] == other[:4].tolist()
-        assert answer_of(peer, np.concatenate([one, stem]), 8)[0] == []
 
 
 @needs_peers

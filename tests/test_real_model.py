@@ -51,24 +51,10 @@ def test_only_1_accepts_the_terms(said: str) -> None:
     assert not accepted({"ACCEPT_GEMMA_TERMS": said})
 
 
-def test_conversion_without_the_packages_says_what_installs_them(tmp_path: Path) -> None:
-    refused = run("convert", str(tmp_path / "model"))
-    assert refused.returncode == 1 and "make real-model" in refused.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_model_is_found_by_its_variable_and_called_by_its_name(made: Path) -> None:
     assert default_directory() == find_model("real") == made
     assert model_name(made) == "A model"
     assert model_name(find_model("bundled")) == "bundled model"
-
-
-def test_a_model_that_is_not_there_is_an_error_that_says_what_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    with pytest.raises(argparse.ArgumentTypeError, match="make real-model"):
-        find_model("real")
 
 
 @pytest.mark.parametrize("place", [["real"], ["--model", "real"], ["--json", "--model", "real"]])

@@ -19,14 +19,12 @@ from benchmarks.replay import digest, main, replay
 from benchmarks.replay.contenders import PeerDrafter
 from benchmarks.replay.settings import FREQUENCY, PeerSetting, settings_of
 from benchmarks.report.replay import others_section
-from benchmarks.traces import TraceTokenizer, all_traces, read_records, read_rows
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, make_drafter
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
-from ssd.errors import ConfigError
 from ssd.retrieval.segment import SEPARATOR
 from tests.reference import drafting as reference
 from tests.reference import walk as slow
@@ -90,14 +88,6 @@ def test_a_drafter_that_drafts_too_much_is_an_error() -> None:
     rows = as_rows([([1, 2, 3, 4, 5] * 3, [1, 2, 3])])
     with pytest.raises(AssertionError, match="drafted 5"):
         replay(rows, Greedy(), max_draft=4)
-
-
-def test_learned_rows_are_drafted_from_and_not_counted() -> None:
-    one, other = as_rows([([1], [2, 3, 4, 5, 6, 0]), ([1], [2, 3, 4, 5, 6, 0])])
-    settings, drafters = settings_of(FREQUENCY, 8, curve=False, tree=False), [FrequencyDrafter()]
-    with OurDrafters(settings, draft=DraftConfig(), index=IndexConfig(), drafters=drafters) as contender:
-        (counts,) = replay_stream(stream([[other]], learned=[[one]]), contender)
-    assert (counts.num_output_tokens, counts.num_verify_steps) == (6, 1)
 
 
 @needs_peers
@@ -175,12 +165,6 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_of_a_session_see_its_history(trace: Path) -> None:
-    rows = list(read_rows(read_records(trace / "tiny.jsonl.gz"), TraceTokenizer(trace / "tokenizer.json")))
-    assert [row.context.tolist() for row in rows] == [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 0, 1, 2], [2, 3], [1, 2, 3]]
-    assert rows[1].output.tolist() == [3, 4, 5, 6, 7, 0]
-
-
 def run_whole(trace: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     drafters = [argument for name in OURS_AND_BASELINES for argument in ("--drafter", name)]
     assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--max-draft", "4", *drafters, *more]) == 0
@@ -204,11 +188,6 @@ def test_two_runs_give_the_same_counts(trace: Path, capsys: pytest.CaptureFixtur
 
 def test_the_row_that_would_exceed_the_limit_is_left_out(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {result["output_tokens"] for result in run(trace, capsys, "--max-output-tokens", "12")} == {11}
-
-
-def test_a_missing_trace_is_a_clear_error(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(trace / "absent"), "--tokenizer", str(trace)]) == 2
-    assert "SSD_TRACES" in capsys.readouterr().err
 
 
 def test_a_curve_has_a_result_for_each_setting_and_is_compared(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,25 +226,6 @@ def test_digests_are_the_same_until_a_draft_is_another(trace: Path, monkeypatch:
     assert not set(digest.digests(*asked)) & set(lines)
 
 
-def test_processes_change_nothing(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    twice = ("--tokenizer", str(trace))
-    assert run(trace, capsys, *twice, "--jobs", "2") == run(trace, capsys, *twice)
-
-
-def test_curves_and_reliability_are_drawn(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(trace, capsys, "--curve", "--plot", str(tmp_path / "replay.png"))
-    for name in ("replay.png", "replay-reliability.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_a_name_all_traces_are_replayed(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSD_TRACES", str(trace))
-    assert all_traces() == ["tiny"]
-    monkeypatch.delenv("SSD_TRACES")
-    with pytest.raises(ConfigError, match="SSD_TRACES"):
-        all_traces()
-
-
 @pytest.mark.parametrize(
     "more",
     [("--max-draft", "0"), ("--warm", "1.5"), ("--jobs", "0"), ("--plot", "no/such/place.png"), ("--shift", "absent")],
@@ -275,14 +235,6 @@ def test_a_wrong_option_is_a_clear_error(
 ) -> None:
     assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), *more]) == 2
     assert more[1].split("/")[0] in capsys.readouterr().err
-
-
-def test_a_peer_that_is_not_installed_is_a_clear_error(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SSD_PEERS", str(tmp_path / "nowhere"))
-    assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--drafter", "arctic"]) == 2
-    assert "make bench-peers" in capsys.readouterr().err
 
 
 def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -> None:
@@ -313,8 +265,3 @@ def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -
     assert "| llama.cpp, paths | default ngram-mod | 1.10x | 1.20x | 2.00 | 4.0 | 5.0 |" in lines
     assert "| SGLang, trees | default | 1.30x | 1.20x | 2.00 | 4.0 | 5.0 |" in lines
     assert "lookup, draft 8" not in found and "the first 8,000 output tokens" in found
-
-
-def test_sglang_has_no_chains(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(trace / "tiny.jsonl.gz"), "--tokenizer", str(trace), "--drafter", "sglang"]) == 2
-    assert "add --tree" in capsys.readouterr().err

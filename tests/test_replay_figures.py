@@ -14,7 +14,7 @@ from benchmarks.drafters import CurvePrice, FixedPrice
 from benchmarks.replay import measure_cost
 from benchmarks.replay.calibration import calibrate
 from benchmarks.replay.comparison import compare, compare_results, envelope, geometric_means
-from benchmarks.replay.settings import CONTENDER_NAMES, MEASURED_PATH, settings_of
+from benchmarks.replay.settings import CONTENDER_NAMES, settings_of
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.costs import CostCurve, flat, read_curve, speed_up
 from ssd.drafting.protocol import Draft
@@ -33,21 +33,6 @@ def steps_of(drafted: list[int], accepted: list[int], tested: list[int] | None =
 # Counts
 
 
-def test_counts_add_up_over_outputs() -> None:
-    counts = Counts()
-    counts.add(steps_of([2, 0], [1, 0]), 3)
-    counts.add(steps_of([5], [4]), 5)
-    assert (counts.num_output_tokens, counts.num_verify_steps) == (8, 3)
-    assert (counts.num_drafted_tokens, counts.num_accepted_tokens) == (7, 5)
-    assert counts.steps_by_drafted.tolist() == [1, 0, 1, 0, 0, 1]
-    assert counts.propose_us.tolist() == [1.0] * 3
-
-
-def test_steps_that_lose_a_token_are_an_error() -> None:
-    with pytest.raises(AssertionError, match="5 tokens"):
-        Counts().add(steps_of([2, 0], [1, 0]), 5)
-
-
 def test_estimates_of_the_first_tokens_are_not_judged() -> None:
     counts = Counts(judge_after=2)
     counts.add(steps_of([2, 2, 1], [1, 0, 0], [2, 1, 1]), 4)  # they begin at tokens 0, 2 and 3
@@ -59,23 +44,11 @@ def test_estimates_of_the_first_tokens_are_not_judged() -> None:
 # Costs and prices
 
 
-def test_a_flat_curve_is_free_up_to_its_width_and_proportional_beyond() -> None:
-    costs = flat(4).upto(12)
-    assert costs[:5].tolist() == [0, 1, 1, 1, 1]
-    assert costs[[6, 8, 12]].tolist() == [1.5, 2.0, 3.0]
-
-
 def test_speed_up_is_plain_cost_over_the_cost_of_the_steps() -> None:
     line = CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5]))
     # Ten tokens in two steps without a draft (cost 1 each) and one that drafted four (cost 1 + 4 / 2).
     assert speed_up(10, np.array([2, 0, 0, 0, 1]), line) == pytest.approx(10 / 5)
     assert speed_up(0, np.zeros(1, np.int64), line) == 1.0
-
-
-def test_the_committed_curve_is_one() -> None:
-    costs = read_curve(MEASURED_PATH).upto(64)
-    assert costs[1] == 1.0
-    assert (costs[2:] > 0.5).all()
 
 
 @pytest.mark.parametrize(
@@ -104,24 +77,11 @@ def test_prices_of_a_curve_follow_its_slope_and_what_recent_steps_gave() -> None
     assert np.asarray(pricing.prices()) == pytest.approx(0.5 * (1 + 3) / (1 + 2))
 
 
-def test_prices_do_not_fall_where_a_curve_has_steps() -> None:
-    steps = CostCurve("steps", np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([1.0, 1.4, 1.3, 1.3, 2.0]))
-    prices = np.asarray(CurvePrice(steps, 4).prices())
-    assert prices == pytest.approx([0.1, 0.1, 0.1, 0.7])
-
-
 def test_a_draft_is_cut_where_the_rest_does_not_pay() -> None:
     pricing = CurvePrice(CostCurve("line", np.array([1.0, 2.0]), np.array([1.0, 1.5])), 3)
     draft = Draft(np.arange(3, dtype=np.int32), probabilities=np.array([0.9, 0.9, 0.1]))
     assert pricing.paying(draft).token_ids.tolist() == [0, 1]
     assert FixedPrice(0.1).paying(draft) is draft
-
-
-def test_a_fixed_price_stays() -> None:
-    pricing = FixedPrice(0.2)
-    pricing.learn(3, 1)
-    assert np.asarray(pricing.prices()).tolist() == [0.2]
-    assert FixedPrice(None).prices() is None
 
 
 # Settings
@@ -134,12 +94,6 @@ def test_settings_have_names_of_their_own_and_stay_within_the_limit(drafter: str
         assert len({setting.name for setting in settings}) == len(settings)
         most = {"none": 0, "sglang": 11}.get(drafter, 12)  # its default has 12 with the token that they follow
         assert max(setting.limit for setting in settings) == most
-
-
-def test_arctic_settings_are_named_by_factor_and_least_probability() -> None:
-    names = [setting.name for setting in settings_of("arctic", 16, curve=True, tree=False)]
-    assert len(names) == 12
-    assert {"factor 0.5, p 0.1", "factor 2, p 0.1", "factor 4, p 0.01"} < set(names)
 
 
 # Calibration
@@ -155,23 +109,7 @@ def test_calibration_equals_the_slow_one(pairs: list[tuple[float, int]], num_bin
     assert len(found.num_tokens) <= num_bins
 
 
-def test_true_estimates_have_no_error() -> None:
-    random = np.random.default_rng(0)
-    estimates = random.random(200_000)
-    found = calibrate(estimates, (random.random(200_000) < estimates).astype(np.float64))
-    assert found is not None
-    assert len(found.num_tokens) == 15
-    assert found.error < 0.01
-    assert calibrate(np.empty(0), np.empty(0)) is None
-
-
 # Comparison
-
-
-def test_the_envelope_leaves_out_what_more_drafting_does_not_improve() -> None:
-    points = [(0.0, 0.5), (2.0, 1.0), (1.0, 0.8), (2.0, 0.9), (3.0, 1.0), (4.0, 1.1)]
-    assert envelope(points).tolist() == [[1.0, 0.8], [2.0, 1.0], [4.0, 1.1]]
-    assert envelope([]).shape == (0, 2)
 
 
 def test_curves_are_compared_on_their_overlap_alone() -> None:
@@ -179,11 +117,6 @@ def test_curves_are_compared_on_their_overlap_alone() -> None:
     assert found is not None
     assert found.drafted == pytest.approx([2.0, 8**0.5, 4.0])
     assert found.ratios == pytest.approx([1.5 / 1.0, 1.75 / 1.5, 2.0 / 2.0])
-
-
-@pytest.mark.parametrize("theirs", [[], [(0.0, 1.0)], [(5.0, 1.0), (9.0, 2.0)], [(2.0, 1.0)]])
-def test_curves_without_an_overlap_are_not_compared(theirs: list[tuple[float, float]]) -> None:
-    assert compare([(1.0, 1.0), (4.0, 2.0)], theirs) is None
 
 
 @given(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.orders import adversarial, limited, shuffled, stream
+from benchmarks.orders import adversarial, shuffled, stream
 from cache_builder.evaluation.log import Row
 
 
@@ -30,18 +30,6 @@ def test_a_shuffle_keeps_sessions_whole(sessions: list[list[Row]], seed: int) ->
     again = shuffled(sessions, seed)
     assert Counter(map(id, again)) == Counter(map(id, sessions))
     assert [id(some) for some in again] == [id(some) for some in shuffled(sessions, seed)]
-
-
-@given(SESSIONS, st.integers(0, 40))
-def test_the_limit_ends_before_the_row_that_would_exceed_it(sessions: list[list[Row]], most: int) -> None:
-    rows = [row for session in sessions for row in session]
-    kept = [row for session in limited(sessions, most) for row in session]
-    total = sum(len(row.output) for row in kept)
-    assert total <= most
-    assert all(one is other for one, other in zip(kept, rows, strict=False))
-    if len(kept) < len(rows):
-        assert total + len(rows[len(kept)].output) > most
-    assert len(list(limited(sessions, None))) == len(sessions)
 
 
 @pytest.mark.parametrize(("warm", "num_scored"), [(0.0, 4), (0.5, 2), (0.7, 2), (1.0, 0)])
@@ -67,10 +55,3 @@ def test_changed_outputs_follow_an_earlier_one_and_end_as_another(sessions: list
         )
         tails = [row.output[begin:].tolist() for row in earlier for begin in range(len(row.output))]
         assert any(output[cut:] in tails for cut in range(kept + 1))
-
-
-def test_where_outputs_change_is_spread_over_them() -> None:
-    turns = adversarial(stream(made_sessions([[100]] * 300)), 0)
-    lengths = [len(turn.row.output) for turn in turns if turn.is_scored]
-    assert 90 < np.mean(lengths) < 110
-    assert len(set(lengths)) > 50
