@@ -14,7 +14,7 @@ from benchmarks.training.head import Eagle3Training, make_optimizers, save
 from benchmarks.training.measure import Written, acceptance, chains, gumbel, read, unroll, write
 from benchmarks.training.train import take_step
 from ssd.model.heads.head import RecurrentHead
-from ssd.model.heads.load_head import load_head
+from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
 from ssd.model.layers.tap import Tap
 
