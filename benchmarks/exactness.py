@@ -22,8 +22,8 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest
 from ssd.engine import Engine, Request
 from ssd.engine.sequence import secret_of
 from ssd.model.sampling.noise import gumbel_noise
+from ssd.model.sampling.sampler import TokenLogprobs
 from ssd.model.sampling.target_tokens import truncated_scores
-from ssd.model.sampling.top_tokens import TokenLogprobs
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache import CacheSet

@@ -115,8 +115,8 @@ def phases(model_path: str) -> dict[str, Any]:
         from ssd.drafting import make_drafter
         from ssd.engine import Engine
         from ssd.model.loading.load_target import load_model, open_target
+        from ssd.model.loading.memory import weight_bytes
         from ssd.model.loading.threads import settle_threads
-        from ssd.model.loading.weights import weight_bytes
         from ssd.model.ways.slot_target import SlotTarget
     draft = DraftConfig()
     with phase("read weights"):

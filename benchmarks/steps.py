@@ -24,7 +24,7 @@ from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.loading.load_target import DTYPES, load_model
-from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.sampler import PassOutput
 from ssd.model.target import Target
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec

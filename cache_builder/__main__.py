@@ -10,7 +10,7 @@ from importlib import import_module
 
 from ssd import __version__
 from ssd.errors import SSDError
-from ssd.text.torchless import hide_torch
+from ssd.text.load_tokenizer import hide_torch
 
 _DESCRIPTION = "Fill the retrieval cache of ssd-serve from text that exists already: logs, transcripts, documents."
 _EXAMPLES = """\

@@ -139,6 +139,6 @@ def _end_with(parent: int) -> None:
 def prepare() -> None:
     """A process that is one of several workers: a core each, so libraries start no threads of their own; no torch."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from ssd.text.torchless import hide_torch
+    from ssd.text.load_tokenizer import hide_torch
 
     hide_torch()

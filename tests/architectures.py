@@ -13,8 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from ssd.model.layers.tap import FINAL
 from ssd.model.target import Target
-from ssd.model.ways.recurrent_target import RecurrentTarget, ReplayTarget
-from ssd.model.ways.row_target import RowTarget, WholeTarget
+from ssd.model.ways.row_target import RecurrentTarget, ReplayTarget, RowTarget, WholeTarget
 from ssd.model.ways.slot_target import SlotTarget
 
 COMMON: dict[str, Any] = {

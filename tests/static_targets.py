@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ssd.model.kv.kv_cache import AttentionKernel
 from ssd.model.sampling.sampler import Sampler
-from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
+from ssd.model.steps.static_steps import CudaGraphs, Recorder, eagerly
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import make_steps
 

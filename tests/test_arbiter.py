@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from ssd.drafting.arbiter import Arbiter
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.drafting.source import TRIAL_EVERY
-from ssd.pricing.acceptance_rates import AcceptanceRates
-from ssd.pricing.rate import best_gain
+from ssd.pricing.rate import AcceptanceRates, best_gain
 from tests.test_joint import STEP_S, Clock, Costly, Judge, ask, chain, verdict
 
 FOUR = chain([7, 8, 9, 10], [0.9] * 4)

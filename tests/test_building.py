@@ -293,7 +293,7 @@ SCRIPT = f"""
 import sys
 from pathlib import Path
 from cache_builder.building.build import BuildOptions, build
-from ssd.text.torchless import hide_torch
+from ssd.text.load_tokenizer import hide_torch
 if __name__ == "__main__":
     hide_torch()
     corpus, out, model, jobs = sys.argv[1:]

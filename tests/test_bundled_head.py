@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.training.measure import acceptance, write
 from ssd.bundled import HEAD_PATH, MODEL_PATH
-from ssd.model.heads.load_head import load_head
+from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
 from ssd.model.loading.load_target import load_model
 

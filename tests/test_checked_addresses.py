@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WRONG = """
 import numpy as np
 from ssd.compiled.addresses import Int64s, address, int64_array, kernel, load_uint32, load_uint64
-from ssd.compiled.records import Int64, Record, Records, view_of, views_of
+from ssd.compiled.addresses import Int64, Record, Records, view_of, views_of
 
 class Pair(Record):
     one: Int64

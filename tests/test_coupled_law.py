@@ -20,8 +20,7 @@ from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import SamplingRow
 from ssd.engine.sequence import secret_of
-from ssd.model.sampling.pass_output import PassOutput
-from ssd.model.sampling.sampler import argmax_with_noise
+from ssd.model.sampling.sampler import PassOutput, argmax_with_noise
 from ssd.model.sampling.target_tokens import target_tokens
 from tests.models import tiny_model
 from tests.reference import law as slow

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.model.kv.cpu_attention import cpu_attention
+from ssd.model.kv.attention import cpu_attention
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from tests.reference.attention import attended

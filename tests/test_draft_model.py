@@ -29,7 +29,7 @@ from ssd.errors import ConfigError, ModelError
 from ssd.model.draft.model import DraftModelDrafter, load_draft_model
 from ssd.model.draft.slots import READ_WIDTH
 from ssd.model.loading.load_target import load_model, open_target
-from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_scores
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssd.errors import ModelError
-from ssd.model.heads.load_head import load_head
+from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
 from tests.heads import head_drafter
 from tests.models import VOCAB, tiny_model

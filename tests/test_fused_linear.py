@@ -11,8 +11,7 @@ from torch import nn
 
 from ssd.model.layers.fused_linear import FusedLinears, FusedMember, PlainProduct, fuse_linears
 from ssd.model.layers.packed_linear import PackedLinear
-from ssd.model.layers.probe_logits import plain_logits
-from ssd.model.layers.replace import replace_layers
+from ssd.model.layers.replace import plain_logits, replace_layers
 from tests.models import tiny_model
 
 PRODUCTS = [PlainProduct, PackedLinear]

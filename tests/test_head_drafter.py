@@ -20,8 +20,7 @@ from ssd.drafting.drafter import SuffixDrafter
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import MAX_OFFERED, Draft, Drafter, DraftRequest, SamplingRow
 from ssd.engine import Engine, Request, RequestOutput
-from ssd.model.heads.candidates import comb, product
-from ssd.model.heads.drafter import HeadDrafter
+from ssd.model.heads.drafter import HeadDrafter, comb, product
 from ssd.model.heads.head import FINAL, Head
 from ssd.model.kv.tree import is_tree, leading_chain
 from ssd.model.loading.load_target import load_model

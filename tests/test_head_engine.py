@@ -15,7 +15,7 @@ from benchmarks.exactness import Report, Setting, compare, run
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import DraftRequest
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
-from ssd.model.heads.load_head import load_head
+from ssd.model.heads.layouts import load_head
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
 from tests import published_heads as published

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
-from ssd.model.heads import load_head as faster
+from ssd.model.heads import layouts as faster
 from ssd.model.heads.head import Head, RecurrentHead
-from ssd.model.heads.load_head import load_head, require_drivable, say
+from ssd.model.heads.layouts import load_head, require_drivable, say
 from ssd.model.heads.networks import MTPHead
 from ssd.model.layers.replace import Replaced, parents
 from ssd.model.loading.load_target import load_model

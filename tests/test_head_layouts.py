@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
 from ssd.model.heads.head import FINAL, ParallelHead, RecurrentHead, TargetParts
-from ssd.model.heads.load_head import load_head, require_drivable, say
+from ssd.model.heads.layouts import load_head, require_drivable, say
 from ssd.model.heads.networks import EagleHead, MTPHead, decoder_layers
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.loading.load_target import open_target

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ssd.drafting.arbiter import Arbiter, MergedTree, depth_of, walked
 from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftRequest
 from ssd.drafting.source import TRIAL_EVERY
-from ssd.pricing.excess import Excess
+from ssd.pricing.rate import Excess
 from tests.reference.pricing import mean_excess
 
 STEP_S = 0.1

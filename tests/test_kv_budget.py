@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import ModelError
-from ssd.model.loading.kv_budget import cgroup_room, fit_slots, free_bytes, usable_bytes
 from ssd.model.loading.load_target import open_target
+from ssd.model.loading.memory import cgroup_room, fit_slots, free_bytes, usable_bytes
 from ssd.model.ways.row_target import RowTarget
 from tests.models import tiny_model
 

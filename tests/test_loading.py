@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ssd.errors import ModelError
-from ssd.model.loading import kv_budget
-from ssd.model.loading.kv_budget import free_bytes, total_bytes, usable_bytes
+from ssd.model.loading import memory as kv_budget
 from ssd.model.loading.load_target import load_model
+from ssd.model.loading.memory import free_bytes, total_bytes, usable_bytes
 from tests.models import tiny_model
 
 CPU = torch.device("cpu")

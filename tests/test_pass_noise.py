@@ -18,10 +18,15 @@ from ssd.engine import verify
 from ssd.model.kv.tree import node_parents
 from ssd.model.loading.load_target import open_target
 from ssd.model.sampling.noise import Noise, noisy_scores
-from ssd.model.sampling.pass_noise import noise_of
-from ssd.model.sampling.pass_output import PassOutput
-from ssd.model.sampling.sampler import Sampler, argmax_with_noise, device_argmax, sampler_of, samples_rightly
-from ssd.model.sampling.target_tokens import target_tokens
+from ssd.model.sampling.sampler import (
+    PassOutput,
+    Sampler,
+    argmax_with_noise,
+    device_argmax,
+    sampler_of,
+    samples_rightly,
+)
+from ssd.model.sampling.target_tokens import noise_of, target_tokens
 from ssd.model.ways.slot_target import SlotTarget
 from tests.models import VOCAB, tiny_model
 from tests.reference.noise import position_keys

@@ -8,8 +8,7 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import kernel
-from ssd.compiled.records import Float64, Int32, Int64, Record, Records, Uint64, dtype_of, view_of, views_of
+from ssd.compiled.addresses import Float64, Int32, Int64, Record, Records, Uint64, dtype_of, kernel, view_of, views_of
 
 
 class Inner(Record):

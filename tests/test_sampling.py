@@ -14,10 +14,8 @@ from hypothesis.extra import numpy as hnp
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.model.sampling.noise import gumbel_noise
-from ssd.model.sampling.pass_output import PassOutput
-from ssd.model.sampling.sampler import argmax_with_noise
+from ssd.model.sampling.sampler import PassOutput, argmax_with_noise, token_logprobs
 from ssd.model.sampling.target_tokens import apply_prefix_rules, target_tokens, truncated_scores
-from ssd.model.sampling.top_tokens import token_logprobs
 from tests.reference import target as slow
 from tests.reference.noise import position_keys
 from tests.sampling_rows import make_row

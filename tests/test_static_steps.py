@@ -16,11 +16,10 @@ from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
 from ssd.model.kv.kv_cache import SlotKVCache
 from ssd.model.loading.load_target import open_target
-from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.steps.buffers import StepShape, powers_of_two
-from ssd.model.steps.graphs import CudaGraphs, Recorder, Step, eagerly
-from ssd.model.steps.static_steps import StaticMoves, StaticSteps
+from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticMoves, StaticSteps, Step, eagerly
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import Candidate, attach_first, attach_steps, make_steps, steps_error
 from tests.architectures import ARCHITECTURES, SLOTS

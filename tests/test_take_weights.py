@@ -18,10 +18,10 @@ from ssd.errors import EngineError, ModelError
 from ssd.model.layers.adapted_linear import AdaptedLinear, Rows
 from ssd.model.layers.fused_linear import fuse_linears
 from ssd.model.layers.packed_embedding import PackedEmbedding
-from ssd.model.layers.probe_logits import plain_logits
+from ssd.model.layers.replace import plain_logits
 from ssd.model.loading.load_target import load_model, open_target
+from ssd.model.loading.memory import weight_bytes
 from ssd.model.loading.take_weights import take_weights
-from ssd.model.loading.weights import weight_bytes
 from ssd.model.target import Target
 from tests.models import VOCAB, tiny_model
 from tests.static_targets import RECORDERS, pair_of_targets

@@ -85,7 +85,7 @@ def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
 
 def test_a_program_that_hides_torch_tokenises_without_it(directory: Path) -> None:
     code = (
-        "import sys; from ssd.text.torchless import hide_torch; assert hide_torch();"
+        "import sys; from ssd.text.load_tokenizer import hide_torch; assert hide_torch();"
         "from ssd.text.codec import TextCodec; codec = TextCodec.load(sys.argv[1]);"
         "ids = codec.encode_chat([{'role': 'user', 'content': 'hello'}]); codec.decode(ids); codec.fingerprint;"
         "print(ids, sys.modules.get('torch'), [name for name in sys.modules if name.startswith('torch.')])"

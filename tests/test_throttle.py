@@ -16,7 +16,7 @@ from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import EMPTY_DRAFT
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target
-from ssd.pricing.throttle import Throttle
+from ssd.pricing.calibration import Throttle
 from tests.fixed_times import measure_asking
 from tests.models import VOCAB, tiny_model
 

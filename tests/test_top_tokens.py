@@ -19,9 +19,8 @@ from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
 from ssd.drafting.successors import SUCCESSORS
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target
-from ssd.model.sampling.pass_output import PassOutput
-from ssd.model.sampling.top_tokens import packed_top, top_tokens, unpacked
-from ssd.model.steps.graphs import eagerly
+from ssd.model.sampling.sampler import PassOutput, packed_top, top_tokens, unpacked
+from ssd.model.steps.static_steps import eagerly
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import make_steps
 from ssd.retrieval.cache import CacheSet

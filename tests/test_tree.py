@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import Draft
 from ssd.engine.verify import usable
-from ssd.model.kv.tree import TreeShape, is_tree, leading_chain, node_parents, path_to
+from ssd.model.kv.tree import TreeShape, agree, is_tree, leading_chain, node_parents, path_to
 from ssd.model.loading.load_target import open_target
-from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
-from ssd.model.verification import agree
-from ssd.model.ways.probes import verifies_trees
+from ssd.model.ways.find_way import verifies_trees
 from ssd.model.ways.row_target import RowTarget
 from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS

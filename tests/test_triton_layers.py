@@ -19,8 +19,7 @@ from tests.triton_here import DEVICE, HAS_GPU
 
 # isort: split
 from ssd.model.layers.fused_linear import fuse_linears
-from ssd.model.layers.probe_logits import plain_logits
-from ssd.model.layers.replace import Replaced, replace_layers
+from ssd.model.layers.replace import Replaced, plain_logits, replace_layers
 from ssd.model.layers.triton_layers import (
     TritonNorm,
     TritonRotary,

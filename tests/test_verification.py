@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.drafting.noise import SequenceNoise
-from ssd.model.verification import agree
+from ssd.model.kv.tree import agree
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 9))

@@ -15,11 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from benchmarks.exactness import reference_greedy
 from ssd.errors import ModelError
 from ssd.model.loading.load_target import open_target
-from ssd.model.loading.weights import check_weights_fit
+from ssd.model.loading.memory import check_weights_fit
 from ssd.model.target import Target
 from ssd.model.ways.find_way import find_way
-from ssd.model.ways.recurrent_target import ReplayTarget
-from ssd.model.ways.row_target import RowTarget, WholeTarget
+from ssd.model.ways.row_target import ReplayTarget, RowTarget, WholeTarget
 from ssd.model.ways.slot_target import SlotTarget
 from tests.models import VOCAB, tiny_model
 

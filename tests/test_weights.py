@@ -15,10 +15,9 @@ from torch import nn
 from ssd.model.layers import packed_linear
 from ssd.model.layers.packed_embedding import PackedEmbedding, find_order, packed_numbers, reader_of
 from ssd.model.layers.packed_linear import PackedLinear, pack_linears
-from ssd.model.layers.probe_logits import plain_logits
-from ssd.model.layers.replace import replace_layers
+from ssd.model.layers.replace import plain_logits, replace_layers
 from ssd.model.loading.load_target import load_model, open_target
-from ssd.model.loading.weights import weight_bytes
+from ssd.model.loading.memory import weight_bytes
 from tests.models import tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)

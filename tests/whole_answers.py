@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
-from ssd.model.sampling.top_tokens import TokenLogprobs
+from ssd.model.sampling.sampler import TokenLogprobs
 
 
 class Answer(NamedTuple):

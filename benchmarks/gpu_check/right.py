@@ -23,12 +23,9 @@ from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.loading.load_target import DTYPES, load_model, open_target
 from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.pass_noise import noise_of
-from ssd.model.sampling.pass_output import PassOutput
-from ssd.model.sampling.sampler import sampler_of
-from ssd.model.sampling.target_tokens import target_tokens
-from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
-from ssd.model.steps.static_steps import StaticSteps
+from ssd.model.sampling.sampler import PassOutput, sampler_of
+from ssd.model.sampling.target_tokens import noise_of, target_tokens
+from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticSteps, eagerly
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import make_steps, steps_error, triton_kernel
 

@@ -139,15 +139,15 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "adversarial 1.28 -> 0.995; no other value tried",
         ),
         Choice(
-            "pricing/throttle.py",
+            "pricing/calibration.py",
             {"_SHARE": "0.0075"},
             "time for rows that get nothing",
             "asking all rows at every step cost 4.4 % of the tokens/s at batch 32 of new text; with this "
             "(0.01 at first) all of speculation costs 0.6 % (`benchmarks.overhead`)",
         ),
         Choice(
-            "pricing/throttle.py",
-            {"_FRUITLESS_AFTER": "4", "_LONGEST_PAUSE": "8", "_FORGETTING": "0.9"},
+            "pricing/calibration.py",
+            {"_FRUITLESS_AFTER": "4", "_LONGEST_PAUSE": "8", "_TIME_FORGETTING": "0.9"},
             "which rows, and how long they rest",
         ),
         Choice(
@@ -178,12 +178,12 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "2.45, 2.44, 2.62x; 5 and 8 5.76, 2.43, 2.45, 2.61x; 3 and 16 5.66, 2.43, 2.42, 2.60x",
         ),
         Choice(
-            "pricing/excess.py",
-            {"_FIRST_GUESS": "1.0", "_FIRST_WEIGHT": "8.0", "_MEMORY": "500.0", "_LEANING": "12.0"},
+            "pricing/rate.py",
+            {"_FIRST_EXCESS": "1.0", "_EXCESS_WEIGHT": "8.0", "_EXCESS_MEMORY": "500.0", "_EXCESS_LEANING": "12.0"},
             "what asking a source should bring",
         ),
         Choice(
-            "pricing/acceptance_rates.py",
+            "pricing/rate.py",
             {
                 "_FIRST_GUESS": "0.7",
                 "_FIRST_WEIGHT": "20.0",
@@ -286,7 +286,7 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
             "a bucket is a cache line; 8 bytes an entry, 0.5 to 8 MB a namespace; no other value tried",
         ),
         Choice(
-            "model/sampling/top_tokens.py",
+            "model/sampling/sampler.py",
             {"_BLOCK": "128"},
             "tokens compared at a time",
             "8 positions of 262,144 tokens take 0.16 ms, torch's argmax 1.9 to 3.3 ms and its topk 3.5 to 6.5 ms",

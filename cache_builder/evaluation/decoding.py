@@ -12,8 +12,22 @@ import numpy.typing as npt
 
 from cache_builder.evaluation.costs import CostCurve, Floats, flat
 from cache_builder.evaluation.log import Row
-from ssd.compiled.addresses import Float64s, Int64s, TokenIds, address, float64_array, inlined, int32_array, kernel
-from ssd.compiled.records import Address, Float64, Int64, Record, Records, view_of
+from ssd.compiled.addresses import (
+    Address,
+    Float64,
+    Float64s,
+    Int64,
+    Int64s,
+    Record,
+    Records,
+    TokenIds,
+    address,
+    float64_array,
+    inlined,
+    int32_array,
+    kernel,
+    view_of,
+)
 from ssd.config import DraftConfig
 from ssd.drafting.acceptance import model_at
 from ssd.drafting.acceptance_model import AcceptanceModel

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from server.tools.detection import detect
-from ssd.text.tools_in_words import knows_tools
+from ssd.text.messages import knows_tools
 
 if TYPE_CHECKING:
     from ssd.text.codec import TextCodec
@@ -16,7 +16,7 @@ AUTO, OFF = "auto", "none"
 """Values of an option beside the names of parsers."""
 
 IN_WORDS = "hermes"
-"""The format of calls where the template knows of no tools, see `ssd.text.tools_in_words`."""
+"""The format of calls where the template knows of no tools, see `ssd.text.messages`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from typing import Annotated, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, inlined, kernel
-from ssd.compiled.records import Float64, Record, view_of
+from ssd.compiled.addresses import Float64, Int64s, Record, inlined, kernel, view_of
 from ssd.drafting.choices import MOST_CONFIRMED
 from ssd.drafting.foreseen import HEIGHTS, RUNS, TYPICAL_SHARE, VERDICTS
 from ssd.drafting.protocol import KINDS

@@ -6,8 +6,7 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64s, TokenIds, float64_array, inlined
-from ssd.compiled.records import Address, Float64, Int64, Record, views_of
+from ssd.compiled.addresses import Address, Float64, Float64s, Int64, Record, TokenIds, float64_array, inlined, views_of
 
 MAX_DRAFT: Final = 128
 """Longest draft; a greater limit is cut to it."""

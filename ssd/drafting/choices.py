@@ -15,8 +15,18 @@ from typing import Final
 
 import numpy as np
 
-from ssd.compiled.addresses import UInt64s, address, inlined, kernel, uint64_array
-from ssd.compiled.records import Address, Int64, Record, Records, view_of
+from ssd.compiled.addresses import (
+    Address,
+    Int64,
+    Record,
+    Records,
+    UInt64s,
+    address,
+    inlined,
+    kernel,
+    uint64_array,
+    view_of,
+)
 from ssd.drafting.noise import SequenceNoise, UInt, drawn_tokens, noise_at, num_drawn
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.successors import NamespaceTables

@@ -8,9 +8,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import address
-from ssd.compiled.records import Records
-from ssd.compiled.registry import CHECKED, name_memory
+from ssd.compiled.addresses import Records, address
+from ssd.compiled.machine_code import CHECKED, name_memory
 from ssd.drafting.acceptance_model import AcceptanceModel, NamespaceModels
 from ssd.drafting.ask import SOURCES, Ask, DraftRecord
 from ssd.drafting.choices import NamespaceChoices

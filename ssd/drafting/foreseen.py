@@ -14,8 +14,18 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64s, Int64s, UInt64s, inlined, int32_array
-from ssd.compiled.records import Address, Float64, Int64, Record, Uint64
+from ssd.compiled.addresses import (
+    Address,
+    Float64,
+    Float64s,
+    Int64,
+    Int64s,
+    Record,
+    Uint64,
+    UInt64s,
+    inlined,
+    int32_array,
+)
 from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, parent_of
 from ssd.drafting.choices import NO_CHOICE, choice_at, choices_at, learn_choices, times_confirmed, token_of
 from ssd.drafting.lookup import NOTHING

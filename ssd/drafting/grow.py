@@ -10,8 +10,7 @@ from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 
-from ssd.compiled.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.compiled.records import Float64, Int64, Record
+from ssd.compiled.addresses import Float64, Int64, Int64s, Record, TokenIds, inlined, kernel
 from ssd.drafting.acceptance import INPUTS, Model
 from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, price_of
 from ssd.drafting.foreseen import begin_node

@@ -12,8 +12,7 @@ from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64s, Int64s, TokenIds, inlined, kernel
-from ssd.compiled.records import Address, Int64, Record
+from ssd.compiled.addresses import Address, Float64s, Int64, Int64s, Record, TokenIds, inlined, kernel
 from ssd.drafting.acceptance import (
     AGREEMENTS,
     BEFORE,

@@ -12,17 +12,21 @@ from typing import Annotated, Final, NamedTuple
 import numpy as np
 
 from ssd.compiled.addresses import (
+    Address,
     Float64s,
+    Int64,
     Int64s,
+    Record,
     TokenIds,
     data_of,
+    dtype_of,
     inlined,
     int32_array,
     kernel,
     load_uint32,
     prefetch,
+    view_of,
 )
-from ssd.compiled.records import Address, Int64, Record, dtype_of, view_of
 from ssd.retrieval.lanes import (
     MAX_MATCH_LENGTH,
     Lanes,

@@ -32,8 +32,20 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, address, inlined, kernel, uint64_array
-from ssd.compiled.records import Address, Int64, Record, Records, Uint64, view_of
+from ssd.compiled.addresses import (
+    Address,
+    Int64,
+    Int64s,
+    Record,
+    Records,
+    TokenIds,
+    Uint64,
+    address,
+    inlined,
+    kernel,
+    uint64_array,
+    view_of,
+)
 
 GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9

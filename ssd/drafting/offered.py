@@ -16,8 +16,17 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64s, Int64s, TokenIds, float64_array, inlined, int32_array, kernel
-from ssd.compiled.records import Int64, Record
+from ssd.compiled.addresses import (
+    Float64s,
+    Int64,
+    Int64s,
+    Record,
+    TokenIds,
+    float64_array,
+    inlined,
+    int32_array,
+    kernel,
+)
 from ssd.drafting.ask import Ask
 from ssd.drafting.lookup import NOTHING, Hits
 from ssd.drafting.protocol import GUESS, KINDS, MAX_OFFERED

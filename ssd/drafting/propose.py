@@ -6,8 +6,19 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Int64s, TokenIds, data_of, inlined, int32_array, kernel
-from ssd.compiled.records import Address, Int64, Record, view_of, views_of
+from ssd.compiled.addresses import (
+    Address,
+    Int64,
+    Int64s,
+    Record,
+    TokenIds,
+    data_of,
+    inlined,
+    int32_array,
+    kernel,
+    view_of,
+    views_of,
+)
 from ssd.drafting.acceptance import Model, model_at
 from ssd.drafting.ask import MAX_DRAFT, Ask, DraftRecord, asks_at, clear, drafts_at
 from ssd.drafting.foreseen import foresee

@@ -13,8 +13,21 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, address, float64_array, inlined, int32_array, int64_array, kernel
-from ssd.compiled.records import Address, Int64, Record, Records, view_of
+from ssd.compiled.addresses import (
+    Address,
+    Int64,
+    Int64s,
+    Record,
+    Records,
+    TokenIds,
+    address,
+    float64_array,
+    inlined,
+    int32_array,
+    int64_array,
+    kernel,
+    view_of,
+)
 from ssd.drafting.acceptance_model import NamespaceModels
 from ssd.drafting.ask import MAX_DRAFT, asks_at, drafts_at
 from ssd.drafting.drafter import NO_SNAPSHOT, Workspace, checked_lengths, contiguous

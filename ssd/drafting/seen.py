@@ -16,8 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import address
-from ssd.compiled.records import Record, dtype_of
+from ssd.compiled.addresses import Record, address, dtype_of
 from ssd.drafting.acceptance import (
     BEFORE,
     INDEX,

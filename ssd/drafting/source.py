@@ -8,8 +8,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from ssd.drafting.protocol import EMPTY_DRAFT, MODEL, Draft, Drafter, DraftRequest, ScoreObserver
 from ssd.errors import require_fault
-from ssd.pricing.acceptance_rates import AcceptanceRates
-from ssd.pricing.excess import Excess
+from ssd.pricing.rate import AcceptanceRates, Excess
 
 
 class OneByOne:

@@ -18,8 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, TokenIds, address, inlined, kernel
-from ssd.compiled.records import Int64, Record, dtype_of, view_of
+from ssd.compiled.addresses import Int64, Int64s, Record, TokenIds, address, dtype_of, inlined, kernel, view_of
 from ssd.drafting.protocol import ScoredPass
 from ssd.retrieval.cache_state import LearnedState
 

@@ -7,8 +7,7 @@ from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64s, Int64s, inlined, kernel
-from ssd.compiled.records import Float64, Int64, Record
+from ssd.compiled.addresses import Float64, Float64s, Int64, Int64s, Record, inlined, kernel
 from ssd.drafting.lookup import MAX_LEVELS, MAX_SAMPLES, NOTHING, Evidence, Texts, is_own, next_token
 from ssd.drafting.offered import MAX_GUESSED, Forest, child_of, has_children
 from ssd.drafting.protocol import MAX_OFFERED

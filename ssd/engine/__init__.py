@@ -3,7 +3,7 @@
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
-from ssd.model.sampling.top_tokens import TokenLogprobs
+from ssd.model.sampling.sampler import TokenLogprobs
 
 __all__ = [
     "Engine",

@@ -27,7 +27,7 @@ from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.draft.model import load_draft_model
 from ssd.model.exact.settle import settle_exactness
 from ssd.model.heads.drafter import HeadDrafter, tapped_by
-from ssd.model.heads.load_head import load_head
+from ssd.model.heads.layouts import load_head
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.take_weights import take_weights

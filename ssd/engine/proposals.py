@@ -20,9 +20,8 @@ from ssd.engine.metrics import BestEffort
 from ssd.engine.sequence import Prepared, Sequence
 from ssd.engine.verify import Pass, RowOwners, branches, possible_shape, usable
 from ssd.model.target import Target
-from ssd.pricing.calibration import KeptShares
+from ssd.pricing.calibration import KeptShares, Throttle
 from ssd.pricing.price_list import PriceList
-from ssd.pricing.throttle import Throttle
 
 _ROWS = 8
 _WIDTHS = (1, 2, 5)

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
-from ssd.model.sampling.top_tokens import TokenLogprobs
+from ssd.model.sampling.sampler import TokenLogprobs
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
 
 

@@ -19,8 +19,8 @@ from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
+from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
 from ssd.model.sampling.target_tokens import drawn_scores, needs_prefix
-from ssd.model.sampling.top_tokens import TokenLogprobs, token_logprobs
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.codec import TextCodec

@@ -16,11 +16,9 @@ from ssd.config import DraftShape
 from ssd.drafting.protocol import Draft, SamplingRow, ScoredPass
 from ssd.engine.sequence import Sequence
 from ssd.errors import require_fault
-from ssd.model.kv.tree import is_tree, leading_chain, node_parents
-from ssd.model.sampling.pass_noise import noise_of
-from ssd.model.sampling.target_tokens import target_tokens
+from ssd.model.kv.tree import agree, is_tree, leading_chain, node_parents
+from ssd.model.sampling.target_tokens import noise_of, target_tokens
 from ssd.model.target import Target
-from ssd.model.verification import agree
 from ssd.retrieval.cache_state import LearnedState
 
 

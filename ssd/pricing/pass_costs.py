@@ -10,8 +10,7 @@ from typing import Annotated, Final
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import Int64s, inlined, kernel
-from ssd.compiled.records import Float64, Int64, Record, view_of
+from ssd.compiled.addresses import Float64, Int64, Int64s, Record, inlined, kernel, view_of
 from ssd.pricing.rate import RateRecord, add_pass, joint_rate, price_at, recent_pass
 
 Floats = npt.NDArray[np.float64]

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.records import Records
+from ssd.compiled.addresses import Records
 from ssd.pricing.pass_costs import (
     PassCosts,
     begin_serving,

@@ -22,7 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.compiled.addresses import (
+    Address,
+    Int64,
+    Record,
     TokenIds,
+    Uint64,
     choose,
     inlined,
     kernel,
@@ -31,8 +35,8 @@ from ssd.compiled.addresses import (
     load_uint64,
     prefetch,
     uint8_array,
+    views_of,
 )
-from ssd.compiled.records import Address, Int64, Record, Uint64, views_of
 from ssd.errors import CacheError
 from ssd.retrieval.packed import WIDTHS
 from ssd.retrieval.segment import FENCE_STEP

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ssd.compiled.addresses import address
-from ssd.compiled.records import Address, Int64, Record, Records, view_of, views_of
+from ssd.compiled.addresses import Address, Int64, Record, Records, address, view_of, views_of
 from ssd.retrieval.packed import GUARD_BYTES
 from ssd.retrieval.segment import Segment
 

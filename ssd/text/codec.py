@@ -12,9 +12,8 @@ import xxhash
 
 from ssd.errors import RequestError, shown
 from ssd.text.load_tokenizer import HubOptions, eos_token_ids_of, load_tokenizer
-from ssd.text.messages import normalize_messages, with_written_arguments
+from ssd.text.messages import in_words, normalize_messages, with_written_arguments
 from ssd.text.special_tokens import Marks, SpecialTokens, whole_characters
-from ssd.text.tools_in_words import in_words
 
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -36,7 +35,7 @@ class TextCodec:
     """A tokenizer with its chat template. Safe to use from several threads.
 
     Where torch is installed, the first ``load`` of a process imports it, because transformers does; a program that
-    never runs a model calls ``ssd.text.torchless.hide_torch`` first.
+    never runs a model calls ``ssd.text.load_tokenizer.hide_torch`` first.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
@@ -132,7 +131,7 @@ class TextCodec:
 
         ``messages`` : OpenAI's, with text content. ``template_kwargs`` : further variables for the template, ``tools``
         among them. Special tokens that these spell out are text, see `SpecialTokens`, unless ``allow_special_tokens``.
-        ``tools_in_words`` : the template does not know of tools, see `ssd.text.tools_in_words`.
+        ``tools_in_words`` : the template does not know of tools, see `ssd.text.messages`.
         Raises RequestError: ``param`` is "messages", "chat_template" or "chat_template_kwargs".
         """
         normalized = normalize_messages(messages)

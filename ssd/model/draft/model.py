@@ -11,29 +11,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.config import SamplingParams
-from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import EMPTY_DRAFT, MODEL, Draft, DraftRequest, SamplingRow
 from ssd.errors import ModelError
-from ssd.model.draft.slots import READ_WIDTH, DraftSlot, DraftSlots
+from ssd.model.draft.network import UNKNOWN_SAMPLING, WARM_UP_ROWS, WARM_UP_TOKENS, NetworkDrafter
+from ssd.model.draft.slots import READ_WIDTH, DraftSlots, TextSlot
 from ssd.model.loading.load_target import load_model, model_limit, open_target
 from ssd.model.sampling.sampler import argmax_with_noise
 from ssd.model.sampling.target_tokens import truncated_scores, with_prefix_rules
 from ssd.model.target import Target
-from ssd.pricing.acceptance_rates import AcceptanceRates
-from ssd.pricing.calibration import PlattScaling
-from ssd.pricing.pass_costs import OUTLIER
-from ssd.pricing.price_list import PriceList
-from ssd.pricing.rate import price_of
+from ssd.pricing.rate import AcceptanceRates, price_of
 from ssd.text.codec import TextCodec
 from ssd.text.load_tokenizer import HubOptions
 
 SOURCE = "model"
 """``Draft.source`` of what a draft model proposes."""
-
-_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
-_WARM_UP_ROWS = 8
-_WARM_UP_TOKENS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -44,16 +35,12 @@ class _Row:
     request: DraftRequest
     sampling: SamplingRow
     limit: int
-    state: DraftSlot
+    state: TextSlot
     rate: float
     chance: float = 1.0
     token_ids: list[int] = field(default_factory=list)
     own_chances: list[float] = field(default_factory=list)
     estimates: list[float] = field(default_factory=list)
-
-    @property
-    def greedy(self) -> bool:
-        return self.sampling.params.greedy
 
     def sampling_row(self) -> SamplingRow:
         """What drawing the next token needs: the draft so far counts as output."""
@@ -61,7 +48,7 @@ class _Row:
         return self.sampling.at(self.state.text[:end], self.request.prompt_length)
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(NetworkDrafter):
     """Drafts with a causal language model that has the target's vocabulary.
 
     It keeps a slot per request, which reads what is new in the context (rows together), and draws token by token by the
@@ -88,24 +75,17 @@ class DraftModelDrafter:
                 f"{type(target.model).__name__} is recurrent and cannot take tokens back, which a draft model must: "
                 "choose one with attention"
             )
+        super().__init__(price)
         self._target = target
         self._vocab_size = min(vocab_size or target.vocab_size, target.vocab_size)
-        self._price = np.array([price])
         self._slots = DraftSlots(target, chunk_tokens)
         self._rates = AcceptanceRates()
-        self._greedy_chances = PlattScaling(shift=0.5, scale=1.0)
-        self._sampled_chances = PlattScaling(shift=1.0, scale=0.5)
-        self._price_list = PriceList()
         self._last: dict[str, _Row] = {}
 
     @property
     def num_free_slots(self) -> int:
         """Slots that no request has."""
         return self._slots.num_free
-
-    def seconds_per_token(self, num_rows: int) -> float:
-        """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
-        return self._price_list.seconds(num_rows)
 
     def seconds_to_begin(self, request: DraftRequest) -> float:
         """Expected time for the model to read what is new to it in the context; 0 where that is little or not known."""
@@ -126,7 +106,9 @@ class DraftModelDrafter:
             return
         self._rates.learn(request_id, len(draft.token_ids), num_accepted)
         tested = min(len(draft.token_ids), num_accepted + 1)
-        self._chances_of(row).learn(np.array(row.own_chances[:tested]), np.arange(tested) < num_accepted)
+        self._chances_of(row.sampling.params.greedy).learn(
+            np.array(row.own_chances[:tested]), np.arange(tested) < num_accepted
+        )
 
     def finish(self, request_id: str) -> None:
         """Forget a request and free its slot."""
@@ -136,9 +118,9 @@ class DraftModelDrafter:
 
     def warm_up(self) -> None:
         """Run passes over one and over several slots, so that their time is known before the first request."""
-        for num_rows in (1, 1, min(_WARM_UP_ROWS, self._target.num_slots)):
+        for num_rows in (1, 1, min(WARM_UP_ROWS, self._target.num_slots)):
             names = [f"warm-up-{row}" for row in range(num_rows)]
-            context = np.ones(min(_WARM_UP_TOKENS, self._target.max_length - 3), np.int32)
+            context = np.ones(min(WARM_UP_TOKENS, self._target.max_length - 3), np.int32)
             for limit in (1, 3, 3):
                 self._propose([DraftRequest(name, context, 1, None, limit, prices=np.zeros(1)) for name in names])
             for name in names:
@@ -147,10 +129,9 @@ class DraftModelDrafter:
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(requests)
         rows = [row for index, request in enumerate(requests) if (row := self._row(index, request)) is not None]
-        ready, logits = self._slots.read([row.state for row in rows])
-        rows = [rows[index] for index in ready]
-        writing = rows
-        if writing and logits is not None:
+        ready, said = self._slots.read([row.state for row in rows])
+        rows = writing = [rows[index] for index in ready]
+        for logits in said:
             self._draw(logits, writing)
         while writing := [row for row in writing if self._pays(row)]:
             began = time.perf_counter()
@@ -170,12 +151,7 @@ class DraftModelDrafter:
         if state is None:
             return None
         rate = self._rates.rate(request.request_id)
-        return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, state, rate)
-
-    def _observe_pass(self, num_rows: int, seconds: float) -> None:
-        expected = self._price_list.seconds(num_rows)
-        # One that took many times as long was probably interrupted: it counts as slow, but not as that slow.
-        self._price_list.observe(num_rows, 0, min(seconds, OUTLIER * expected) if expected else seconds)
+        return _Row(index, request, request.sampling or UNKNOWN_SAMPLING, limit, state, rate)
 
     @torch.inference_mode()
     def _draw(self, logits: torch.Tensor, rows: Sequence[_Row]) -> None:
@@ -185,7 +161,7 @@ class DraftModelDrafter:
             row.state.text[len(row.request.context) + len(row.token_ids)] = token_ids[b]
             row.token_ids.append(int(token_ids[b]))
             row.own_chances.append(float(chances[b]))
-            row.estimates.append(float(self._chances_of(row).estimate(chances[b : b + 1])[0]))
+            row.estimates.append(float(self._chances_of(row.sampling.params.greedy).estimate(chances[b : b + 1])[0]))
             row.chance *= row.estimates[-1]
 
     def _pays(self, row: _Row) -> bool:
@@ -193,9 +169,6 @@ class DraftModelDrafter:
         depth = len(row.token_ids)
         prices = self._price if row.request.prices is None else row.request.prices
         return depth < row.limit and row.chance * row.rate >= price_of(prices, depth)
-
-    def _chances_of(self, row: _Row) -> PlattScaling:
-        return self._greedy_chances if row.greedy else self._sampled_chances
 
 
 def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

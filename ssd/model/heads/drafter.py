@@ -2,30 +2,204 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ssd.config import SamplingParams
-from ssd.drafting.noise import SequenceNoise
+from ssd.compiled.addresses import inlined, kernel
+from ssd.drafting.noise import UInt64, gumbel_at
 from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, MAX_OFFERED, Draft, DraftRequest, Prices, SamplingRow
-from ssd.model.heads.candidates import SOURCE, Candidates, Floats, Ints, candidates, comb, product
+from ssd.model.draft.network import UNKNOWN_SAMPLING, WARM_UP_ROWS, WARM_UP_TOKENS, NetworkDrafter
 from ssd.model.heads.head import Head, ParallelHead, RecurrentHead
 from ssd.model.heads.slots import HeadSlot, HeadSlots, bytes_per_token
 from ssd.model.kv.tree import leading_chain
 from ssd.model.layers.tap import Tapped
+from ssd.model.sampling.noise import LOWEST_TEMPERATURE
+from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules
 from ssd.model.target import Target
-from ssd.pricing.calibration import PlattScaling
-from ssd.pricing.pass_costs import OUTLIER
-from ssd.pricing.price_list import PriceList
 from ssd.pricing.rate import price_of
 
-_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
-_WARM_UP_ROWS = 8
-_WARM_UP_TOKENS = 64
+MOST_CANDIDATES = 32
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Of R rows M tokens each, the one to draft first.
+
+    ``token_ids`` : int64[R, M], the target's. ``chances`` : float64[R, M], the chance that each comes if the
+    target has the head's law: its own probability where the request is greedy, else what the known noise makes of that
+    at the request's temperature; 0 where the request's rules leave a token out.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    chances: npt.NDArray[np.float64]
+
+
+def candidates(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
+) -> Candidates:
+    """The most promising tokens after the contexts of ``rows``, which have no draft.
+
+    logits : [R, Vd], the head's. draft_to_target : the target's id of each token it scores, int64[Vd]; None where it
+    scores the target's own. vocab_size : of the target; what a head scores beyond is left out.
+
+    Greedy rows go by probability. Sampled ones begin with what the target would draw if it had the head's law, with the
+    very noise it will draw with, as far as that is one of the most probable tokens; the others follow as this noise
+    favours them.
+    """
+    if draft_to_target is None:
+        logits = logits[:, :vocab_size]
+    if any(is_ruled(row) for row in rows):  # rules go by the target's ids
+        if draft_to_target is not None:
+            whole = logits.new_full((len(rows), vocab_size), float("-inf"))
+            whole[:, draft_to_target] = logits
+            logits, draft_to_target = whole, None
+        logits = with_prefix_rules(logits[:, None], rows)[:, 0]
+    scores = logits.float()
+    is_sampled = np.array([not row.params.greedy for row in rows])
+    if is_sampled.any():
+        temperatures = [row.params.temperature if row.params.temperature > 0 else 1.0 for row in rows]
+        scores = scores / torch.tensor(temperatures, device=scores.device).clamp_min(LOWEST_TEMPERATURE)[:, None]
+    best = scores.topk(min(MOST_CANDIDATES, scores.shape[-1]))
+    ids = best.indices if draft_to_target is None else draft_to_target[best.indices]
+    token_ids: Ints = ids.cpu().numpy()
+    logs: Floats = (best.values - scores.logsumexp(-1, keepdim=True)).double().cpu().numpy()
+    if is_sampled.any():
+        keys = np.array([row.keys()[0] if drawn else 0 for row, drawn in zip(rows, is_sampled, strict=True)], np.uint64)
+        top_k = np.array([row.params.top_k if row.params.top_k > 0 else MOST_CANDIDATES for row in rows])
+        top_p = np.array([row.params.top_p for row in rows])
+        min_p = np.array([row.params.min_p for row in rows])
+        _favour(token_ids, logs, is_sampled, keys, top_k, top_p, min_p)
+    return Candidates(token_ids, np.exp(logs))
+
+
+@inlined
+def _foreseen(log: float, noisy: float) -> float:
+    """The logarithm of the chance of a token of log-probability ``log`` whose noisy score, ``log`` and noise, is known.
+
+    The greatest score of the others is Gumbel distributed (Maddison et al. 2014, section 3): with probability p and
+    noise g it is exp(-exp(-(log(p / (1 - p)) + g))).
+    """
+    return math.expm1(log) * math.exp(-noisy) if noisy > -np.inf else -np.inf
+
+
+@kernel
+def _favour(
+    token_ids: Ints,
+    logs: Floats,
+    is_sampled: npt.NDArray[np.bool_],
+    keys: UInt64,
+    top_k: Ints,
+    top_p: Floats,
+    min_p: Floats,
+) -> None:
+    """Bring the candidates of sampled rows, which come by probability, into the order of their noisy scores, in place.
+
+    What top-k, top-p and min-p rule out goes to the end, with no chance; the others get that of `_foreseen`. O(R M^2):
+    M is small.
+    """
+    num_rows, most = token_ids.shape
+    noisy = np.empty(most)
+    for row in range(num_rows):
+        if not is_sampled[row]:
+            continue
+        key, before = keys[row], 0.0
+        for i in range(most):
+            chance = math.exp(logs[row, i])
+            is_kept = i == 0 or (
+                i < top_k[row] and before < top_p[row] and chance >= min_p[row] * math.exp(logs[row, 0])
+            )
+            before += chance
+            if not is_kept:
+                logs[row, i] = -np.inf
+            noisy[i] = logs[row, i] + gumbel_at(key, token_ids[row, i])
+        for i in range(1, most):
+            score, token, log, place = noisy[i], token_ids[row, i], logs[row, i], i
+            while place > 0 and noisy[place - 1] < score:
+                noisy[place], token_ids[row, place] = noisy[place - 1], token_ids[row, place - 1]
+                logs[row, place] = logs[row, place - 1]
+                place -= 1
+            noisy[place], token_ids[row, place], logs[row, place] = score, token, log
+        for i in range(most):
+            logs[row, i] = _foreseen(logs[row, i], noisy[i])
+
+
+SOURCE = "head"
+"""``Draft.source`` of what a draft head proposes."""
+
+_SIBLINGS = 3
+"""Most tokens proposed beside that of the chain at any depth."""
+
+
+def comb(token_ids: Sequence[Ints], chances: Sequence[Floats], prices: Floats, limit: int) -> Draft:
+    """The chain of the first candidates, with the next ones of each depth as leaves where they may pay.
+
+    token_ids, chances : of each depth the candidates, int64[M] and float64[M], after the first of the depth before.
+    prices : as ``DraftRequest.prices``. limit : most tokens in all. The chain comes first, so that a draft that is cut
+    keeps it; then the leaves, the likeliest first.
+    """
+    depth = min(len(token_ids), limit)
+    leaves = []
+    path = 1.0
+    for i in range(depth):
+        for rank in range(1, min(_SIBLINGS + 1, len(token_ids[i]))):
+            chance = path * float(chances[i][rank])
+            if chance > price_of(prices, depth):
+                leaves.append((-chance, i, rank))
+        path *= float(chances[i][0])
+    nodes = [(int(token_ids[i][0]), i - 1, float(chances[i][0])) for i in range(depth)]
+    for _chance, i, rank in sorted(leaves)[: limit - depth]:
+        nodes.append((int(token_ids[i][rank]), i - 1, float(chances[i][rank])))
+    return _draft(nodes)
+
+
+def product(token_ids: Ints, chances: Floats, prices: Floats, limit: int) -> Draft:
+    """The likeliest paths where each depth has candidates of its own, whatever came before: one token at least.
+
+    token_ids, chances : int64[K, M] and float64[K, M]. prices, limit : as for `comb`, and the same order.
+    O(limit log limit).
+    """
+    nodes: list[tuple[int, int, float]] = []
+    chain: list[int] = []
+    found = [
+        (-float(chances[0, 0]), 0, 0, 0, -1, 1.0)
+    ]  # chance of the path, serial number, depth, rank, parent, before
+    serial = 0
+    while found and len(nodes) < limit:
+        negative, _, depth, rank, parent, before = heapq.heappop(found)
+        if nodes and -negative <= price_of(prices, len(nodes)):
+            continue
+        if rank == 0 and parent == (chain[-1] if chain else -1):
+            chain.append(len(nodes))
+        nodes.append((int(token_ids[depth, rank]), parent, float(chances[depth, rank])))
+        followers = [(depth, rank + 1, parent, before), (depth + 1, 0, len(nodes) - 1, -negative)]
+        for next_depth, next_rank, next_parent, chance in followers:
+            if next_depth < len(token_ids) and next_rank < token_ids.shape[1]:
+                serial += 1
+                path = chance * float(chances[next_depth, next_rank])
+                heapq.heappush(found, (-path, serial, next_depth, next_rank, next_parent, chance))
+    order = chain + sorted(set(range(len(nodes))) - set(chain))
+    new = {old: index for index, old in enumerate(order)} | {-1: -1}
+    return _draft([(nodes[old][0], new[nodes[old][1]], nodes[old][2]) for old in order])
+
+
+def _draft(nodes: Sequence[tuple[int, int, float]]) -> Draft:
+    tokens, parents, chances = zip(*nodes, strict=True)
+    return Draft(
+        np.array(tokens, np.int32),
+        source=SOURCE,
+        probabilities=np.array(chances),
+        parents=None if parents == tuple(range(-1, len(parents) - 1)) else np.array(parents, np.int32),
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +230,7 @@ class _Row:
         return self.sampling.at(self.text[: len(self.request.context) + depth], self.request.prompt_length)
 
 
-class HeadDrafter:
+class HeadDrafter(NetworkDrafter):
     """Drafts with a head from the features that the target's passes leave in its slots.
 
     A recurrent head follows the text of each slot by itself, rows together, and then goes on token by token; a draft is
@@ -76,19 +250,16 @@ class HeadDrafter:
         """
         assert target.features is not None and target.features.size == head.feature_size
         assert isinstance(head, (RecurrentHead, ParallelHead))
+        super().__init__(price)
         self._head: RecurrentHead | ParallelHead = head
         self._target = target
         self._features = target.features
-        self._price = np.array([price])
         self._slots = HeadSlots(head, target, chunk_tokens) if isinstance(head, RecurrentHead) else None
-        self._greedy_chances = PlattScaling(shift=0.5, scale=1.0)
-        self._sampled_chances = PlattScaling(shift=1.0, scale=0.5)
-        self._price_list = PriceList()
         self._last: dict[str, tuple[bool, Floats]] = {}
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
-        seconds = self._price_list.seconds(num_rows)
+        seconds = super().seconds_per_token(num_rows)
         return seconds / self._head.num_tokens if isinstance(self._head, ParallelHead) else seconds
 
     def seconds_to_begin(self, request: DraftRequest) -> float:
@@ -128,8 +299,8 @@ class HeadDrafter:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run passes over one and over several slots, so that their time is known; while no slot holds a text."""
-        context = np.ones(min(_WARM_UP_TOKENS, self._target.max_length - 3), np.int32)
-        for num_rows in (1, 1, min(_WARM_UP_ROWS, self._target.num_slots)):
+        context = np.ones(min(WARM_UP_TOKENS, self._target.max_length - 3), np.int32)
+        for num_rows in (1, 1, min(WARM_UP_ROWS, self._target.num_slots)):
             for limit in (1, 3, 3):
                 names = [f"warm-up-{slot}" for slot in range(num_rows)]
                 requests = [
@@ -157,7 +328,7 @@ class HeadDrafter:
             adapter = self._target.adapters[slot]
             state = self._slots.follow(slot, request.request_id, request.context, adapter, request.learned)
         prices = self._price if request.prices is None else request.prices
-        return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, slot, limit, prices, text, state)
+        return _Row(index, request, request.sampling or UNKNOWN_SAMPLING, slot, limit, prices, text, state)
 
     def _propose(self, rows: list[_Row], num_requests: int) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * num_requests
@@ -178,10 +349,11 @@ class HeadDrafter:
     def _go_on(self, slots: HeadSlots, rows: list[_Row]) -> list[_Row]:
         """Draft token by token; the rows whose text has been read."""
         states = [row.state for row in rows if row.state is not None]
-        ready, logits, features = slots.read(states)
+        ready, said = slots.read(states)
         rows = writing = [rows[index] for index in ready]
-        if logits is None or features is None:
+        if not said:
             return []
+        logits, features = said
         self._choose(logits, writing)
         while True:
             going = [b for b, row in enumerate(writing) if self._pays(row)]
@@ -228,14 +400,6 @@ class HeadDrafter:
     def _pays(self, row: _Row) -> bool:
         """Whether one more token is worth its price, going by what is known before it is drafted."""
         return row.depth < row.limit and row.chance > price_of(row.prices, row.depth)
-
-    def _observe_pass(self, num_rows: int, seconds: float) -> None:
-        expected = self._price_list.seconds(num_rows)
-        # One that took many times as long was probably interrupted: it counts as slow, but not as that slow.
-        self._price_list.observe(num_rows, 0, min(seconds, OUTLIER * expected) if expected else seconds)
-
-    def _chances_of(self, greedy: bool) -> PlattScaling:
-        return self._greedy_chances if greedy else self._sampled_chances
 
 
 def _product(token_ids: Sequence[Ints], chances: Sequence[Floats], prices: Prices, limit: int) -> Draft:

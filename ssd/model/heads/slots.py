@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,37 +10,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.model.draft.slots import READ_WIDTH, TextSlot, TextSlots
 from ssd.model.heads.head import RecurrentHead
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.target import Target, pad_rows
-from ssd.pricing.rate import Rate
 from ssd.retrieval.cache_state import LearnedState
-
-READ_WIDTH = 8
-"""Most positions of a pass that reads several rows at once; longer text is read row by row."""
-
-_FORGETTING = 0.9
-"""What a read part counts after each later one."""
 
 
 @dataclass(slots=True, eq=False)
-class HeadSlot:
+class HeadSlot(TextSlot):
     """What the head has read of one slot.
 
-    ``text`` : int32[max_length], the context as last seen in its first ``num_known`` tokens. ``request_id`` : whose
-    text that is; None once it has ended. ``adapter`` : that the target computed it with. ``scope`` : what is learned of
-    the request's namespace; refers to nothing where it has none.
+    ``request_id`` : whose text that is; None once it has ended. ``adapter`` : that the target computed it with.
+    ``scope`` : what is learned of the request's namespace; refers to nothing where it has none.
     """
 
-    slot: int
-    text: npt.NDArray[np.int32]
-    num_known: int = 0
     request_id: str | None = None
     adapter: str | None = None
     scope: Callable[[], LearnedState | None] = lambda: None
 
 
-class HeadSlots:
+class HeadSlots(TextSlots[HeadSlot]):
     """The head's keys and values at (slot, position) of the target.
 
     At position i the head reads what the target made of token i together with token i + 1: so of a context of n tokens
@@ -51,15 +40,13 @@ class HeadSlots:
     """
 
     def __init__(self, head: RecurrentHead, target: Target, chunk_tokens: int) -> None:
-        """``chunk_tokens`` : most positions read in one call of ``read``, so that a long prompt stalls nobody."""
+        """``chunk_tokens`` : most positions read in one call of ``read``."""
         assert target.features is not None
+        super().__init__(target, chunk_tokens)
         self._head = head
-        self._target = target
         self._features = target.features
-        self._chunk_tokens = chunk_tokens
         self._kv_cache = SlotKVCache(target.num_slots, target.max_length + READ_WIDTH, target.device)
         self._slots = [HeadSlot(slot, np.empty(target.max_length, np.int32)) for slot in range(target.num_slots)]
-        self._reading = Rate(_FORGETTING)
 
     def follow(
         self,
@@ -88,31 +75,6 @@ class HeadSlots:
         state.num_known, state.request_id = length, request_id
         return state
 
-    def read(self, states: Sequence[HeadSlot]) -> tuple[list[int], torch.Tensor | None, torch.Tensor | None]:
-        """Read on to the end of each context: which of ``states`` are there, and what the head says after it.
-
-        That is logits [R, Vd] and features [R, feature size]. The others have more to read than one call may; they go
-        on in the next.
-        """
-        budget = self._chunk_tokens
-        ready = []
-        for index, state in enumerate(states):
-            ahead = max(0, self._unread(state) - READ_WIDTH)
-            count = min(ahead, budget)
-            if count:
-                self._read_part(state, count)
-                budget -= count
-            if count == ahead:
-                ready.append(index)
-        if not ready:
-            return [], None, None
-        found = [states[index] for index in ready]
-        counts = [self._unread(state) for state in found]
-        logits, features = self._read(found, counts)
-        last = torch.tensor(counts, device=logits.device) - 1
-        rows = torch.arange(len(found), device=logits.device)
-        return ready, logits[rows, last], features[rows, last]
-
     def feed(
         self, states: Sequence[HeadSlot], token_ids: npt.NDArray[np.int64], features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,9 +91,7 @@ class HeadSlots:
         """Expected time to read what is new, beyond what a pass takes anyway, in a context of ``num_tokens``."""
         state = self._slots[slot]
         held = min(state.num_known - 1, int(self._kv_cache.lengths[slot])) if state.request_id == request_id else 0
-        unread = max(0, num_tokens - 1 - max(0, held) - READ_WIDTH)
-        tokens_per_s = self._reading.tokens_per_s
-        return unread / tokens_per_s if tokens_per_s else 0.0
+        return self._seconds(num_tokens - 1 - max(0, held))
 
     def close(self, request_id: str) -> None:
         """The request has ended, or comes again as if it were new; what its slot holds stays for who shares it."""
@@ -140,7 +100,6 @@ class HeadSlots:
                 state.request_id = None
 
     def reread(self) -> None:
-        """Forget what all slots hold: a pass failed, and what it left behind is not known."""
         self._kv_cache.lengths[:] = 0
         for state in self._slots:
             state.num_known = 0
@@ -148,12 +107,8 @@ class HeadSlots:
     def _unread(self, state: HeadSlot) -> int:
         return state.num_known - 1 - int(self._kv_cache.lengths[state.slot])
 
-    def _read_part(self, state: HeadSlot, count: int) -> None:
-        began = time.perf_counter()
+    def _skim(self, state: HeadSlot, count: int) -> None:
         self._read([state], [count], logits_to_keep=1)
-        if self._target.device.type == "cuda":
-            torch.cuda.synchronize(self._target.device)
-        self._reading.observe(count, time.perf_counter() - began)
 
     def _read(
         self, states: Sequence[HeadSlot], counts: Sequence[int], **kwargs: int

@@ -2,18 +2,243 @@
 
 Registered under a name without a mask entry, so that transformers builds no mask; the model is called with
 ``use_cache=False``, explicit ``position_ids`` and ``slot_rows=``, which its layers hand down to this function.
+
+On a CPU the results have the same bits whatever else a pass computes. A query's scores are products summed in the
+order of the numbers of a head; their exponentials are summed in sixteen lanes by the position of the key, and the
+values are added up in the order of positions. A node of a tree reads the keys of its path in that order too. So
+nothing depends on the width of the pass, on other rows, or on whether a key was written by this pass or by an earlier
+one. Rows read what they see in place: no mask, no copy, no padding.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ssd.model.kv.cpu_attention import cpu_attention
+from ssd.compiled.addresses import float32_array, inlined, int64_array, kernel, require, uint8_array
+from ssd.compiled.functions import cap, exp_and_sum, highest_of, narrow, spread, widen
+from ssd.compiled.vectors import KINDS, LANES, TILE_ROWS, TILE_VECTORS, tile
 from ssd.model.kv.kv_cache import AttentionKernel, SlotRows
+
+_QUERIES = 16
+"""Of a task: they share what is read."""
+
+_wide, _row = tile(TILE_ROWS, TILE_VECTORS), tile(1, TILE_VECTORS)
+_column, _cell = tile(TILE_ROWS, 1), tile(1, 1)
+_HUGE = 1 << 62
+
+
+def cpu_attention(
+    query: torch.Tensor,
+    stored_keys: torch.Tensor,
+    stored_values: torch.Tensor,
+    rows: SlotRows,
+    *,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
+
+    Keys lie as `SlotKVCache` keeps them on a CPU: their last axis but one is the dense one. O(keys visible) a query.
+    """
+    batch, heads, width, dim = query.shape
+    kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
+    assert stored_keys.stride(2) == 1 and stored_values.stride(3) == 1 and stored_keys.stride(3) % LANES == 0
+    query = query if query.stride(3) == 1 else query.contiguous()
+    out = torch.empty(batch, width, heads, value_dim, dtype=query.dtype)
+    held = None if sinks is None else sinks.float().contiguous()
+    trees = None if rows.sees is None else rows.sees.contiguous()
+    slots, starts, positions = rows.slots, rows.starts.contiguous(), rows.positions.contiguous()
+    blocks = -(-heads // kv_heads * width // _QUERIES)
+    tasks = batch * kv_heads * blocks
+    size = query.itemsize
+    arguments = (
+        KINDS[str(query.dtype)],
+        query.data_ptr(), query.stride(0) * size, query.stride(1) * size, query.stride(2) * size,
+        stored_keys.data_ptr(), stored_keys.stride(0) * size, stored_keys.stride(1) * size,
+        stored_keys.stride(3) * size,
+        stored_values.data_ptr(), stored_values.stride(0) * size, stored_values.stride(1) * size,
+        stored_values.stride(2) * size,
+        out.data_ptr(), slots.data_ptr(), starts.data_ptr(), positions.data_ptr(),
+        0 if trees is None else trees.data_ptr(), 0 if held is None else held.data_ptr(),
+        batch, kv_heads, heads // kv_heads, width, dim, value_dim,
+        scale, window or _HUGE, chunk or _HUGE, softcap or 0.0,
+    )  # fmt: skip
+    work = batch * heads * width * rows.num_keys * (dim + value_dim)
+    spread(_attend, arguments, tasks, work, torch.get_num_threads)
+    return out
+
+
+@kernel
+def _add_product(  # pragma: no cover - compiled
+    kind: int, rows: int, vectors: int, a: int, a_row: int, b: int, b_row: int, c: int, c_row: int, n: int
+) -> None:
+    """``c += a @ b``: a float32[rows, n], b [n, 16 * vectors] of a kind, c float32; addresses, bytes between rows."""
+    step = 2 if kind else 4
+    row = 0
+    while row < rows:
+        some = TILE_ROWS if rows - row >= TILE_ROWS else 1
+        vector = 0
+        while vector < vectors:
+            wide = TILE_VECTORS if vectors - vector >= TILE_VECTORS else 1
+            given, out = b + vector * LANES * step, c + row * c_row + vector * LANES * 4
+            if some == 1:
+                if wide == 1:
+                    _cell(kind, a + row * a_row, a_row, given, b_row, out, c_row, n)
+                else:
+                    _row(kind, a + row * a_row, a_row, given, b_row, out, c_row, n)
+            elif wide == 1:
+                _column(kind, a + row * a_row, a_row, given, b_row, out, c_row, n)
+            else:
+                _wide(kind, a + row * a_row, a_row, given, b_row, out, c_row, n)
+            vector += wide
+        row += some
+
+
+@kernel
+def _attend(  # pragma: no cover - compiled
+    kind: int, query: int, query_row: int, query_head: int, query_position: int,
+    keys: int, key_slot: int, key_head: int, key_number: int,
+    values: int, value_slot: int, value_head: int, value_position: int,
+    out: int, slots: int, starts: int, positions: int, sees: int, sinks: int,
+    batch: int, kv_heads: int, groups: int, width: int, dim: int, value_dim: int,
+    scale: float, window: int, chunk: int, softcap: float, first_task: int, step: int,
+) -> None:  # fmt: skip
+    """Every ``step``-th task from ``first_task`` on: some queries of one row and key head.
+
+    Query q of a row and key head is position q // groups of the q % groups-th head. Strides are in bytes.
+    """
+    size = 2 if kind else 4
+    slot_of, start_of = int64_array(slots, batch), int64_array(starts, batch)
+    num_queries = width * groups
+    blocks = (num_queries + _QUERIES - 1) // _QUERIES
+    value_vectors = (value_dim + LANES - 1) // LANES
+    scaled_queries = np.empty((_QUERIES, dim + LANES), np.float32)
+    found = np.empty((_QUERIES, value_vectors * LANES), np.float32)
+    lows, highs = np.empty(_QUERIES, np.int64), np.empty(_QUERIES, np.int64)
+    shares = np.empty(_QUERIES, np.float32)
+    for task in range(first_task, batch * kv_heads * blocks, step):
+        row, kv_head, block = task // blocks // kv_heads, task // blocks % kv_heads, task % blocks
+        begin = block * _QUERIES
+        count = min(_QUERIES, num_queries - begin)
+        start, stands = start_of[row], int64_array(positions + 8 * row * width, width)
+        low, high = start + width, 0
+        for q in range(count):
+            at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
+            widen(
+                kind, query + row * query_row + head * query_head + at * query_position,
+                scaled_queries[q].ctypes.data, dim, np.float32(scale),
+            )  # fmt: skip
+            position = stands[at]
+            lows[q] = max(0, position - window + 1, position - position % chunk)
+            highs[q] = position + 1
+            low, high = min(low, lows[q]), max(high, highs[q])
+        if sees:
+            low, high = min(low, start), start + width
+        base = low // LANES * LANES
+        vectors = (high - base + LANES - 1) // LANES
+        key_at = keys + slot_of[row] * key_slot + kv_head * key_head + base * size
+        value_at = values + slot_of[row] * value_slot + kv_head * value_head
+        require(key_at + (dim - 1) * key_number, vectors * LANES * size)
+        require(value_at + (high - 1) * value_position, value_vectors * LANES * size)
+        scores = np.zeros((count, vectors * LANES), np.float32)
+        scores_row, queries_row, found_row = scores.strides[0], scaled_queries.strides[0], found.strides[0]
+        for vector in range(0, vectors, TILE_VECTORS):
+            _add_product(
+                kind, count, min(TILE_VECTORS, vectors - vector), scaled_queries.ctypes.data, queries_row,
+                key_at + vector * LANES * size, key_number, scores.ctypes.data + vector * LANES * 4, scores_row, dim,
+            )  # fmt: skip
+        for q in range(count):
+            at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
+            own = scores[q]
+            if softcap > 0.0:
+                cap(own.ctypes.data, vectors, np.float32(softcap))
+            if sees:
+                _straighten(own, start - base, sees + (row * width + at) * width, width)
+            own[: lows[q] - base] = -np.inf
+            own[highs[q] - base :] = -np.inf
+            sink = np.float32(-np.inf)
+            if sinks:
+                sink = float32_array(sinks, kv_heads * groups)[head]
+            highest = highest_of(own.ctypes.data, vectors, sink)
+            total = exp_and_sum(own.ctypes.data, vectors, highest)
+            if sinks:
+                total += np.exp(sink - highest)
+            found[q] = 0.0
+            shares[q] = np.float32(1.0) / total
+        q = 0
+        while q < count:  # queries that see nearly the same go over the values together
+            some = min(TILE_ROWS, count - q)
+            from_key, to_key = lows[q : q + some].max(), highs[q : q + some].min()
+            if sees:
+                to_key = min(to_key, start)
+            if some < TILE_ROWS:
+                some = 1
+                from_key, to_key = lows[q], min(highs[q], start) if sees else highs[q]
+            if to_key <= from_key:
+                from_key = to_key = _HUGE
+            for each in range(q, q + some):
+                until = min(highs[each], start) if sees else highs[each]
+                first = min(from_key, until)
+                if first > lows[each]:
+                    _add_product(
+                        kind, 1, value_vectors, scores[each].ctypes.data + (lows[each] - base) * 4, scores_row,
+                        value_at + lows[each] * value_position, value_position, found[each].ctypes.data, found_row,
+                        first - lows[each],
+                    )  # fmt: skip
+            if from_key < to_key:
+                _add_product(
+                    kind, some, value_vectors, scores[q].ctypes.data + (from_key - base) * 4, scores_row,
+                    value_at + from_key * value_position, value_position, found[q].ctypes.data, found_row,
+                    to_key - from_key,
+                )  # fmt: skip
+                for each in range(q, q + some):
+                    until = min(highs[each], start) if sees else highs[each]
+                    if until > to_key:
+                        _add_product(
+                            kind, 1, value_vectors, scores[each].ctypes.data + (to_key - base) * 4, scores_row,
+                            value_at + to_key * value_position, value_position, found[each].ctypes.data, found_row,
+                            until - to_key,
+                        )  # fmt: skip
+            q += some
+        for q in range(count):
+            at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
+            if sees:
+                seen = uint8_array(sees + (row * width + at) * width, width)
+                depth = 0
+                for node in range(width):
+                    if seen[node]:
+                        if start + depth >= lows[q]:
+                            _add_product(
+                                kind, 1, value_vectors, scores[q].ctypes.data + (start + depth - base) * 4, scores_row,
+                                value_at + (start + node) * value_position, value_position, found[q].ctypes.data,
+                                found_row, 1,
+                            )  # fmt: skip
+                        depth += 1
+            narrow(
+                kind, found[q].ctypes.data,
+                out + ((row * width + at) * kv_heads * groups + head) * value_dim * size, value_dim, shares[q],
+            )  # fmt: skip
+
+
+@inlined
+def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
+    """Bring the scores of the nodes on a query's path together, in the order of their depths, from ``first`` on."""
+    seen = uint8_array(sees, width)
+    depth = 0
+    for node in range(width):
+        if seen[node]:
+            scores[first + depth] = scores[first + node]
+            depth += 1
+
 
 ATTENTION_NAME = "ssd_slots"
 

@@ -6,12 +6,33 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ssd.errors import first_line
-from ssd.model.layers.probe_logits import plain_logits
+
+PROBE_LENGTH = 14
+"""Positions of a slot that holds a text of the probe and one token more."""
+
+
+@torch.inference_mode()
+def plain_logits(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The model's own logits for the probe, computed without any cache, one row at a time: float32[T, V] each."""
+    return [
+        model(input_ids=torch.from_numpy(row[None]).to(model.device), use_cache=False).logits[0].float()
+        for row in probe_texts(model)
+    ]
+
+
+def probe_texts(model: PreTrainedModel) -> npt.NDArray[np.int64]:
+    """Token ids drawn at random from the model's vocabulary, the same every time: int64[2, T]."""
+    vocab_size = model.config.get_text_config().vocab_size
+    random: Any = np.random.default_rng(0)
+    return np.asarray(random.integers(3, max(vocab_size, 5), (2, PROBE_LENGTH - 1)).clip(max=vocab_size - 1), np.int64)
+
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +42,11 @@ MOST_NUMBERS = 1 << 16
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """Of a layer's output, as a share of its norm: what rounding once or twice makes of it. By the type of the numbers."""
+
+
+MOST_CHANGE = 1e-3
+MOST_CHANGE_LOW_PRECISION = 0.2
+"""Of logits. A wrong mask, position or state is off by about 1; two ways to round to bfloat16 by up to a tenth."""
 
 
 class Replaced(NamedTuple):
@@ -36,12 +62,17 @@ Replace = Callable[[nn.Module], Iterator[Replaced]]
 
 
 def replace_layers(
-    model: PreTrainedModel, kinds: Iterable[Replace], *, expected: Sequence[torch.Tensor], tolerance: float
+    model: nn.Module,
+    kinds: Iterable[Replace],
+    *,
+    expected: Sequence[torch.Tensor],
+    tolerance: float,
+    say: Callable[[Any], Sequence[torch.Tensor]] = plain_logits,
 ) -> bool:
-    """Replace layers of a model, and check that it still says what it said; else leave it as it was.
+    """Replace layers of a model, or a head, and check that it still says what it said; else leave it as it was.
 
-    ``expected`` : its `plain_logits`. ``tolerance`` : greatest relative error of them that is put down to rounding.
-    True when layers were replaced. Changes ``model`` in place, and again does nothing. O(weights).
+    ``expected`` : what it said before, by ``say``. ``tolerance`` : greatest relative error of it that is put down to
+    rounding. True when layers were replaced. Changes ``model`` in place, and again does nothing. O(weights).
     """
     replaced: list[Replaced] = []
     try:
@@ -51,8 +82,7 @@ def replace_layers(
         if not replaced:
             return False
         error = max(
-            float((found - want).norm() / want.norm())
-            for found, want in zip(plain_logits(model), expected, strict=True)
+            float((found - want).norm() / want.norm()) for found, want in zip(say(model), expected, strict=True)
         )
         if error < tolerance:
             return True

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ssd.errors import ModelError, first_line
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.layers.probe_logits import probe_texts
+from ssd.model.layers.replace import probe_texts
 
 FINAL: Final = -1
 """The hidden state that the output layer reads: behind the last decoder layer and the final norm."""

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from ssd.compiled.addresses import kernel
-from ssd.compiled.functions import FUNCTIONS, apply, norm, sum_of_squares, turn
-from ssd.compiled.spread import spread
+from ssd.compiled.functions import FUNCTIONS, apply, norm, spread, sum_of_squares, turn
 from ssd.compiled.vectors import KINDS
 from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, has_hooks, parents
 

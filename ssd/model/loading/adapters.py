@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ssd.errors import ModelError, first_line
 from ssd.model.layers.adapted_linear import AdaptedLinear, Addition, Rows
-from ssd.model.layers.probe_logits import PROBE_LENGTH, plain_logits
-from ssd.model.ways.probes import PROBE_SLOTS, PROBE_WIDTH, relative_error
+from ssd.model.layers.replace import PROBE_LENGTH, plain_logits
+from ssd.model.ways.find_way import PROBE_SLOTS, PROBE_WIDTH, relative_error
 from ssd.model.ways.slot_target import SlotTarget
 
 _UNUSED = (

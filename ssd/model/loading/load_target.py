@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -14,22 +14,119 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ssd.config import Exact
 from ssd.errors import ModelError, first_line
 from ssd.model.exact.settle import settle_exactness
+from ssd.model.layers.fused_linear import is_plain
+from ssd.model.layers.packed_linear import PackedLinear, find_rows, has_operators, seconds_of
 from ssd.model.layers.tap import Tapped, require_tap
 from ssd.model.loading.adapters import Adapters
-from ssd.model.loading.kv_budget import fit_slots, usable_bytes
-from ssd.model.loading.number_type import faster_type
-from ssd.model.loading.rope import settle_rope
+from ssd.model.loading.memory import (
+    ADVICE,
+    check_weights_fit,
+    fit_slots,
+    no_load_report,
+    require_complete,
+    usable_bytes,
+    weight_bytes,
+)
 from ssd.model.loading.threads import one_thread_if_small
-from ssd.model.loading.weights import ADVICE, check_weights_fit, no_load_report, require_complete, weight_bytes
 from ssd.model.target import Target
-from ssd.model.ways.find_way import find_way, row_bytes_per_token
-from ssd.model.ways.probes import verifies_trees
+from ssd.model.ways.find_way import find_way, row_bytes_per_token, verifies_trees
 from ssd.model.ways.row_target import RowTarget
 from ssd.model.ways.slot_target import SlotTarget
 from ssd.model.ways.steps_probe import attach_steps
 from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
+
+_WIDTHS = (1, 8)
+_MOST_WEIGHTS = 1 << 24
+"""Of a layer that are tried: the first rows of a larger one."""
+_WORTH = 0.9
+"""Of float32's time."""
+_TYPES: Final = (torch.float32, torch.bfloat16)
+
+
+@torch.inference_mode()
+def faster_type(model: PreTrainedModel) -> torch.dtype:
+    """bfloat16 where ``model``'s linear layers keep the bits of a row in it and take less time so, else float32.
+
+    Tried are products of 1 and 8 rows with the layers' own weights, packed as they will be. A processor that does not
+    multiply bfloat16 itself takes longer than with float32. O(weights of one layer of each shape).
+    """
+    kinds: dict[tuple[int, int], list[torch.nn.Linear]] = {}
+    for module in model.modules():
+        if is_plain(module, _TYPES):
+            kinds.setdefault((module.in_features, module.out_features), []).append(module)
+    if not has_operators() or not kinds:
+        return torch.float32
+    seconds = dict.fromkeys(_TYPES, 0.0)
+    for (size, num_outputs), layers in kinds.items():
+        tried = min(num_outputs, max(1, _MOST_WEIGHTS // size))
+        weight = layers[0].weight[:tried]
+        for dtype in _TYPES:
+            packed = PackedLinear(weight.to(dtype), None)
+            packed.rows = find_rows(packed.product, size, tried, dtype)
+            if dtype == torch.bfloat16 and not packed.rows.is_exact:
+                log.info("computing in float32: bfloat16 would not be exact to the bit on this machine")
+                return torch.float32
+            took = sum(seconds_of(packed, torch.zeros(width, size, dtype=dtype)) for width in _WIDTHS)
+            seconds[dtype] += took * len(layers) * num_outputs / tried
+    share = seconds[torch.bfloat16] / seconds[torch.float32]
+    found = torch.bfloat16 if share < _WORTH else torch.float32
+    log.info(
+        "computing in %s: linear layers take %.2f of float32's time in the checkpoint's bfloat16",
+        str(found).removeprefix("torch."), share,
+    )  # fmt: skip
+    return found
+
+
+_LONG = "longrope"
+_HELD = "longrope, held"
+"""transformers updates frequencies by the name of their kind; it knows nothing of this one and leaves them alone."""
+
+
+def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
+    """Make a position's encoding independent of what else is in the pass; returns the length that this allows.
+
+    LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to the original context and for
+    longer ones. transformers picks one in each pass by its furthest position, so one long text in a batch would turn
+    the others' queries, and a text that grows over the edge would meet keys of the other set. So: without a
+    ``max_length`` the original context is the limit, and the output is that of the model's own ``generate``; with a
+    longer one the long set is used for all texts, as vLLM does.
+    """
+    original = _original_length(model)
+    if original is None:
+        return max_length
+    if max_length is None:
+        log.warning("max_model_len is %d, the context before scaling: longer ones change every output", original)
+        return original
+    if max_length > original:
+        log.warning("max_model_len %d is beyond %d: long-text frequencies are used throughout", max_length, original)
+        for module in model.modules():
+            _hold_long(module, original, model.device)
+    return max_length
+
+
+def _original_length(model: PreTrainedModel) -> int | None:
+    parameters: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    # One set of parameters, or one for each kind of layer.
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    lengths = [kind.get("original_max_position_embeddings") for kind in kinds if kind.get("rope_type") == _LONG]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+@torch.inference_mode()
+def _hold_long(module: Any, original: int, device: torch.device) -> None:
+    """Let one more update choose the long set, then none."""
+    kind = getattr(module, "rope_type", None)
+    beyond = torch.tensor([[original]], device=device)
+    if kind == _LONG:
+        module(torch.zeros(1, device=device), beyond)
+        module.rope_type = _HELD
+    elif isinstance(kind, dict) and _LONG in kind.values():
+        for layer_type in [name for name, value in kind.items() if value == _LONG]:
+            module(torch.zeros(1, device=device), beyond, layer_type=layer_type)
+            kind[layer_type] = _HELD
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MAX_LENGTH = 4096

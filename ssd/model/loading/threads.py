@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ssd.model.loading.weights import weight_bytes
+from ssd.model.loading.memory import weight_bytes
 from ssd.model.target import Target
 
 log = logging.getLogger(__name__)

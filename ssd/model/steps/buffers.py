@@ -18,8 +18,7 @@ from ssd.compiled.addresses import kernel
 from ssd.drafting.successors import SUCCESSORS
 from ssd.model.kv.tree import TreeShape
 from ssd.model.sampling.noise import Noise
-from ssd.model.sampling.sampler import Sampler
-from ssd.model.sampling.top_tokens import packed_top
+from ssd.model.sampling.sampler import Sampler, packed_top
 
 Ints = npt.NDArray[np.int64]
 

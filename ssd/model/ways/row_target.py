@@ -1,8 +1,10 @@
-"""Drive models with attention row by row, on the caches of transformers."""
+"""Drive models row by row: on the caches of transformers, without any, and those that keep a running state."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ssd.model.sampling.pass_output import PassOutput
+from ssd.model.sampling.sampler import PassOutput
 from ssd.model.target import Target, TokenMatrix, accepts
 
 
@@ -120,3 +122,128 @@ class WholeTarget(Target):
             keep = {"logits_to_keep": int(count)} if self._takes_keep else {}
             rows.append(self.model(input_ids=ids, **self._without_cache, **keep).logits[0, -count:])
         return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+
+
+_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+"""What models call the argument that takes their state, and the field of the output that returns it."""
+
+_MAX_REPLAYED = 16
+"""More accepted tokens than this are not fed with every pass again: they move the kept state on."""
+
+
+class RecurrentTarget(RowTarget):
+    """One state per slot, rows one after another, no way back: the engine must not draft.
+
+    Several tokens are fed at once to an empty slot only. Some models (Mamba, Jamba) begin such a pass from an empty
+    state whatever they hold, so later tokens go one by one.
+    """
+
+    way = "row by row, without speculation"
+    can_roll_back = False
+    can_keep_prefixes = False
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        """Raises TypeError for a model that takes no state."""
+        names = [name for name in _CACHE_NAMES if accepts(model, name)]
+        if not names:
+            raise TypeError("the model takes no state")
+        self._state_name = names[0]
+        super().__init__(model, num_slots, max_length)
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Empty the slot, or leave it as it is: nothing between is possible."""
+        assert length in (0, self._lengths[slot])
+        if length == 0:
+            self._caches[slot] = None
+            self._lengths[slot] = 0
+
+    def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
+        if self._lengths[slot] == 0:
+            return self._read(slot, tokens, **kwargs)
+        return torch.cat([self._read(slot, tokens[i : i + 1], **kwargs) for i in range(len(tokens))])
+
+    def _read(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
+        """One pass on top of the slot's state."""
+        return RowTarget._append_row(self, slot, tokens, **kwargs)
+
+    def _run(self, slot: int, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        # An empty slot has no state: the model makes one of its own kind.
+        output = self.model(input_ids=ids, use_cache=True, **{self._state_name: self._caches[slot]}, **kwargs)
+        self._caches[slot] = getattr(output, self._state_name, None)
+        if self._caches[slot] is None:
+            raise TypeError("the model returns no state")
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _new_cache(self) -> Any:
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Checkpoint:
+    """A state and the number of tokens it has read."""
+
+    num_tokens: int
+    state: Any
+
+
+_NOTHING_READ = _Checkpoint(0, None)
+
+
+class ReplayTarget(RecurrentTarget):
+    """Takes tokens back by returning to a state kept from before the draft.
+
+    A pass that may hold a draft begins with a copy of the slot's state. After a rollback the copy takes its place, and
+    the accepted tokens that it has not read are fed again with the next pass: not one pass more, but wider ones.
+    A state has a fixed size; keys and values of attention layers are shared with the copy. A rollback to before the
+    copy reads the slot's text anew.
+    """
+
+    way = "row by row, with replay"
+    can_roll_back = True
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        super().__init__(model, num_slots, max_length)
+        self._texts: list[list[int]] = [[] for _ in range(num_slots)]
+        self._checkpoints: list[_Checkpoint | None] = [None] * num_slots
+
+    def length(self, slot: int) -> int:
+        """Tokens the slot holds, those that its state has yet to read again included."""
+        return len(self._texts[slot])
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Return to the latest state that has read no more than ``length`` tokens."""
+        assert 0 <= length <= len(self._texts[slot])
+        del self._texts[slot][length:]
+        if self._lengths[slot] <= length and length > 0:
+            return
+        kept, self._checkpoints[slot] = self._checkpoints[slot], None
+        if kept is None or kept.num_tokens > length or length == 0:
+            kept = _NOTHING_READ
+        self._caches[slot], self._lengths[slot] = kept.state, kept.num_tokens
+
+    def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
+        text = self._texts[slot]
+        unread = np.array(text[self._lengths[slot] :], np.int64)
+        if len(unread) > _MAX_REPLAYED:
+            self._read(slot, unread)
+            unread = unread[:0]
+        if len(tokens) > 1 and not kwargs:
+            self._checkpoints[slot] = _Checkpoint(self._lengths[slot], copy_state(self._caches[slot]))
+        logits = self._read(slot, np.concatenate([unread, tokens]), **kwargs)
+        text.extend(tokens.tolist())
+        return logits if kwargs else logits[len(unread) :]
+
+
+def copy_state(state: Any) -> Any:
+    """A copy that later passes over ``state`` leave alone; None stays None.
+
+    O(bytes of the running state): keys and values are shared, because caches replace those and never write into them.
+    """
+    shared: dict[int, Any] = {}
+    for layer in getattr(state, "layers", ()):
+        for name in ("keys", "values"):
+            tensor = getattr(layer, name, None)
+            if isinstance(tensor, torch.Tensor):
+                shared[id(tensor)] = tensor
+    return copy.deepcopy(state, shared)

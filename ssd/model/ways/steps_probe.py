@@ -12,10 +12,8 @@ import torch
 
 from ssd.errors import first_line
 from ssd.model.kv.kv_cache import AttentionKernel
-from ssd.model.sampling.pass_output import PassOutput
-from ssd.model.sampling.sampler import Sampler, sampler_of
-from ssd.model.steps.graphs import CudaGraphs, Recorder, eagerly
-from ssd.model.steps.static_steps import StaticSteps
+from ssd.model.sampling.sampler import PassOutput, Sampler, sampler_of
+from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticSteps, eagerly
 from ssd.model.ways.slot_target import SlotTarget
 
 log = logging.getLogger(__name__)
