@@ -1,13 +1,13 @@
-"""Tables made from the code itself: the API, field by field; the server's flags; tuning constants and their choices."""
+"""Lists made from the code itself: the API, field by field; the server's flags; tuning constants and their choices."""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cyclopts import Argument, Group
 
@@ -24,25 +24,27 @@ from server.schema.fields import BEST_OF, Refused
 from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 
+_Row = TypeVar("_Row", bound=tuple[str, ...])
+
 
 def flags_section() -> str:
-    """Every flag of ``ssd-serve``, a table a group, with its default."""
+    """Every flag of ``ssd-serve``, a list a group, with its default."""
     lines: list[str] = []
-    tables: dict[str, list[Argument]] = {}
+    groups: dict[str, list[Argument]] = {}
     for argument in build_app().assemble_argument_collection(parse_docstring=True):
         if argument.show and not argument.children:
             group = argument.parameter.group
             first = group if group is None or isinstance(group, Group | str) else next(iter(group))
-            tables.setdefault(first.name if isinstance(first, Group) else "options", []).append(argument)
-    for title, arguments in tables.items():
-        lines += [f"**{title}**", "", "| flag | meaning |", "|---|---|"]
+            groups.setdefault(first.name if isinstance(first, Group) else "options", []).append(argument)
+    for title, arguments in groups.items():
+        lines += [f"**{title}**", ""]
         for argument in arguments:
             names = " ".join(f"`{name}`" for name in argument.names)
             found = argument.get_choices()
-            choices = f" {' / '.join(found)}." if found else ""
+            choices = f" ({'/'.join(found)})" if found else ""
             default = shown_default(argument.field_info.default)
-            about = argument.parameter.help or ""
-            lines.append(f"| {names} |{choices} {cell(about)}{f' (default: {default})' if default else ''} |")
+            about = " ".join((argument.parameter.help or "").replace("``", "`").split())
+            lines.append(f"- {names}{choices}: {about}{f' (default: {default})' if default else ''}")
         lines.append("")
     return "\n".join(lines)
 
@@ -64,55 +66,81 @@ class _Endpoint:
 
 _GENERATES = (fields.IGNORED, {**fields.REFUSED, "best_of": ((), BEST_OF)})
 _ENDPOINTS = (
-    _Endpoint("POST /v1/chat/completions", ChatBody, *_GENERATES),
-    _Endpoint("POST /v1/completions", CompletionBody, *_GENERATES),
-    _Endpoint("POST /v1/responses", ResponsesBody, response_fields.IGNORED, response_fields.REFUSED),
-    _Endpoint("POST /v1/messages", AnthropicBody, anthropic_fields.IGNORED, anthropic_fields.REFUSED),
-    _Endpoint("POST /v1/messages/count_tokens", CountTokensBody, anthropic_fields.IGNORED, anthropic_fields.REFUSED),
-    _Endpoint("POST /tokenize, of text", TokenizeTextBody, {}, {}),
-    _Endpoint("POST /tokenize, of messages", TokenizeChatBody, {}, {}),
-    _Endpoint("POST /detokenize", DetokenizeBody, {}, {}),
+    _Endpoint("chat", ChatBody, *_GENERATES),
+    _Endpoint("completions", CompletionBody, *_GENERATES),
+    _Endpoint("responses", ResponsesBody, response_fields.IGNORED, response_fields.REFUSED),
+    _Endpoint("messages", AnthropicBody, anthropic_fields.IGNORED, anthropic_fields.REFUSED),
+    _Endpoint("count_tokens", CountTokensBody, anthropic_fields.IGNORED, anthropic_fields.REFUSED),
+    _Endpoint("tokenize (text)", TokenizeTextBody, {}, {}),
+    _Endpoint("tokenize (messages)", TokenizeChatBody, {}, {}),
+    _Endpoint("detokenize", DetokenizeBody, {}, {}),
+)
+_HEADERS = (
+    ("authorization", "`Bearer KEY`, where the server has keys"),
+    ("x-api-key", "`KEY`, as Anthropic's clients send it; on any path"),
+    ("x-request-id", "up to 128 visible characters: comes back, and stands in the log; made where there is none"),
+    (NO_LEARN_HEADER, "1: as `store: false`, for clients that cannot send that"),
+    ("anthropic-version, anthropic-beta", "ignored"),
+    ("traceparent", "W3C trace context, where the server traces"),
 )
 
 
 def api_section() -> str:
-    """Every endpoint with a body, every field that it knows, and the parts that fields are made of."""
-    lines: list[str] = []
+    """Every field once, beside the endpoints that have it alike; why others are ignored or refused; headers."""
+    honoured: dict[tuple[str, str, str], list[str]] = {}
+    ignored: dict[tuple[str, str], list[str]] = {}
+    refused: dict[tuple[str, str, str], list[str]] = {}
     parts: dict[str, Any] = {}
     for endpoint in _ENDPOINTS:
         schema = endpoint.body.model_json_schema()
+        known = schema["properties"]
         parts |= schema.get("$defs", {})
-        lines += [f"### {endpoint.title}", "", "| field | | type, default | |", "|---|---|---|---|"]
-        for name, field in schema["properties"].items():
+        for name, field in known.items():
             required = name in schema.get("required", ())
             type_ = _type(field) + (", required" if required else _default(field))
-            lines.append(f"| `{name}` | honoured | {cell(type_)} | {cell(field.get('description', ''))} |")
-        for name, reason in sorted(endpoint.ignored.items()):
-            if name not in schema["properties"]:
-                lines.append(f"| `{name}` | ignored | | {cell(reason)} |")
-        for name, (values, reason) in sorted(endpoint.refused.items()):
-            if name not in schema["properties"]:
+            honoured.setdefault((name, type_, field.get("description", "")), []).append(endpoint.title)
+        for name, reason in endpoint.ignored.items():
+            if name not in known:
+                ignored.setdefault((name, reason), []).append(endpoint.title)
+        for name, (values, reason) in endpoint.refused.items():
+            if name not in known:
                 unless = ", ".join(f"`{json.dumps(value)}`" for value in values)
-                lines.append(f"| `{name}` | refused | {f'but for {unless}' if unless else ''} | {cell(reason)} |")
-        lines.append("")
-    lines += ["### Parts", "", "| part | fields |", "|---|---|"]
+                refused.setdefault((name, unless, reason), []).append(endpoint.title)
+    lines = ["### Honoured", "", "| field | type, default | at | |", "|---|---|---|---|"]
+    for (name, type_, about), titles in sorted(honoured.items()):
+        at = "all" if len(titles) == len(_ENDPOINTS) else ", ".join(titles)
+        lines.append(f"| `{name}` | {cell(type_)} | {at} | {cell(about)} |")
+    lines.append("")
+    lines += ["### Ignored", ""]
+    for titles, found in _by_endpoints(ignored):
+        lines += [f"- **{titles}**: {_by_reason((f'`{name}`', reason) for name, reason in found)}"]
+    lines += ["", "### Refused", ""]
+    for titles, found in _by_endpoints(refused):
+        named = ((f"`{name}`{f' (but for {unless})' if unless else ''}", reason) for name, unless, reason in found)
+        lines += [f"- **{titles}**: {_by_reason(named)}"]
+    lines += ["", "### Parts", ""]
     for name, schema in sorted(parts.items()):
-        found = (f"`{field}` {_type(of)}" for field, of in schema.get("properties", {}).items())
-        lines.append(f"| `{name}` | {cell(', '.join(found))} |")
-    lines += ["", "### Headers", "", "| header | |", "|---|---|", *_headers()]
+        described = (f"`{field}` {_type(of)}" for field, of in schema.get("properties", {}).items())
+        lines.append(f"- `{name}`: {', '.join(described)}")
+    lines += ["", "### Headers", "", *(f"- `{name}`: {meaning}" for name, meaning in _HEADERS)]
     return "\n".join(lines)
 
 
-def _headers() -> list[str]:
-    meanings = {
-        "authorization": "`Bearer KEY`, where the server has keys",
-        "x-api-key": "`KEY`, the same as Anthropic's clients send it; on any path",
-        "x-request-id": "up to 128 visible characters: comes back, and stands in the log; without one it is made",
-        NO_LEARN_HEADER: "1: as `store: false`, for clients that cannot send that",
-        "anthropic-version, anthropic-beta": "ignored: fields are known by their names",
-        "traceparent": "W3C trace context, where the server traces",
-    }
-    return [f"| `{name}` | {cell(meaning)} |" for name, meaning in meanings.items()]
+def _by_endpoints(found: Mapping[_Row, Sequence[str]]) -> Iterator[tuple[str, list[_Row]]]:
+    """What the same endpoints have, first what most of them have."""
+    groups: dict[tuple[str, ...], list[_Row]] = {}
+    for row, titles in found.items():
+        groups.setdefault(tuple(titles), []).append(row)
+    for titles in sorted(groups, key=len, reverse=True):
+        yield ", ".join(titles), sorted(groups[titles])
+
+
+def _by_reason(found: Iterable[tuple[str, str]]) -> str:
+    """Each reason once, behind the names that have it."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in found:
+        reasons.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
 
 
 def _default(schema: Mapping[str, Any]) -> str:

@@ -15,77 +15,76 @@ class Limits:
     """What a request is refused for when it goes beyond; the defaults leave room above what clients send in earnest."""
 
     max_body_bytes: int = 8 << 20
-    """Bytes of a request's body: two million tokens as text. While a string is read from JSON the process's other
-    threads stand still, at worst 5 ms for each of these megabytes."""
+    """Bytes of a request's body."""
+    # While a string is read from JSON the process's other threads stand still, at worst 5 ms for each megabyte.
 
     max_body_values: int = 1 << 18
-    """Values, names and brackets in a body's JSON, for which they stand still up to 60 ms; twice the context where that
-    is more, so that a prompt of token ids can always be sent."""
+    """Values, names and brackets in a body's JSON; twice the context where that is more."""
+    # Other threads stand still for them, up to 60 ms; a prompt of token ids can always be sent.
 
     max_body_seconds: float = 20.0
-    """Longest a body may stall; bytes that arrive win time back at ``min_bytes_per_second``."""
+    """Longest a body may stall; see ``min_bytes_per_second``."""
 
     max_bodies_bytes: int = 128 << 20
-    """Bytes of all bodies above 64 KiB that are arriving or being checked, so that many large ones fill no memory."""
+    """Bytes of all bodies above 64 KiB that are arriving or being checked."""
 
     max_choices: int = 1024
-    """Choices of a request, prompts times ``n``: as many as may wait for a slot by default."""
+    """Choices of a request: prompts times ``n``."""
 
     max_request_tokens: int = 1 << 18
-    """Prompt tokens of a request, all its prompts together; the context where that is more."""
+    """Prompt tokens of a request; the context where that is more."""
 
     max_queued_tokens: int = 1 << 23
-    """Tokens of prompts, predictions and outputs to come of all choices in the service, which take about 10 bytes each;
-    one choice always has room."""
+    """Tokens of prompts, predictions and outputs to come of all requests in the service; one always has room."""
 
     max_logprob_entries: int = 1 << 20
-    """Log-probabilities that a request may be answered with, alternatives included: 0.1 kB each while it runs."""
+    """Log-probabilities of an answer, alternatives included."""
 
     max_logit_bias: int = 1024
-    """Entries of ``logit_bias``; OpenAI takes 300."""
+    """Entries of ``logit_bias``."""
 
     max_allowed_token_ids: int = 1 << 17
-    """Entries of ``allowed_token_ids``: most of any vocabulary."""
+    """Entries of ``allowed_token_ids``."""
 
     max_bad_words: int = 1000
-    """Entries of ``bad_words``; each is compared at each position."""
+    """Entries of ``bad_words``."""
 
     max_bad_words_characters: int = 1 << 14
-    """Characters of ``bad_words`` together, tokenised twice."""
+    """Characters of ``bad_words`` together."""
 
     max_stop_characters: int = 1 << 12
-    """Characters of ``stop`` together; each string is sought in every piece of text."""
+    """Characters of ``stop`` together."""
 
     max_grammar_characters: int = 1 << 16
-    """Characters of a schema, a regular expression, choices or a grammar; compiling takes seconds for more."""
+    """Characters of a schema, choices or a grammar."""
 
     max_regex_characters: int = 1 << 13
-    """Characters of a regular expression, for which compiling may take the square."""
+    """Characters of a regular expression."""
 
     max_messages: int = 4096
-    """Messages of a conversation; some templates look at all of them for each."""
+    """Messages of a conversation."""
 
     max_tools: int = 512
-    """Functions that a model is told of; OpenAI takes 128."""
+    """Functions that a model is told of."""
 
     max_tools_characters: int = 1 << 18
-    """Characters of their names, descriptions and schemas together. Of those that are forced by a grammar
-    ``max_grammar_characters`` counts as well."""
+    """Characters of their names, descriptions and schemas together."""
+
     max_connections: int = 1 << 14
-    """Connections at once, fewer where the system allows fewer files; 10 to 20 kB each while idle."""
+    """Connections at once, fewer where the system allows fewer files."""
 
     max_idle_seconds: float = 75.0
-    """A connection may be open this long between requests, or before the first. Longer than the clients' and proxies'
-    own limits, mostly 5 to 60 s, so that none sends a request on a connection that is being closed."""
+    """How long a connection may be open without a request."""
+    # Longer than the clients' and proxies' own limits, mostly 5 to 60 s: none sends on what is being closed.
 
     max_head_seconds: float = 20.0
     """Time for a request's head to arrive."""
 
     max_send_seconds: float = 30.0
-    """Longest a client may take nothing of what waits to be sent to it; what it takes wins time back, as for bodies."""
+    """Longest a client may take nothing of what waits for it."""
 
     min_bytes_per_second: int = 8192
-    """Who sends a body, or reads an answer, at this rate is waited for as long as it takes: 64 kbit/s."""
+    """Who sends a body, or reads an answer, at this rate is waited for as long as it takes."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -205,22 +205,20 @@ class ServiceOptions:
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", consume_multiple=True)] = ()
     """names requests call the model by (default: MODEL)"""
     api_key_file: Annotated[Path | None, Parameter(name=FILE_OPTION)] = None
-    """API keys, one a line, # begins a comment; requests without one of them get /live, /health, /version, /metrics and
-    /docs alone"""
+    """API keys, one a line; requests without one get /live, /health, /version, /metrics and /docs alone"""
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
     """one more key; repeatable; it shows in the process list for the first moment (also: $SSD_API_KEY)"""
     api_key_fd: Annotated[int | None, Parameter(name=PIPE_OPTION, show=False)] = None
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
     """tenants, their keys and quotas, and who is an operator, see docs/tenants.md; read again when it changes"""
     secret_file: Annotated[Path | None, Parameter(name=SECRET_OPTION)] = None
-    """what the names of tenants' caches and the noise of --coupled-sampling are derived from, the same for all servers
-    of one --redis (also: $SSD_SECRET; default: made once and kept in --cache-dir)"""
+    """what names of tenants' caches and coupled noise are derived from, the same for all servers of one --redis (also:
+    $SSD_SECRET; default: made once and kept in --cache-dir)"""
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
     share_cache_across_keys: bool = False
     """all API keys draft from one cache and teach it (default: each tenant has its own)"""
     share_prefix_cache: bool = False
-    """requests of different API keys go on with each other's keys and values, and can then find out what others have
-    asked"""
+    """requests of different API keys share keys and values, and can then find out what others have asked"""
     trust_request_chat_template: bool = False
     """run chat templates that requests bring"""
     allow_special_tokens: bool = False
@@ -264,27 +262,24 @@ class EngineOptions:
     kv_cache_memory_bytes: int | None = None
     """memory for keys and values, 4GiB for instance; fewer slots where not all fit (default: half of what is free)"""
     gpu_memory_utilization: float | None = None
-    """or: share of the device's memory, on a CPU of main memory, that may be in use once keys and values have theirs,
-    whatever uses the rest (default: see above)"""
+    """or: share of the device's memory (on a CPU: main memory) that may be in use once keys and values have theirs"""
     scheduling_policy: SchedulingPolicy = _ENGINE.scheduling_policy
-    """fcfs: first come, first served; priority: honour the field `priority` of requests, lower is earlier, whoever
-    sends it"""
+    """fcfs: first come, first served; priority: by the field `priority` of requests, lower is earlier"""
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
     """keep the keys and values of ended requests for those that begin alike"""
     exact: Exact = _ENGINE.exact
-    """outputs equal to the bit, whatever is drafted or decoded beside them. auto: where that takes at most 5% more
-    time; on: or the model is not served; off: each pass as fast as it can be"""
+    """outputs equal to the bit. auto: where that takes at most 5% more time; on: or the model is not served; off: each
+    pass as fast as it can be"""
     enforce_eager: bool = False
     """record no CUDA graphs: slower steps, less memory (default: graphs where there is a GPU)"""
     fuse_linears: bool = False
     """on a GPU compute query, key and value, and gate and up, as one product each (a CPU always does)"""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
-    """requests that bring no seed get theirs from a sequence that begins here: the same requests in the same order give
-    the same outputs (default: drawn at random)"""
+    """where the seeds of requests without one begin: the same requests in the same order give the same outputs
+    (default: drawn at random)"""
     coupled_sampling: int = _ENGINE.coupled_streams
-    """sampled requests without a seed draw with one of S streams of noise that they share, so that what was answered
-    before can be drafted. Each answer has the model's law, but answers to one question come from S streams: two may be
-    equal. 0: each request has noise of its own"""
+    """streams of noise that sampled requests without a seed share, so that what was answered before can be drafted; two
+    answers to one question may be equal. 0: each request has noise of its own"""
 
     @property
     def config(self) -> EngineConfig:
@@ -312,14 +307,12 @@ class StreamOptions:
     """What the sizes and times of streams may tell."""
 
     obfuscation: Literal["asked", "default", "always"] = "asked"
-    """which streams come in even, padded pieces at a steady pace, so that sizes and times do not tell what was drafted:
-    those that ask for it (include_obfuscation), those that do not decline it, or all, and whole answers at that pace
-    too"""
+    """which streams come in even, padded pieces at a steady pace: those that ask for it (include_obfuscation), those
+    that do not decline it, or all, and whole answers too"""
     obfuscation_tokens: int = OBFUSCATION_TOKENS
     """tokens of each piece of an obfuscated stream"""
     obfuscation_interval_s: Annotated[float, Parameter(name="--obfuscation-interval")] = OBFUSCATION_INTERVAL_S
-    """obfuscated streams get one piece this often, in seconds: not less than the model takes for it without drafts,
-    when busy; 0 sends each when it is complete"""
+    """seconds between the pieces of an obfuscated stream; 0 sends each when it is complete"""
 
 
 @group("page")
@@ -376,8 +369,7 @@ class SpeculationOptions:
     draft_model: str | None = None
     """smaller model with the same tokenizer that drafts where the cache does not"""
     draft_head: str | None = None
-    """draft head trained for this model (EAGLE, EAGLE-3, Medusa, multi-token prediction) that drafts from its hidden
-    states where the cache does not"""
+    """draft head (EAGLE, EAGLE-3, Medusa, multi-token prediction) that drafts where the cache does not"""
     draft_shape: DraftShape = _DRAFT.draft_shape
     """whether drafts may branch where the next token is uncertain"""
     no_recycling: bool = False
@@ -413,18 +405,16 @@ class CacheOptions:
     cache_dir: Path | None = None
     """keep the cache here (default: nothing outlives the process)"""
     cache_memory_bytes: int = _CACHE.memory_bytes
-    """keep private copies of the cache's files up to this much; what is beyond, large --warm directories for instance,
-    is mapped and shared with other servers"""
+    """keep private copies of the cache's files up to this much; what is beyond is mapped and shared with other
+    servers"""
     warm_directories: Annotated[tuple[Path, ...], Parameter(name="--warm")] = ()
     """draft from what `ssd-cache build` wrote; repeatable"""
     redis: str | None = field(default=None, repr=False)
     """learn from other servers, and they from this one (default: $SSD_REDIS_URL, not in the process list)"""
     no_publish: bool = False
-    """never be the server that publishes the whole cache for those that join; this one still takes what others
-    published"""
+    """never publish the whole cache for servers that join; what others published is taken all the same"""
     publish_to: str | None = None
-    """keep what is published here, s3://bucket/ssd or file:///srv/ssd for instance; without --redis new servers begin
-    with it, and that is all they share (default: in Redis)"""
+    """keep what is published here, s3://bucket/ssd or file:///srv/ssd for instance (default: in Redis)"""
     namespace: str = "default"
     """what this server's cache is called"""
 
@@ -457,8 +447,7 @@ class ObserveOptions:
     otlp_traces_endpoint: str | None = None
     """send a span of each generation to this OpenTelemetry collector, by HTTP; needs the extra telemetry"""
     spec_decode_metrics: Annotated[SpecDecodeMetrics, Parameter(name="--per-request-spec-decode-metrics")] = "none"
-    """answers of one choice say how their drafts fared, detailed: each draft; that tells their reader what the cache
-    holds"""
+    """answers of one choice say how their drafts fared, detailed: each draft"""
 
 
 def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) -> dict[str, str]:
