@@ -1,6 +1,6 @@
 """SSD: LLM inference that gets faster the more it is used and never changes a token of the output.
 
-``import ssd`` loads neither torch nor the web framework; ``Engine`` is imported when it is first used.
+``import ssd`` loads neither torch nor the web framework; ``LLM`` and ``Engine`` are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from ssd.errors import SSDError
 
 if TYPE_CHECKING:
     from ssd.engine import Engine, Request, RequestOutput
+    from ssd.engine.llm import LLM, Completion
 
     __version__: str
 
 __all__ = [
+    "LLM",
     "CacheConfig",
+    "Completion",
     "DraftConfig",
     "Engine",
     "EngineConfig",
@@ -30,6 +33,7 @@ __all__ = [
 ]
 
 _FROM_ENGINE = {"Engine", "Request", "RequestOutput"}
+_FROM_LLM = {"LLM", "Completion"}
 
 
 def __getattr__(name: str) -> Any:
@@ -37,6 +41,10 @@ def __getattr__(name: str) -> Any:
         import ssd.engine
 
         return getattr(ssd.engine, name)
+    if name in _FROM_LLM:
+        import ssd.engine.llm
+
+        return getattr(ssd.engine.llm, name)
     if name == "__version__":
         from importlib.metadata import version
 

@@ -27,8 +27,8 @@ LAYERS = [
     "ssd.pricing",
     "ssd.drafting",
     "ssd.model",
-    "ssd.engine",
     "ssd.bundled",
+    "ssd.engine",
     "ssd.integrations.trl",
     "ssd.integrations",
 ]
@@ -36,7 +36,7 @@ APPLICATIONS = ["cache_builder", "server", "benchmarks"]
 MAY_USE = {
     "ssd.pricing": {"ssd.errors", "ssd.config", "ssd.compiled"},
     "ssd.bundled": set(),
-    "ssd.integrations.trl": set(LAYERS[: LAYERS.index("ssd.bundled")]),
+    "ssd.integrations.trl": set(LAYERS[: LAYERS.index("ssd.integrations.trl")]),
     "ssd.integrations": set(LAYERS[: LAYERS.index("ssd.engine")]),
     "cache_builder": set(LAYERS[: LAYERS.index("ssd.model")]) - {"ssd.token_rules"},
     "benchmarks": {*LAYERS, "cache_builder", "server"},
@@ -158,6 +158,6 @@ def test_importing_loads_neither_torch_nor_the_web_framework(module: str) -> Non
 
 
 def test_public_names_are_what_is_promised() -> None:
-    assert ssd.__all__ == sorted(ssd.__all__)
+    assert ssd.__all__ == sorted(ssd.__all__, key=lambda name: (not name.isupper(), name))
     for name in ssd.__all__:
         assert getattr(ssd, name)

@@ -49,7 +49,8 @@ class ChatBodies(Bodies):
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._messages is not None:
-            message |= self._written(self._messages.whole(index, text))
+            is_cut = choice.finish_reason == "length"
+            message |= self._written(self._messages.whole(index, text, is_cut=is_cut))
         return {"message": message, "logprobs": None if self.logprobs is None else self.logprobs.chat(choice.logprobs)}
 
     def _written(self, message: Message) -> dict[str, Any]:

@@ -79,11 +79,11 @@ class Messages:
         """The message of a choice as far as it was pushed; a call's id is there with its name."""
         return self._messages.setdefault(index, Message())
 
-    def whole(self, index: int, text: str) -> Message:
-        """The message that all the text of a choice is, without a call that was cut: its arguments are no JSON."""
+    def whole(self, index: int, text: str, *, is_cut: bool = False) -> Message:
+        """The message that all the text of a choice is; one that ``is_cut`` without a last call that is no JSON."""
         self.push(index, text, ended=True)
         message = self.of(index)
-        if message.tool_calls and not _is_json(message.tool_calls[-1].arguments):
+        if is_cut and message.tool_calls and not _is_json(message.tool_calls[-1].arguments):
             message.tool_calls.pop()
         return message
 

@@ -76,7 +76,7 @@ def readings(fixture: Fixture) -> list[ParseResult]:
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in fixture.tools}
     tool_call, reasoning = FORMATS[fixture.reference_model.split("/")[-1]]
     make = partial(make_parser, tool_call, reasoning, functions=functions, prompt=prompt[-64:])
-    found = [result(Messages(make).whole(0, fixture.raw_output))]
+    found = [result(Messages(make).whole(0, fixture.raw_output, is_cut=fixture.truncated))]
     for cut in CUTS:
         messages = Messages(make)
         for part in parts(fixture.raw_output, cut):

@@ -1,0 +1,129 @@
+"""The class that a first program uses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ssd import LLM, EngineConfig, SamplingParams
+from ssd.errors import ContextTooLong, RequestError
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+PROMPT = "def read_lines(path):\n"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(config=EngineConfig(max_num_seqs=4, max_waiting=4)) as opened:
+        yield opened
+
+
+def test_what_comes_again_takes_fewer_passes_and_says_the_same() -> None:
+    with LLM() as opened:
+        (first,), (again,) = opened.generate(PROMPT, GREEDY), opened.generate(PROMPT, GREEDY)
+        assert first.text == again.text and first.token_ids == again.token_ids
+        assert again.stats.num_verify_steps < first.stats.num_verify_steps / 3
+        assert again.outputs[0].finish_reason == "length"
+
+
+def test_prompts_are_texts_or_ids_one_or_many_each_with_settings_of_its_own(llm: LLM) -> None:
+    ids = llm.codec.encode_prompt(PROMPT)
+    both: list[str | list[int]] = [PROMPT, ids]
+    expected = llm.generate(PROMPT, GREEDY)[0]
+    for prompts in (ids, tuple(ids), np.array(ids), [PROMPT], [ids]):
+        (found,) = llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+        assert (found.text, found.prompt_token_ids) == (expected.text, tuple(ids))
+    many = llm.generate(both * 6, GREEDY)  # more than there are slots and places in the queue
+    assert [each.text for each in many] == [expected.text] * 12
+    short = SamplingParams(max_tokens=3, temperature=0.0)
+    assert [len(each.token_ids) for each in llm.generate(both, [GREEDY, short])] == [40, 3]
+    assert llm.generate([]) == []
+
+
+def test_several_outputs_of_a_prompt_differ_and_come_again_with_the_seed(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
+    (found,), (again,) = llm.generate(PROMPT, sampling, n=3), llm.generate(PROMPT, sampling, n=3)
+    texts = [each.text for each in found.outputs]
+    assert len(set(texts)) == 3 and texts == [each.text for each in again.outputs] and found.text == texts[0]
+
+
+def test_a_conversation_is_what_its_template_writes(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is a list?"}]
+    if not llm.codec.has_chat_template:
+        with pytest.raises(RequestError, match="chat template"):
+            llm.chat(messages, GREEDY)
+        return
+    (found,), both = llm.chat(messages, GREEDY), llm.chat([messages, messages], GREEDY)
+    assert found.prompt_token_ids == tuple(llm.codec.encode_chat(messages))
+    assert [each.text for each in both] == [found.text] * 2
+
+
+def test_streams_are_read_by_turns_and_one_that_is_left_is_cancelled(llm: LLM) -> None:
+    expected = llm.generate(PROMPT, GREEDY)[0].text
+    one, other, left = (llm.stream(PROMPT, GREEDY) for _ in range(3))
+    next(left)
+    left.close()  # type: ignore[attr-defined]
+    pieces: list[list[str]] = [[], []]
+    for first, second in zip(one, other, strict=True):
+        pieces[0].append(first.text)
+        pieces[1].append(second.text)
+    assert ["".join(each) for each in pieces] == [expected] * 2
+    llm.generate(PROMPT, GREEDY)
+    assert not llm.engine.has_work()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "more", "param"),
+    [
+        (3, GREEDY, {}, "prompts"),
+        (None, GREEDY, {}, "prompts"),
+        ([3.5], GREEDY, {}, "prompts"),
+        ([["a"]], GREEDY, {}, "prompts"),
+        ("", {"max_tokens": 3}, {}, "sampling"),
+        (["a", "b"], [GREEDY], {}, "sampling"),
+        ("a", GREEDY, {"n": 0}, "n"),
+        ([[]], GREEDY, {}, "prompt"),
+    ],
+)
+def test_what_cannot_be_used_is_named(llm: LLM, prompts: Any, sampling: Any, more: Any, param: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        llm.generate(prompts, sampling, **more)
+    assert raised.value.param == param
+
+
+def test_one_prompt_that_is_too_long_ends_the_call_and_nothing_else(llm: LLM) -> None:
+    with pytest.raises(ContextTooLong):
+        llm.generate([[1], [1] * (llm.engine.max_model_len + 1)], GREEDY)
+    assert llm.generate(PROMPT, GREEDY)[0].text
+    assert not llm.engine.has_work()
+
+
+OTHER = """
+import sys
+from ssd import LLM, SamplingParams
+with LLM(cache_dir=sys.argv[1]) as llm:
+    (found,) = llm.generate(sys.argv[2], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+    print(found.stats.num_verify_steps)
+    print("kept", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_directory_is_kept_and_read_by_a_second_process(tmp_path: Path) -> None:
+    with LLM(cache_dir=tmp_path) as opened:
+        alone = opened.generate(PROMPT, GREEDY)[0].stats.num_verify_steps
+    command = [sys.executable, "-c", OTHER, str(tmp_path), PROMPT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdin is not None and writer.stdout is not None
+        lines = [writer.stdout.readline(), writer.stdout.readline()]
+        assert int(lines[0]) < alone / 2 and lines[1] == "kept\n"
+        with LLM(cache_dir=tmp_path) as reader:  # the other one writes
+            assert reader.generate(PROMPT, GREEDY)[0].stats.num_verify_steps < alone / 2
+        writer.stdin.close()
+        assert writer.wait() == 0
