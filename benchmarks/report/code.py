@@ -107,16 +107,16 @@ def api_section() -> str:
                 unless = ", ".join(f"`{json.dumps(value)}`" for value in values)
                 refused.setdefault((name, unless, reason), []).append(endpoint.title)
     lines = ["### Honoured", "", "| field | type, default | at | |", "|---|---|---|---|"]
-    for (name, type_, about), titles in sorted(honoured.items()):
-        at = "all" if len(titles) == len(_ENDPOINTS) else ", ".join(titles)
+    for (name, type_, about), ends in sorted(honoured.items()):
+        at = "all" if len(ends) == len(_ENDPOINTS) else ", ".join(ends)
         lines.append(f"| `{name}` | {cell(type_)} | {at} | {cell(about)} |")
     lines.append("")
     lines += ["### Ignored", ""]
     for titles, found in _by_endpoints(ignored):
         lines += [f"- **{titles}**: {_by_reason((f'`{name}`', reason) for name, reason in found)}"]
     lines += ["", "### Refused", ""]
-    for titles, found in _by_endpoints(refused):
-        named = ((f"`{name}`{f' (but for {unless})' if unless else ''}", reason) for name, unless, reason in found)
+    for titles, those in _by_endpoints(refused):
+        named = ((f"`{name}`{f' (but for {unless})' if unless else ''}", reason) for name, unless, reason in those)
         lines += [f"- **{titles}**: {_by_reason(named)}"]
     lines += ["", "### Parts", ""]
     for name, schema in sorted(parts.items()):
