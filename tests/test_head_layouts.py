@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
+from ssd.model.heads import layouts
 from ssd.model.heads.head import FINAL, ParallelHead, RecurrentHead, TargetParts
-from ssd.model.heads.layouts import load_head, require_drivable, say
+from ssd.model.heads.layouts import load_head, make_faster, require_drivable, say
 from ssd.model.heads.networks import EagleHead, MTPHead, decoder_layers
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.layers.replace import Replaced
 from ssd.model.loading.load_target import open_target
 from tests import published_heads as published
 from tests.architectures import ARCHITECTURES, SLOTS
@@ -354,3 +356,25 @@ def test_the_output_layer_of_the_target_is_read_as_the_target_reads_it(name: str
     with torch.inference_mode():
         found = target.get_decoder()(tokens).last_hidden_state
         torch.testing.assert_close(TargetParts(target).logits(found), target(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("faster", "is_kept"),
+    [([1.0, 2.0, -torch.inf], True), ([1.0, 0.0, -torch.inf], False), ([1.0, -torch.inf, 0.0], False)],
+)
+def test_faster_layers_stay_where_the_head_says_the_same_of_the_same_tokens(
+    faster: list[float], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, head = torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))
+
+    def replace(parent: torch.nn.Module) -> Any:
+        original, parent[0] = parent[0], plain  # type: ignore[index,operator]
+        yield Replaced(parent, "0", lambda: original)
+
+    def said(head: torch.nn.Module, _target: Any) -> list[torch.Tensor]:
+        return [torch.tensor(faster if head[0] is plain else [1.0, 2.0, -torch.inf])]  # type: ignore[index]
+
+    monkeypatch.setattr(layouts, "CPU_LAYERS", [replace])
+    monkeypatch.setattr(layouts, "say", said)
+    make_faster(cast(Any, head), tiny_model())
+    assert (head[0] is plain) == is_kept

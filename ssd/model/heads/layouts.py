@@ -330,9 +330,13 @@ def make_faster(head: Head, target: PreTrainedModel) -> None:
     """
     if target.device.type != "cpu":
         return
+    can_be = [each.isfinite() for each in say(head, target)]  # tokens that cannot be drafted have minus infinity
 
-    def said(head: Head) -> list[torch.Tensor]:  # tokens that cannot be drafted have minus infinity
-        return [each.float().masked_fill(each == -torch.inf, 0.0) for each in say(head, target)]
+    def said(head: Head) -> list[torch.Tensor]:
+        found = say(head, target)
+        if not all(torch.equal(each.isfinite(), finite) for each, finite in zip(found, can_be, strict=True)):
+            raise ValueError("other tokens can be drafted")
+        return [each.float()[finite] for each, finite in zip(found, can_be, strict=True)]
 
     tolerance = MOST_CHANGE if target.dtype == torch.float32 else MOST_CHANGE_LOW_PRECISION
     replace_layers(head, CPU_LAYERS, expected=said(head), tolerance=tolerance, say=said)
