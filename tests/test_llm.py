@@ -69,6 +69,7 @@ def test_streams_are_read_by_turns_and_one_that_is_left_is_cancelled(llm: LLM) -
     one, other, left = (llm.stream(PROMPT, GREEDY) for _ in range(3))
     next(left)
     left.close()  # type: ignore[attr-defined]
+    llm.stream(PROMPT, GREEDY)  # one that nobody reads
     pieces: list[list[str]] = [[], []]
     for first, second in zip(one, other, strict=True):
         pieces[0].append(first.text)

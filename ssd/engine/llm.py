@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Integral
@@ -141,13 +141,18 @@ class LLM:
         return self._complete([tuple(prompt) for prompt in prompts], sampling, n)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """The pieces of one prompt's output as they come; one that is not read to its end is cancelled.
+        """The pieces of one prompt's output as they come; one that is begun and not read to its end is cancelled.
 
-        Several may be read by turns: they are decoded together.
+        Several may be read by turns: they are decoded together. Raises RequestError, at the first piece where the
+        engine refuses it.
         """
         (request,) = self._requests([self._ids_of(prompt)], [_settings(sampling)], 1)
-        self._submit(request)
-        return self._pieces(request.request_id)
+
+        def begun() -> Iterator[RequestOutput]:  # not before it is read: nobody would cancel it
+            self._submit(request)
+            yield from self._pieces(request.request_id)
+
+        return begun()
 
     def _complete(
         self, prompts: list[tuple[int, ...]], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int
@@ -189,13 +194,9 @@ class LLM:
     def _ids_of(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self.codec.encode_prompt(prompt))
-        try:
-            ids = tuple(prompt)
-        except TypeError:
-            ids = (None,)  # type: ignore[assignment]
-        if not all(isinstance(each, Integral) for each in ids):
+        if not isinstance(prompt, Iterable) or not all(isinstance(each, Integral) for each in prompt):
             raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompts")
-        return tuple(int(each) for each in ids)
+        return tuple(int(each) for each in prompt)
 
     def _submit(self, request: Request) -> None:
         while True:
@@ -254,10 +255,9 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheSet:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    try:
-        given: list[Any] = list(prompts)
-    except TypeError:
-        raise RequestError(f"prompts are text or token ids, got {type(prompts).__name__}", param="prompts") from None
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts are text or token ids, got {type(prompts).__name__}", param="prompts")
+    given: list[Any] = list(prompts)
     return [given] if given and all(isinstance(each, Integral) for each in given) else given
 
 
