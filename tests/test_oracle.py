@@ -17,7 +17,9 @@ REQUESTS = st.lists(
 
 def steps_of(requests: list[tuple[list[int], list[int]]], limit: int) -> list[int]:
     texts = [np.array([*prompt, *output], np.int32) for prompt, output in requests]
-    return oracle_steps(texts, np.array([len(prompt) for prompt, _ in requests], np.int64), limit).tolist()
+    steps = oracle_steps(texts, np.array([len(prompt) for prompt, _ in requests], np.int64), limit)
+    assert steps is not None
+    return steps.tolist()
 
 
 @settings(max_examples=200, deadline=None)

@@ -22,7 +22,7 @@ from benchmarks.traces import TraceTokenizer, read_records, read_sessions, trace
 from benchmarks.walk import Counts
 from cache_builder.evaluation.costs import CostCurve, speed_up
 from cache_builder.evaluation.log import Row
-from cache_builder.evaluation.oracle import MOST_TOKENS, oracle_steps
+from cache_builder.evaluation.oracle import oracle_steps
 from ssd.config import DraftConfig, IndexConfig
 from ssd.drafting import Drafter, make_drafter
 
@@ -113,9 +113,9 @@ def turns_of(plan: Plan, trace: Path, tokenizer: TraceTokenizer) -> list[Turn]:
 def oracle_of(turns: Sequence[Turn], limit: int) -> float | None:
     """Tokens a step of the best drafts in hindsight, see `oracle_steps`; None for more text than it takes."""
     texts = [turn.row.text() for turn in turns]
-    if sum(map(len, texts)) + len(texts) > MOST_TOKENS:
-        return None
     steps = oracle_steps(texts, np.array([len(turn.row.context) for turn in turns], np.int64), limit)
+    if steps is None:
+        return None
     scored = np.array([turn.is_scored for turn in turns])
     num_output = sum(len(turn.row.output) for turn in turns if turn.is_scored)
     return num_output / max(1, int(steps[scored].sum()))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cache_builder.evaluation.costs import StepCosts
 from cache_builder.evaluation.log import DEFINITIONS, Int64s, Log, classes_of
-from cache_builder.evaluation.oracle import MOST_TOKENS, oracle_steps
+from cache_builder.evaluation.oracle import oracle_steps
 from cache_builder.evaluation.runs import CacheUse, Outcome, Plan, Run, execute_all
 from ssd import __version__
 
@@ -182,8 +182,8 @@ class _Judge:
         """``plan.batch`` : rows of a pass, each of which waits for the proposals of all."""
         self._output_lengths, self._costs, self._batch = log.output_lengths, costs, plan.batch
         self._oracle: Int64s | None = None
-        if not plan.warm and len(log.tokens) + len(log) <= MOST_TOKENS:  # of warm directories the text is not at hand
-            texts = [log.row(number).text() for number in range(len(log))]
+        if not plan.warm:  # of warm directories the text is not at hand
+            texts = [log.tokens[begin:end] for begin, end in pairwise(log.starts.tolist())]
             self._oracle = oracle_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
 
     def figures(self, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:

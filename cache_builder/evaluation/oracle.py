@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ssd.compiled.addresses import Int64s, TokenIds, kernel
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.suffix_array import build_order
 
-MOST_TOKENS: Final = 1 << 26
+_MOST_TOKENS: Final = 1 << 26
 """Of a log whose limit is found; at 24 bytes each."""
 
 
@@ -64,18 +63,18 @@ def _count_steps(runs: TokenIds, begins: Int64s, ends: Int64s, limit: int) -> In
     return steps
 
 
-def oracle_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> npt.NDArray[np.int64]:
+def oracle_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> Int64s | None:
     """Steps that each request would take if every draft were the best that earlier text could give, in hindsight.
 
     At each step the last token is looked for in all that stands before it, in earlier requests and its own; of the
     places where it stands the one is taken that goes on as the output does for longest, up to ``limit`` tokens.
     ``texts`` : prompt and output of each, in order. ``prompt_lengths`` : int64[n]; where there is no prompt the first
-    token counts as one. Returns int64[n].
-    O(n log n) in all tokens, of which there must be MOST_TOKENS at most.
+    token counts as one. Returns int64[n]; None for more than 64 million tokens. O(n log n) in all tokens.
     """
+    if sum(map(len, texts)) + len(texts) > _MOST_TOKENS:
+        return None
     gap = np.array([SEPARATOR], np.int32)
     text = np.concatenate([piece for each in texts for piece in (each, gap)] or [gap])
-    assert len(text) <= MOST_TOKENS
     lengths = np.array([len(each) for each in texts], np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths + 1)])[:-1]
     order = len(text) - build_order(text[::-1].copy())  # it sorts by what stands before, read backwards
