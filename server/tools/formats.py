@@ -261,7 +261,7 @@ def begins_of_calls(form: CallFormat | None) -> tuple[str, ...]:
 def calls_reader(form: CallFormat, functions: Functions) -> Reader:
     """Reads calls of a format. Where no marker is needed only a function of the request is called, else any name."""
     accepts: Callable[[str], bool] = bool
-    if functions and not isinstance(form, (NamedFormat, XmlFormat)) and form.bare:
+    if functions and isinstance(form, (JsonFormat, PythonicFormat)) and form.bare:
         accepts = functions.__contains__
     if isinstance(form, JsonFormat):
         return json_calls(form, accepts)

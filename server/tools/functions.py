@@ -48,6 +48,15 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def is_json(text: str, *, strict: bool = True) -> bool:
+    """Whether it is one value; without ``strict`` its strings may hold line ends and other control characters."""
+    try:
+        json.loads(text, strict=strict)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def json_of(text: str, types: frozenset[str]) -> str:
     """A value that was written without quotation marks as JSON of one of ``types``; as a string where it is none.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 
-from server.tools.functions import json_characters, json_string
+from server.tools.functions import is_json, json_characters, json_string
 from server.tools.json_calls import Accepts
 from server.tools.pieces import Pieces, Reader, after_markers
 from server.tools.scanner import Markers, Scanner, Sink, Steps
@@ -24,11 +23,6 @@ class GemmaFormat:
     call: str = "call:"
     end: str = "<tool_call|>"
     quote: str = '<|"|>'
-
-    @property
-    def bare(self) -> bool:
-        """Whether calls may stand without a marker."""
-        return False
 
 
 def gemma_calls(form: GemmaFormat, accepts: Accepts) -> Reader:
@@ -58,7 +52,7 @@ def gemma_calls(form: GemmaFormat, accepts: Accepts) -> Reader:
         opened = yield from scanner.literal("{", "[")
         if not opened:
             scalar = (yield from scanner.word(_SCALAR)).strip()
-            sink(scalar if _is_scalar(scalar) else json_string(scalar))
+            sink(scalar if is_json(scalar) else json_string(scalar))
             return bool(scalar)
         sink(opened)
         close = "}" if opened == "{" else "]"
@@ -90,11 +84,3 @@ def gemma_calls(form: GemmaFormat, accepts: Accepts) -> Reader:
         return True
 
     return after_markers((form.begin,), (), read_calls)
-
-
-def _is_scalar(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True

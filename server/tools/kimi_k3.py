@@ -6,10 +6,11 @@ import html
 import re
 from dataclasses import dataclass
 
-from server.tools.functions import json_characters, json_of, json_string
+from server.tools.functions import json_string
 from server.tools.json_calls import Accepts
 from server.tools.pieces import Pieces, Reader
 from server.tools.scanner import Markers, Scanner, Steps
+from server.tools.xml_calls import value_of
 
 OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"
 _CALL, _ARGUMENT = f"{OPEN}call ", f"{OPEN}argument "
@@ -26,11 +27,6 @@ _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 @dataclass(frozen=True)
 class KimiK3Format:
     """There is one."""
-
-    @property
-    def bare(self) -> bool:
-        """Whether calls may stand without a marker."""
-        return False
 
 
 def kimi_k3(accepts: Accepts) -> Reader:
@@ -66,20 +62,11 @@ def _read_call(scanner: Scanner, pieces: Pieces, accepts: Accepts) -> Steps[bool
             return False
         scanner.forget()
         pieces.arguments(f"{before}{json_string(header['key'])}: ")
-        before, is_string = ", ", header.get("type") == "string"
-        held = list[str]()
-
-        def add(text: str, *, is_string: bool = is_string, held: list[str] = held) -> None:
-            if is_string:
-                pieces.arguments(json_characters(text))
-            else:
-                held.append(text)
-
-        pieces.arguments('"' if is_string else "")
-        if not (yield from scanner.until(_VALUE_ENDS, add, read_marker=False)):
-            pieces.arguments("".join(held))
+        before, value = ", ", value_of(pieces, frozenset({header.get("type", "")}))
+        complete = bool((yield from scanner.until(_VALUE_ENDS, value.add, read_marker=False)))
+        value.end(complete=complete)
+        if not complete:
             return True
-        pieces.arguments('"' if is_string else json_of("".join(held), frozenset({header.get("type", "")})))
         yield from scanner.literal(_ARGUMENT_END)
         scanner.forget()
     if (yield from scanner.literal(_CALL_END)):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from server.tools.call_ids import call_id
+from server.tools.functions import is_json
 from server.tools.message import MessageDelta, MessageParser
 
 
@@ -83,7 +83,7 @@ class Messages:
         """The message that all the text of a choice is; one that ``is_cut`` without a last call that is no JSON."""
         self.push(index, text, ended=True)
         message = self.of(index)
-        if is_cut and message.tool_calls and not _is_json(message.tool_calls[-1].arguments):
+        if is_cut and message.tool_calls and not is_json(message.tool_calls[-1].arguments, strict=False):
             message.tool_calls.pop()
         return message
 
@@ -103,14 +103,6 @@ class Messages:
                 message.tool_calls.append(ToolCall(self._make_id(), call.name))
             message.tool_calls[call.index].pieces.append(call.arguments)
         return delta
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _joined(first: MessageDelta, second: MessageDelta) -> MessageDelta:

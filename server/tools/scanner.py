@@ -189,7 +189,7 @@ class Scanner:
         while True:
             yield from self.run(_OUTSIDE_STRING, sink)
             mark = yield from self.peek()
-            if mark not in {'"', "{", "[", to_close[-1] if to_close else ""} or not mark:
+            if mark not in {'"', "{", "[", *to_close[-1:]}:
                 return False
             yield from self.literal(mark, sink=sink)
             if mark == '"':

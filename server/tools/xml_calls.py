@@ -131,7 +131,7 @@ class _Call:
         if match["string"]:
             types = frozenset({"string"}) if match["string"] == "true" else types - {"string"}
         pieces.arguments(f"{before}{json_string(match['name'])}: ")
-        value = _String(pieces) if types == {"string"} else _Typed(pieces, types)
+        value = value_of(pieces, types)
         ends = _value_ends(self._form, on_lines=on_lines)
         complete = bool((yield from scanner.until(ends, value.add, read_marker=False)))
         value.end(complete=complete)
@@ -173,3 +173,8 @@ class _Typed:
         """All has come; where the value is cut off it is passed on as it is."""
         text = "".join(self._text)
         self._pieces.arguments(json_of(text, self._types) if complete else text)
+
+
+def value_of(pieces: Pieces, types: frozenset[str]) -> _String | _Typed:
+    """Writes a value of one of ``types``, none of which is known where there are none."""
+    return _String(pieces) if types == {"string"} else _Typed(pieces, types)
