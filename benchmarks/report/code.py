@@ -43,7 +43,7 @@ def flags_section() -> str:
             found = argument.get_choices()
             choices = f" ({'/'.join(found)})" if found else ""
             default = shown_default(argument.field_info.default)
-            about = " ".join((argument.parameter.help or "").replace("``", "`").split())
+            about = _line(argument.parameter.help or "")
             lines.append(f"- {names}{choices}: {about}{f' (default: {default})' if default else ''}")
         lines.append("")
     return "\n".join(lines)
@@ -51,7 +51,11 @@ def flags_section() -> str:
 
 def cell(text: str) -> str:
     """``text`` as it stands in a table, on one line."""
-    return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
+    return _line(text).replace("|", "\\|")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ Prices = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class DraftRequest:
-    """One sequence that asks for a draft.
+    """One sequence that asks for a draft; the same object may come again, changed: it is read during the call only.
 
     ``request_id`` : stays the same over the steps of one sequence; comes again after ``finish`` only where the sequence
         was preempted, with a context that goes on where it was.
@@ -202,7 +202,7 @@ class SamplingRow:
 
 @dataclass(slots=True, eq=False)
 class ScoredPass:
-    """What the target said at every position of a pass, behind wrong tokens too; valid while it is told.
+    """What the target said at every position of a pass, behind wrong tokens too; valid until it is learned from.
 
     B rows of T positions, all arrays contiguous. ``request_ids``, ``learned`` : of each row's request, as
     ``DraftRequest`` had them. ``may_keep`` : bool[B], whether what is said to it may reach other requests. ``before`` :

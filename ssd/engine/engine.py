@@ -453,29 +453,14 @@ class Engine:
         now = time.perf_counter()
         for b, num_right, taken in committed:
             sequence, draft = ended.batch[b], ended.drafts[b]
-            self._count_one(sequence, draft, min(num_right, len(taken.token_ids)), now)
-            self.metrics.generation_tokens += len(taken.token_ids)
+            stats, num_accepted = sequence.stats, min(num_right, len(taken.token_ids))
+            if not stats.num_verify_steps:
+                self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
+            self.metrics.count_row(stats, draft, num_accepted, len(taken.token_ids), now)
+            sequence.draft = stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted
             self._proposals.count(sequence, draft, num_right)
         self._proposals.observe_pass(ended, sum(len(taken.token_ids) for _, _, taken in committed))
         return [(ended.batch[b], taken) for b, _, taken in committed]
-
-    def _count_one(self, sequence: Sequence, draft: Draft, num_accepted: int, now: float) -> None:
-        stats, num_drafted = sequence.stats, len(draft.token_ids)
-        if not stats.num_verify_steps:
-            self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
-        self.metrics.histograms.count_tokens(stats, now)
-        stats.num_verify_steps += 1
-        if num_drafted:
-            stats.num_drafts += 1
-            stats.num_draft_tokens += num_drafted
-            stats.num_accepted_tokens += num_accepted
-            if num_accepted:
-                by_source = stats.accepted_by_source
-                by_source[draft.source] = by_source.get(draft.source, 0) + num_accepted
-            if stats.steps is not None:
-                stats.steps.append((num_drafted, num_accepted))
-        self.metrics.count_draft(num_drafted, num_accepted, draft.source)
-        sequence.draft = stats.num_verify_steps, draft.source, num_drafted, num_accepted
 
     def _spell(self, sequence: Sequence, taken: Committed) -> RequestOutput | None:
         """Make text of what was taken; learn from a sequence that has ended. None where that failed."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ssd.drafting.protocol import Draft
 from ssd.engine.request import Request, RequestStats
 from ssd.errors import require_fault
 
@@ -177,20 +178,32 @@ class EngineMetrics:
     kv_usage: float = 0.0
     """Share of the KV cache's positions in use, 0..1."""
 
-    def count_draft(self, num_draft_tokens: int, num_accepted: int, source: str) -> None:
-        """One verified row: how many tokens were drafted for it, how many of those were emitted, and by whom."""
+    def count_row(self, stats: RequestStats, draft: Draft, num_accepted: int, num_tokens: int, now: float) -> None:
+        """One verified row: its draft, how many tokens of that were emitted, and how many tokens in all; at ``now``."""
+        num_drafted, source = len(draft.token_ids), draft.source
+        self.histograms.count_tokens(stats, now)
+        self.generation_tokens += num_tokens
         self.num_verify_steps += 1
-        if num_draft_tokens:
-            self.num_drafts += 1
-            self.num_draft_tokens += num_draft_tokens
-            self.num_accepted_tokens += num_accepted
-            counts = self.by_source.setdefault(source, SourceCounts())
-            counts.num_draft_tokens += num_draft_tokens
-            counts.num_accepted_tokens += num_accepted
-            missing = num_accepted - len(self.accepted_per_position)
-            self.accepted_per_position.extend([0] * missing)
-            for position in range(num_accepted):
-                self.accepted_per_position[position] += 1
+        stats.num_verify_steps += 1
+        if not num_drafted:
+            return
+        stats.num_drafts += 1
+        stats.num_draft_tokens += num_drafted
+        stats.num_accepted_tokens += num_accepted
+        if num_accepted:
+            stats.accepted_by_source[source] = stats.accepted_by_source.get(source, 0) + num_accepted
+        if stats.steps is not None:
+            stats.steps.append((num_drafted, num_accepted))
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        counts = self.by_source.setdefault(source, SourceCounts())
+        counts.num_draft_tokens += num_drafted
+        counts.num_accepted_tokens += num_accepted
+        missing = num_accepted - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * missing)
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
 
     def count_prompt(self, stats: RequestStats, *, queried: bool) -> None:
         """One prompt that has been computed; ``queried`` : where reuse was possible."""
