@@ -153,6 +153,13 @@ def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
     assert torch.equal(plan.product(compute, rows), compute(rows.repeat(3, 1))[:5])
 
 
+def test_where_every_number_of_rows_gives_the_same_bits_time_chooses_of_the_least() -> None:
+    weight = torch.randint(-8, 9, (256, 8192), generator=torch.Generator().manual_seed(0)).float()  # read long: timed
+    plan = find_rows(lambda x: x.round() @ weight, 256, 8192, torch.float32)  # sums of whole numbers are exact
+    assert (plan.most, plan.is_exact, plan.is_free) == (512, True, True)
+    assert plan.least <= 4
+
+
 @pytest.mark.parametrize("name", NOT_EXACT)
 def test_a_model_that_is_not_exact_says_so_by_name_and_opens(name: str) -> None:
     model = tiny_model(name)

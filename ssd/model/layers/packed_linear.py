@@ -253,7 +253,7 @@ def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype)
             least = few[0]
             if size * num_outputs >= _LARGE:
                 seconds = {count: seconds_of(compute, some[:count]) for count in few[:4]}
-                best = min(few, key=seconds.__getitem__)
+                best = min(seconds, key=seconds.__getitem__)
                 least = best if seconds[best] < _WORTH * seconds[least] else least
             return RowPlan(least, most, is_free=few[0] == 1)
     return RowPlan(1, allowed[0], is_exact=False)
