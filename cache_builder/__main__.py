@@ -89,7 +89,7 @@ def _lost(unraisable: sys.UnraisableHookArgs) -> None:
     if isinstance(unraisable.exc_value, _Terminated):
         signal.signal(signal.SIGALRM, _terminated)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
-    else:
+    elif signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # else of what was cut while it was made
         sys.__unraisablehook__(unraisable)
 
 

@@ -436,24 +436,23 @@ def test_what_occurs_often_in_new_files_is_stored_as_often(model: Path, codec: T
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_build_that_is_ended_leaves_nothing(number: signal.Signals, model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cache_builder", "build", "-", "--tokenizer", str(model)]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*command, "--out", str(tmp_path / "out")],
         stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-    eventually(lambda: [*tmp_path.glob(".out.unfinished")] or process.poll() is not None)
-    process.send_signal(number)
-    assert process.stdin is not None and process.stderr is not None
-    assert process.wait(PATIENCE_S) == (128 + number if number is signal.SIGTERM else -number)
-    assert [*tmp_path.iterdir()] == [] or number is signal.SIGKILL
-    if number is signal.SIGTERM:
-        assert process.stderr.read() == "ssd-cache: terminated, nothing was changed\n"
-    process.stdin.close()
-    process.stderr.close()
+    ) as process:  # fmt: skip
+        eventually(lambda: [*tmp_path.glob(".out.unfinished")] or process.poll() is not None)
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == (128 + number if number is signal.SIGTERM else -number)
+        assert [*tmp_path.iterdir()] == [] or number is signal.SIGKILL
+        assert process.stderr is not None
+        if number is signal.SIGTERM:
+            assert process.stderr.read() == "ssd-cache: terminated, nothing was changed\n"
     assert built(model, tmp_path / "out", write_lines(tmp_path / "a.jsonl", {"text": "a"})) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
-def test_a_signal_that_arrives_in_a_finaliser_ends_it_too() -> None:
+@pytest.mark.parametrize("where", ["in a finaliser", "while something is made"])
+def test_a_signal_ends_it_in_one_line_wherever_it_arrives(where: str) -> None:
     script = """
 import os, signal, sys, time
 import cache_builder.__main__ as program
@@ -463,15 +462,25 @@ class Closed:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
 
+class HalfMade:
+    def __init__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        self.handle = 0
+
+    def __del__(self):
+        print(self.handle)
+
 def run(options):
-    Closed()
+    Closed() if where == "in a finaliser" else HalfMade()
     time.sleep(60)
 
 purge.run = run
+where = sys.argv[1]
 sys.argv = ["ssd-cache", "purge", "--namespace", "a"]
 sys.exit(program.main())
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
+    command = [sys.executable, "-c", script, where]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
     assert ended.stderr == "ssd-cache: terminated, nothing was changed\n"
     assert ended.returncode == 128 + signal.SIGTERM
 
