@@ -32,6 +32,9 @@ MAX_SPECULATIVE_TOKENS = 128
 MAX_COUPLED_STREAMS = 1 << 20
 """Most streams of coupled noise."""
 
+MAX_INTERVAL_S = 86_400
+"""Longest time between two rebuilds."""
+
 
 _MOST = (1 << 31) - 1
 """Counts of tokens are kept in 32 bits."""
@@ -76,7 +79,10 @@ class IndexConfig:
         _require(self.capacity_tokens >= 8, f"capacity_tokens must be >= 8, got {self.capacity_tokens}")
         _require_one_of(EVICTION_POLICIES, "eviction", self.eviction)
         _require(self.seal_tokens >= 1, f"seal_tokens must be >= 1, got {self.seal_tokens}")
-        _require(self.rebuild_interval_s > 0, f"rebuild_interval_s must be > 0, got {self.rebuild_interval_s}")
+        _require(
+            0 < self.rebuild_interval_s <= MAX_INTERVAL_S,
+            f"rebuild_interval_s must be > 0 and at most {MAX_INTERVAL_S}, a day, got {self.rebuild_interval_s}",
+        )
         _require(self.merge_fanout >= 2, f"merge_fanout must be >= 2, got {self.merge_fanout}")
         _require(self.dedup_block_tokens >= 0, f"dedup_block_tokens must be >= 0, got {self.dedup_block_tokens}")
         _require(self.lead_in_tokens >= 0, f"lead_in_tokens must be >= 0, got {self.lead_in_tokens}")

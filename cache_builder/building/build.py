@@ -23,7 +23,7 @@ from cache_builder.building.block import (
     plan_of,
     write_new_segment,
 )
-from cache_builder.building.unfinished import BuildResult, check_out, replace_directory, working_directory
+from cache_builder.building.unfinished import BuildResult, check_new, check_out, replace_directory, working_directory
 from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError
 from cache_builder.inputs.sources import Source, find_sources
 from cache_builder.inputs.streams import is_regular
@@ -146,6 +146,8 @@ def build(
     next build.
     """
     is_addition = _check_out(out, add=options.add, force=options.force)
+    if options.force:
+        check_new(out, force=True)  # now, and not after an hour's work
     sources = find_sources(inputs, options.format, options.split)
     codec = codec_of(options.tokenizer, options.chat_template)
     with working_directory(out, fresh=options.fresh) as working:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -64,10 +64,11 @@ def working_directory(out: Path, *, fresh: bool, goes_on: bool = True) -> Iterat
 
 
 def replace_directory(out: Path, working: Path) -> None:
-    """Put ``new`` of ``working`` in the place of ``out``."""
-    if out.exists():
-        out.rename(working / _OLD)
-    (working / "new").rename(out)
+    """Put ``new`` of ``working`` in the place of ``out``; raises CacheLocked where a server writes that."""
+    with closing(DirectoryLock(out)) if out.exists() else nullcontext():
+        if out.exists():
+            out.rename(working / _OLD)
+        (working / "new").rename(out)
 
 
 def _has_finished(path: Path) -> bool:
@@ -90,12 +91,7 @@ def new_cache(
             working / "new", fingerprint=fingerprint, namespace=namespace, segment_tokens=segment_tokens
         ) as writer:
             yield writer
-        lock = DirectoryLock(out) if out.exists() else None
-        try:
-            replace_directory(out, working)
-        finally:
-            if lock is not None:
-                lock.close()
+        replace_directory(out, working)
 
 
 def check_new(out: Path, *, force: bool) -> None:

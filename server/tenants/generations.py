@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from ssd.retrieval.files import make_directory, write_file
+from ssd.retrieval.files import make_directory, open_file, open_lock, write_file
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Generations:
 def _write(path: Path, numbers: Mapping[str, int]) -> None:
     """Add to what the file holds: servers of other namespaces may keep theirs in one directory. Raises OSError."""
     make_directory(path.parent)
-    with path.with_suffix(".lock").open("a") as lock:
+    with open_lock(path.with_suffix(".lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         there = _read(path)
         greatest = {name: max(number, there.get(name, 0)) for name, number in numbers.items()}
@@ -122,7 +122,7 @@ def _write(path: Path, numbers: Mapping[str, int]) -> None:
 def _read(path: Path) -> dict[str, int]:
     """What a file holds; nothing where there is none, or one that somebody else wrote."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             content: Any = json.loads(file.read(_MOST_BYTES))
     except FileNotFoundError:
         return {}

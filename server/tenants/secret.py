@@ -6,12 +6,12 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from ssd.errors import ConfigError
-from ssd.retrieval.files import make_directory, make_file
+from ssd.retrieval.files import make_directory, make_file, open_file
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def own_secret(cache_directory: Path | None) -> bytes:
         make_directory(path.parent)
         if not path.exists():
             make_file(path, [secrets.token_hex(32).encode()])
-        return _checked(_read(path), str(path))
+        return _checked(_read(path, open_file), str(path))
     except OSError as error:
         log.warning(
             "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
@@ -54,9 +54,10 @@ def own_secret(cache_directory: Path | None) -> bytes:
         return secrets.token_bytes(32)
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> bytes:
+    """``opened`` : how; what an operator names may be a pipe, and is waited for."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             content = file.read(_MOST_BYTES + 1)
             mode = os.fstat(file.fileno()).st_mode
     except OSError as error:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,14 @@ from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.files import make_scratch
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import check_fingerprint, check_namespace
-from ssd.retrieval.namespace import DEFAULT_TERMS, HeldNamespace, Namespace, NamespaceTerms, SharedSegments
+from ssd.retrieval.namespace import (
+    DEFAULT_TERMS,
+    HeldNamespace,
+    Namespace,
+    NamespaceDiscarded,
+    NamespaceTerms,
+    SharedSegments,
+)
 from ssd.retrieval.suffix_cache import SuffixCache
 
 __all__ = ["DEFAULT_NAMESPACE", "CacheSet", "CacheStats", "SuffixCache"]
@@ -119,8 +127,10 @@ class CacheSet:
         A directory that cannot be used is one failure of its cache, which then stays in memory. Raises ConfigError for
         a name that cannot be one.
         """
-        namespace, _held = self._find(self.namespace if name is None else name)  # held until it is open
-        return namespace.opened()
+        while True:
+            namespace, _held = self._find(self.namespace if name is None else name)  # held until it is open
+            with suppress(NamespaceDiscarded):
+                return namespace.opened()
 
     def hold(self, name: str, terms: NamespaceTerms = DEFAULT_TERMS) -> HeldNamespace | None:
         """A namespace for one request, which is not closed while the result lives. O(namespaces), from any thread.
@@ -164,26 +174,30 @@ class CacheSet:
         """
         if check_namespace(name) == self.namespace:
             raise ConfigError(f"namespace {name} is open as long as its server is: stop that and remove its directory")
-        with self._lock:
-            gone = [each for each in self._namespaces.values() if name in (each.name, each.terms.group)]
-            for namespace in gone:
-                del self._namespaces[namespace.name]
-            closing = self._closing.get(name)
-        for namespace in gone:
-            if namespace.cache is not None and self._on_close is not None:
-                self._on_close(namespace.cache)
-            namespace.discard()
-        if closing is not None:
+        while True:  # who asks for it from here on opens it anew, once it is gone
+            with self._lock:
+                closing = self._closing.get(name)
+                if closing is None:
+                    gone = [each for each in self._namespaces.values() if name in (each.name, each.terms.group)]
+                    for namespace in gone:
+                        del self._namespaces[namespace.name]
+                    self._closing[name] = threading.Event()
+                    break
             closing.wait()
-        if self._root is not None:
-            path = self._root / name
-            try:
-                remove_directory(path)
-            except (OSError, CacheError) as error:
-                raise StoreUnavailable(
-                    f"nothing is drafted from namespace {name} any more, but its files in {path} could not be removed: "
-                    f"{error}. Remove them by hand"
-                ) from error
+        try:
+            for namespace in gone:
+                if namespace.cache is not None and self._on_close is not None:
+                    self._on_close(namespace.cache)
+                namespace.discard()
+            if self._root is not None:
+                remove_directory(self._root / name)
+        except (OSError, CacheError) as error:
+            raise StoreUnavailable(
+                f"nothing is drafted from namespace {name} any more, but its files below {self._root} could not be "
+                f"removed: {error}. Remove them by hand"
+            ) from error
+        finally:
+            self._is_closed(name)
 
     def names(self) -> list[str]:
         """The open namespaces."""
@@ -371,8 +385,11 @@ class CacheSet:
                 shutil.rmtree(self._scratch[0] / cache.name, ignore_errors=True)
             log.debug("closed namespace=%s: it was not used for longest", cache.name)
         finally:
-            with self._lock:
-                self._closing.pop(cache.name).set()
+            self._is_closed(cache.name)
+
+    def _is_closed(self, name: str) -> None:
+        with self._lock:
+            self._closing.pop(name).set()
 
     def _open_held(self, namespace: Namespace) -> None:
         """Open what somebody holds and goes on without meanwhile."""
@@ -380,6 +397,8 @@ class CacheSet:
             cache = namespace.opened()
             if self._stopping:  # and nobody waits for it any more
                 cache.close()
+        except NamespaceDiscarded:
+            pass
         except BaseException as error:
             if self._inline:
                 require_fault(error)

@@ -87,6 +87,14 @@ def open_file(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def open_lock(path: Path) -> BinaryIO:
+    """A file to be locked, made where it lacks; nothing is read or written, so a pipe is waited for by nobody.
+
+    Raises OSError.
+    """
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE), "rb", 0)
+
+
 def is_temporary(path: Path) -> bool:
     """Whether ``path`` is a file with a name that ``write_file`` gives while it writes. Raises OSError."""
     return _TEMPORARY.fullmatch(path.name) is not None and is_regular(path)
@@ -130,10 +138,9 @@ class DirectoryLock:
         """``name`` : of the file that is locked. Raises CacheLocked at once when another holds it, and OSError."""
         self._path = path
         self._name = name
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor: int | None = os.open(path / name, flags, FILE_MODE)
+        self._file: BinaryIO | None = open_lock(path / name)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
             raise CacheLocked(
@@ -148,7 +155,7 @@ class DirectoryLock:
         """Raises OSError when the directory was removed or replaced: whoever made it anew may be its writer now."""
         with contextlib.suppress(FileNotFoundError):
             there = (self._path / self._name).stat()
-            if self._descriptor is not None and os.path.samestat(os.fstat(self._descriptor), there):
+            if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), there):
                 return
         raise OSError(
             errno.ESTALE,
@@ -159,9 +166,9 @@ class DirectoryLock:
 
     def close(self) -> None:
         """Give it back; may be called twice."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 log = logging.getLogger(__name__)
