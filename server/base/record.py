@@ -24,6 +24,8 @@ class Record:
     trace: TraceContext | None = None
     """What the client's ``traceparent`` says."""
     request_id: str | None = None
+    tenant: str | None = None
+    """Whose key it brought; None where there are no keys."""
     status: int | None = None
     """None while nothing was answered."""
     refusal: str | None = None

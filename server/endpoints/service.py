@@ -21,6 +21,7 @@ from server.endpoints.answers import Answers
 from server.endpoints.starter import Starter
 from server.intake.body_reader import BodyReader
 from server.intake.chats import Chats
+from server.intake.gate import tenant_of
 from server.intake.learning import may_learn
 from server.intake.texts import Texts, codec_of
 from server.observe.metrics import NamespaceStats, ServerMetrics
@@ -91,8 +92,14 @@ class Service:
 
     async def _read(self, request: Request, check: Callable[[Any], T]) -> T:
         context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done
+        self.enter(request)
         most = max(self.settings.limits.max_body_values, 2 * context)
         return await self.bodies.read(request, check, max_values=most)
+
+    def enter(self, request: Request) -> None:
+        """Count a request that is to be worked on; raises TenantLimit where its key may send no more now."""
+        if (tenant := tenant_of(request.scope)) is not None:
+            tenant.enter()
 
     def engine_for(self, body: Body) -> Engine:
         """The engine, once it is known to serve the model a body names; without a name it is the one there is."""
@@ -101,17 +108,17 @@ class Service:
         current_record().model = body.model or self.settings.model_name
         return self.worker.engine
 
-    def _engine_for(self, body: Body, tenant: Account | None) -> Engine:
-        """The same, for a tenant that has something left of this minute."""
+    def _engine_for(self, body: GenerateBody, tenant: Account | None, num_prompts: int = 1) -> Engine:
+        """The same, for a tenant that has a place for all choices now: nothing was done yet."""
         engine = self.engine_for(body)
         if tenant is not None:
-            tenant.require_allowance(engine.target.num_slots)
+            tenant.require_place(body.n * num_prompts, engine.target.num_slots)
         return engine
 
     async def completion(self, body: CompletionBody, tenant: Account | None) -> tuple[Generation, Bodies]:
         """Start every choice of every prompt. ``tenant`` : whose request it is."""
-        engine = self._engine_for(body, tenant)
         asked, limit = body.prompts(), COMPLETION_MAX_TOKENS
+        engine = self._engine_for(body, tenant, len(asked))
         prompts = await self._texts.prompts(engine, asked, special=body.add_special_tokens)
         echo = await self._texts.echoes(engine, asked) if body.echo else None
         bodies = CompletionBodies(self._named(body), echo=echo, **await self._body_options(engine, body))

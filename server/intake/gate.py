@@ -63,6 +63,7 @@ class Gate:
         tenant = self._tenant(headers) if self._tenants.is_closed else None
         if tenant is not None:
             scope.setdefault("state", {})["tenant"] = tenant
+            current_record().tenant = tenant.name
         elif self._needs_key(scope):
             refusal = ApiError(
                 401,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from server.base.lanes import Lanes
+from server.base.lanes import LONG_CHARACTERS, Lanes
 from server.base.limits import Limits
 from server.intake.json_size import num_values
 from server.schema.messages import ChatTemplateFields
@@ -53,23 +54,27 @@ class Texts:
         num_characters = max(map(len, texts))
         _require_plausible_length(engine, num_characters, "prompt")
 
-        def call() -> list[list[int]]:
+        def call(some: Sequence[str]) -> list[list[int]]:
             found: list[list[int]] = []
-            num_tokens = 0
-            for text in texts:
+            for text in some:
                 require_fits(codec, text, engine.max_model_len, "prompt")
                 found.append(encode(text))
-                num_tokens += len(found[-1])
-                if num_tokens > most:
-                    raise self._too_many(most)
             return found
 
-        return await self._lanes.text(sum(len(text) + _CHARACTERS_A_TEXT for text in texts)).run(call)
+        cost = sum(len(text) + _CHARACTERS_A_TEXT for text in texts)
+        found: list[list[int]] = []
+        num_tokens = 0
+        for some in _parts(texts):  # others have their turn between
+            found += await self._lanes.run_on_text(cost, partial(call, some))
+            num_tokens += sum(map(len, found[-len(some) :]))
+            if num_tokens > most:
+                raise self._too_many(most)
+        return found
 
     async def messages(self, engine: Engine, body: ChatTemplateFields, *, tools_in_words: bool = False) -> list[int]:
         """Token ids of a conversation. ``tools_in_words`` : its template knows of no tools."""
         call, num_characters = self._conversation(engine, body, tools_in_words=tools_in_words)
-        return await self._lanes.text(num_characters).run(call)
+        return await self._lanes.run_on_text(num_characters, call)
 
     async def prediction(self, engine: Engine, text: str) -> tuple[int, ...]:
         """Token ids of what the output is expected to be."""
@@ -80,12 +85,12 @@ class Texts:
             require_fits(codec, text, engine.max_model_len, "prediction")
             return tuple(codec.encode_completion(text))
 
-        return await self._lanes.text(len(text)).run(call)
+        return await self._lanes.run_on_text(len(text), call)
 
     async def bad_words(self, engine: Engine, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of words that must not be said."""
         cost = sum(len(word) + _CHARACTERS_A_TEXT for word in words)
-        return await self._lanes.text(2 * cost).run(encode_bad_words, codec_of(engine), words)
+        return await self._lanes.run_on_text(2 * cost, partial(encode_bad_words, codec_of(engine), words))
 
     async def echoes(self, engine: Engine, prompts: Sequence[str | list[int]]) -> list[str]:
         """The texts of prompts that are to be repeated."""
@@ -99,7 +104,7 @@ class Texts:
 
         if all(isinstance(prompt, str) for prompt in prompts):
             return [text_of(prompt) for prompt in prompts]
-        return await self._lanes.text(sum(map(len, prompts))).run(lambda: [text_of(prompt) for prompt in prompts])
+        return await self._lanes.run_on_text(sum(map(len, prompts)), lambda: [text_of(prompt) for prompt in prompts])
 
     async def tokenize(
         self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, *, tools_in_words: bool = False
@@ -203,6 +208,17 @@ def require_fits(codec: TextCodec, text: str, most_tokens: int, param: str) -> N
                 f"{param} has more than the {most_tokens} tokens that can be taken: shorten it", param=param
             )
         size *= 4
+
+
+def _parts(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The texts, as many together as are short together, in order."""
+    first = num_characters = 0
+    for place, text in enumerate(texts):
+        num_characters += len(text) + _CHARACTERS_A_TEXT
+        if num_characters > LONG_CHARACTERS and place > first:
+            yield texts[first:place]
+            first, num_characters = place, len(text) + _CHARACTERS_A_TEXT
+    yield texts[first:]
 
 
 def _require_plausible_length(engine: Engine, num_characters: int, param: str) -> None:

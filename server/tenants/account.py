@@ -57,18 +57,27 @@ class Account:
             self._requests = _changed(self._requests, tenant.quotas.requests_per_minute, now)
             self._tokens = _changed(self._tokens, tenant.quotas.tokens_per_minute, now)
 
-    def require_allowance(self, num_slots: int) -> None:
-        """Before work is done for a request: raises TenantLimit where one more cannot be admitted now.
+    def enter(self) -> None:
+        """Count a request before any work is done for it, whatever becomes of it.
 
-        ``num_slots`` : of the server.
+        Raises TenantLimit, with nothing counted, where none, or no token, is left of this minute.
         """
         with self._lock:
             now = self._clock()
-            self._require_place(1, num_slots, now)
-            self._require_allowance(1, now)
+            if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
+                message = f"this key may send {self._requests.per_minute} requests a minute: try again later"
+                raise self._refused("requests", message, wait_s, now)
+            self._require_tokens(1, now)
+            if self._requests is not None:
+                self._requests.take(1, now)
+
+    def require_place(self, num_choices: int, num_slots: int) -> None:
+        """Raises what ``admit`` would for so many choices; before prompts are tokenised. ``num_slots`` : as there."""
+        with self._lock:
+            self._require_place(num_choices, num_slots, self._clock())
 
     def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int) -> Admission:
-        """Let a request in that wants so much; what comes back must be ended.
+        """Let a request in that has entered and wants so much; what comes back must be ended.
 
         ``num_slots`` : of the server. Raises TenantLimit, and RequestError for what can never be admitted.
         """
@@ -81,9 +90,7 @@ class Account:
                     "minute: shorten them",
                     param="prompt",
                 )
-            self._require_allowance(num_prompt_tokens, now)
-            if self._requests is not None:
-                self._requests.take(1, now)
+            self._require_tokens(num_prompt_tokens, now)
             if self._tokens is not None:
                 self._tokens.take(num_prompt_tokens, now)
             self.use.num_in_flight += num_choices
@@ -108,8 +115,6 @@ class Account:
                 self.use.num_prompt_tokens -= taken_back
             if self._tokens is not None:
                 self._tokens.take(num_output_tokens - (taken_back or 0), now)
-            if self._requests is not None and taken_back is not None:
-                self._requests.take(-1, now)
 
     def _require_place(self, num_choices: int, num_slots: int, now: float) -> None:
         quotas = self.tenant.quotas
@@ -126,10 +131,7 @@ class Account:
             message = f"this key has {self.use.num_in_flight} of its {most} requests in flight: try again later"
             raise self._refused("queue", message, _QUEUE_RETRY_S, now)
 
-    def _require_allowance(self, num_tokens: int, now: float) -> None:
-        if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
-            message = f"this key may send {self._requests.per_minute} requests a minute: try again later"
-            raise self._refused("requests", message, wait_s, now)
+    def _require_tokens(self, num_tokens: int, now: float) -> None:
         if self._tokens is not None and (wait_s := self._tokens.wait_s(max(1, num_tokens), now)) > 0:
             message = f"this key may use {self._tokens.per_minute} tokens a minute: try again later"
             raise self._refused("tokens", message, wait_s, now)
@@ -159,7 +161,7 @@ class Admission:
         self._end(num_output_tokens, None)
 
     def take_back(self) -> None:
-        """It was not begun: the server refused it."""
+        """It was not begun, the server refused it: its tokens count for nobody."""
         self._end(0, self._num_prompt_tokens)
 
     def _end(self, num_output_tokens: int, taken_back: int | None) -> None:

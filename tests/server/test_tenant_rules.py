@@ -194,6 +194,7 @@ def test_every_quota_comes_back_however_requests_end(given_steps: list[tuple[str
             assert tenant._tokens is not None
             left = tenant._tokens.left(clock())
             try:
+                tenant.enter()
                 admission = tenant.admit(num_choices=1 + number, num_prompt_tokens=amount, num_slots=2)
             except RequestError:
                 assert 1 + number > most
@@ -255,16 +256,17 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
     clock = Clock()
     tenant = account(clock, requests_per_minute=2, tokens_per_minute=60)
     for _ in range(2):
+        tenant.enter()
         tenant.admit(num_choices=1, num_prompt_tokens=5, num_slots=2).end(10)
     with pytest.raises(TenantLimit) as limit:
-        tenant.require_allowance(2)
+        tenant.enter()
     assert limit.value.headers == {
         "retry-after": "30", "x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0",
         "x-ratelimit-reset-requests": "1m0s", "x-ratelimit-limit-tokens": "60", "x-ratelimit-remaining-tokens": "30",
         "x-ratelimit-reset-tokens": "30s",
     }  # fmt: skip
     clock.now = 30.0
-    tenant.require_allowance(2)
+    tenant.enter()
     tenant.admit(num_choices=1, num_prompt_tokens=60, num_slots=2).end(60)  # a debt of a minute
     clock.now = 60.0
     with pytest.raises(TenantLimit) as limit:

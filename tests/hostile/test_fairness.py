@@ -1,0 +1,136 @@
+"""Work before a slot is given: it is counted, refused before it is done where it can be, and done in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.base.lanes import Lane
+from server.base.record import begin_record
+from ssd.errors import QueueFull
+from tests.server.client import ask, post
+from tests.server.failing_engine import CharCodec, FailingEngine, RunningServer, serving
+from tests.server.test_tenants import bearer, quota_server, tenants_in
+
+WRONG: list[tuple[str, str, Any]] = [
+    ("POST", "/v1/completions", {"prompt": "x", "guided_regex": "("}),
+    ("POST", "/v1/chat/completions", {"messages": []}),
+    ("POST", "/v1/completions", b"{"),
+    ("POST", "/tokenize", {"prompt": "x"}),
+    ("POST", "/detokenize", {"tokens": [1]}),
+    ("DELETE", "/v1/cache", None),
+    ("GET", "/admin/tenants", None),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), WRONG)
+def test_what_fails_or_makes_no_text_is_counted_too(method: str, path: str, body: Any, tmp_path: Path) -> None:
+    with quota_server(tmp_path) as (server, _):
+        answers = [ask(server.port, method, path, body, headers=bearer("rated-key")) for _ in range(4)]
+        assert 429 not in [answer.status for answer in answers[:2]]  # the key may send two a minute
+        assert [answer.status for answer in answers[2:]] == [429, 429]
+        assert post(server.port, "/v1/completions", {"prompt": "x"}, headers=bearer("bobs-key")).status == 200
+
+
+class WatchedCodec(CharCodec):
+    """Notes what it is given, and tells of the first; its tokens are few."""
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def encode_completion(self, text: str) -> list[int]:
+        return [ord(character) for character in text[:8]]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        self.given.append(text)
+        self.begun.set()
+        assert self.may_go_on.wait(20)
+        return self.encode_completion(text)
+
+
+@contextmanager
+def watched_server(directory: Path) -> Iterator[tuple[RunningServer, WatchedCodec]]:
+    engine, codec = FailingEngine(), WatchedCodec()
+    engine.codec = codec
+    with serving(lambda _: engine, tenants=tenants_in(directory)) as server:
+        yield server, codec
+
+
+def test_choices_that_no_key_may_have_are_refused_before_their_prompts_are_tokenised(tmp_path: Path) -> None:
+    with watched_server(tmp_path) as (server, codec):
+        body = {"prompt": [" " * 1000] * 78, "max_tokens": 1}
+        answer = post(server.port, "/v1/completions", body, headers=bearer("slow-key"))
+        assert (answer.status, answer.error["param"]) == (400, "n") and codec.given == []
+
+
+def test_prompts_of_one_request_let_others_have_their_turn_between_them(tmp_path: Path) -> None:
+    with watched_server(tmp_path) as (server, codec), ThreadPoolExecutor(2) as clients:
+
+        def send(prompt: Any, key: str) -> int:
+            body = {"prompt": prompt, "max_tokens": 1}
+            return post(server.port, "/v1/completions", body, headers=bearer(key)).status
+
+        greedy = clients.submit(send, ["l" + " x" * 10_000] * 5, "bobs-key")
+        assert codec.begun.wait(20)
+        other = clients.submit(send, "s" + " x" * 10_000, "alices-key")
+        threading.Timer(0.5, codec.may_go_on.set).start()
+        assert (greedy.result(), other.result()) == (200, 200)
+        assert "".join(text[0] for text in codec.given) in ("lsllll", "llslll")
+
+
+def test_a_lane_serves_tenants_in_turn_and_each_has_a_line_of_its_own() -> None:
+    async def scenario() -> None:
+        lane, gate, order = Lane("work", num_threads=1, max_waiting=8), threading.Event(), list[str]()
+
+        async def send(tenant: str | None, call: Any, *args: Any) -> None:
+            record = begin_record()
+            record.tenant, record.request_id = tenant, f"of {tenant}"
+            await lane.run(call, *args)
+
+        first = asyncio.create_task(send("greedy", gate.wait, 20))
+        await asyncio.sleep(0)
+        greedy = [asyncio.create_task(send("greedy", order.append, "greedy")) for _ in range(8)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await asyncio.create_task(send("greedy", int))
+        others = [asyncio.create_task(send(name, order.append, name)) for name in ("a", "b", "a")]
+        await asyncio.sleep(0)
+        greedy[3].cancel()
+        gate.set()
+        await asyncio.gather(first, *greedy[:3], *greedy[4:], *others)
+        assert order == ["greedy", "a", "b", "greedy", "a", *["greedy"] * 5]
+        lane.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_line_of_a_lane_is_priced_and_whoever_leaves_it_gives_the_price_back() -> None:
+    async def scenario() -> None:
+        lane, gate = Lane("work", num_threads=1, max_waiting=1, unit=100), threading.Event()
+        first = asyncio.create_task(lane.run_priced(1000, lambda: gate.wait(20)))  # one alone always has room
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await lane.run_priced(1, int)
+        gate.set()
+        await first
+        await asyncio.sleep(0.01)
+        waiting = [asyncio.create_task(lane.run_priced(100, int)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await lane.run_priced(1, int)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        assert await lane.run_priced(200, lambda: 7) == 7
+        lane.close()
+
+    asyncio.run(scenario())
