@@ -317,3 +317,19 @@ def test_a_grammar_as_deep_as_it_is_long_ends_no_process() -> None:
     chain = "start: a0\n" + "".join(f'a{rule}: "x" a{rule + 1}\n' for rule in range(4500)) + 'a4500: "y"\n'
     compiler = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids)
     compiler.compile(StructuredOutput("grammar", chain)).masks([])
+
+
+def test_what_one_tenant_compiled_is_compiled_again_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, num_compiled = compiler(), 0
+    compile_one = made._matcher
+
+    def counted(output: StructuredOutput) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return compile_one(output)
+
+    monkeypatch.setattr(made, "_matcher", counted)
+    output = StructuredOutput("regex", "ab*")
+    for tenant, expected in (("a", 1), ("a", 1), ("b", 2), (None, 3), ("a", 3)):
+        made.compile(output, tenant)
+        assert num_compiled == expected

@@ -37,7 +37,7 @@ from server.command.listen import (
 )
 from server.command.options import API_KEY_VARIABLE, ModelOptions
 from server.endpoints.app import create_app
-from server.intake.connections import protocol_within
+from server.intake.connections import num_beyond, protocol_within
 from server.observe.logs import set_up_logging
 from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
@@ -418,7 +418,8 @@ def serve(
         http=protocol_within(settings.limits),
         ws="none",
         loop="asyncio",  # uvloop keeps the interpreter from the engine while it writes: 3 % fewer tokens/s
-        backlog=_ACCEPTED_AT_ONCE,
+        # No more at once than there are files for beyond the limit: each that finds none is 5 lines of asyncio's log.
+        backlog=min(_ACCEPTED_AT_ONCE, num_beyond(settings.limits)),
         timeout_keep_alive=math.ceil(settings.limits.max_idle_seconds),
         timeout_graceful_shutdown=_CONNECTIONS_S,
         **tls_arguments(options.network),

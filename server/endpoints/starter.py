@@ -73,7 +73,8 @@ class Starter:
         plan = plan or AnswerPlan(None, body.structured_output())
         output = plan.output
         if output is not None and engine.grammars is not None:
-            await self._lanes.grammars.run(engine.grammars.compile, output)  # and kept there
+            name = None if tenant is None else tenant.name
+            await self._lanes.grammars.run(engine.grammars.compile, output, name)  # and kept there
         num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
         self._latencies.num_choices.observe(body.n)
         record = current_record()

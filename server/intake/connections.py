@@ -26,12 +26,16 @@ TOO_MANY = "too_many_connections"
 """Set in ``scope["state"]`` of requests that came on a connection beyond the limit."""
 
 _MOST_BEYOND = 256
-"""Connections beyond the limit that are told so; more are closed without a word."""
 _BEYOND_IDLE_S = 5.0
 _MOST_LOOK_S = 5.0
 """A connection is looked at this often, or more where the limits are shorter. Looking takes about a microsecond."""
 _HEAD_BYTES = 64 << 10
 """Longest head of a request; h11 has the same limit, httptools none."""
+
+
+def num_beyond(limits: Limits) -> int:
+    """Connections beyond the limit that are told so; more are closed without a word."""
+    return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
 
 
 class GuardedProtocol(HttpProtocol):
@@ -52,7 +56,7 @@ class GuardedProtocol(HttpProtocol):
         self._idle_s = (
             self.limits.max_idle_seconds if beyond <= 0 else min(_BEYOND_IDLE_S, self.limits.max_idle_seconds)
         )
-        if beyond > _MOST_BEYOND:
+        if beyond > num_beyond(self.limits):
             transport.abort()
             return
         if beyond > 0:

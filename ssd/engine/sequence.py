@@ -426,4 +426,4 @@ def _grammar_of(request: Request, grammars: GrammarCompiler | None) -> GrammarSt
         return None
     if grammars is None:
         raise RequestError(f"{output.param} needs a tokenizer", param=output.param)
-    return grammars.compile(output)
+    return grammars.compile(output, request.tenant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -278,3 +279,24 @@ def test_an_engine_that_ends_answers_500_and_ends_the_process_with_status_1(tmp_
     finally:
         process.kill()
         process.communicate()
+
+
+def test_few_open_files_bound_connections_and_not_the_log(tmp_path: Path) -> None:
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    with (
+        (tmp_path / "log").open("wb") as file,
+        ExitStack() as held,
+        running(*SMALL, before=few_files, stderr=file.fileno()) as (process, port),
+    ):
+        until_ready(port, process)
+        for _ in range(80):
+            held.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with suppress(OSError):  # it may be one of those that are closed without a word
+            get(port, "/live")
+        held.close()
+        wait_until(lambda: answers(port, "/live"))
+    text = (tmp_path / "log").read_text()
+    assert "at most 32 connections are taken (ulimit -n)" in text
+    assert "asyncio" not in text and "Too many open files" not in text
