@@ -333,3 +333,43 @@ def test_what_one_tenant_compiled_is_compiled_again_for_another(monkeypatch: pyt
     for tenant, expected in (("a", 1), ("a", 1), ("b", 2), (None, 3), ("a", 3)):
         made.compile(output, tenant)
         assert num_compiled == expected
+
+
+BRANCH = {"type": "array", "items": {"$ref": "#"}}
+
+
+@pytest.mark.parametrize("multiple", [99_991, 999_983, 12_345.5, 0.123456, 1e308 / 3])
+def test_a_multiple_that_would_be_counted_up_to_is_refused(multiple: float) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "number", "multipleOf": multiple}}}
+    for output in (
+        StructuredOutput("json_schema", json.dumps(schema), "guided_thing"),
+        StructuredOutput("grammar", f"start: %json {json.dumps(schema)}", "guided_thing"),
+    ):
+        with pytest.raises(RequestError, match="guided_thing cannot be used: multipleOf"):
+            compiler().compile(output)
+
+
+@pytest.mark.parametrize("multiple", [1, 0.01, 7, 1000, 10**9, 9973, 0])
+def test_other_multiples_are_the_compilers_own_concern(multiple: float) -> None:
+    schema = json.dumps({"type": "object", "properties": {"x": {"type": "number", "multipleOf": multiple}}})
+    try:
+        compiler().compile(StructuredOutput("json_schema", schema))
+    except RequestError as error:
+        assert "counted up" not in str(error)
+
+
+@pytest.mark.parametrize("lists", [[257], [1500], [200, 200], [10] * 700])
+def test_branches_that_would_be_compared_for_long_are_refused(lists: list[int]) -> None:
+    schema = {"type": "object", "properties": {str(i): {"anyOf": [BRANCH] * n} for i, n in enumerate(lists)}}
+    for output in (
+        StructuredOutput("json_schema", json.dumps(schema), "guided_thing"),
+        StructuredOutput("grammar", f"start: %json {json.dumps(schema)}", "guided_thing"),
+    ):
+        with pytest.raises(RequestError, match="too many branches"):
+            compiler().compile(output)
+
+
+def test_many_small_choices_of_branches_are_compiled() -> None:
+    nullable = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    schema = {"type": "object", "properties": {f"p{i}": nullable for i in range(200)}, "required": ["p0"]}
+    compiler().compile(StructuredOutput("json_schema", json.dumps(schema)))

@@ -7,6 +7,7 @@ along the trie of the vocabulary. It is an optional extra and imported when the 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -31,6 +32,10 @@ _LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
 # The other kinds are made by us and have few, or one for each of many choices.
 _PARSER_STATES = {"grammar": 256}
 _MOST_PARSER_STATES = 2000
+# What llguidance has no limit for: it compares the branches of a list with each other (1,500 took 17 to 50 s), and
+# counts up to the digits of a multiple (999983 took 22 s and 350 MB).
+_MOST_PAIRS = 1 << 16
+_MOST_MULTIPLE = 10_000
 # Enough to indent with. Without a bound small models write white space between two tokens for ever.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
 
@@ -211,6 +216,7 @@ def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
     if output.kind == "json_object":
         grammar = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
     elif output.kind == "json_schema":
+        _require_moderate(output.source)
         grammar = matcher.grammar_from_json_schema(output.source, overrides=_JSON_OPTIONS)
     elif output.kind == "regex":
         grammar = matcher.grammar_from_regex(output.source)
@@ -225,8 +231,44 @@ def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
         entries = [{**_entry(part, matcher), "name": name} for name, part in named.items()]
         grammar = json.dumps({"grammars": [{"lark_grammar": composed["lark"]}, *entries]})
     else:
+        for embedded in _JSON_IN_LARK.finditer(output.source):
+            _require_moderate(output.source[embedded.end() :])
         grammar = matcher.grammar_from_lark(output.source)
     return grammar
+
+
+_JSON_IN_LARK = re.compile(r"%json\s*(?=[{\[])")
+
+
+def _require_moderate(text: str) -> None:
+    """Raise ValueError for a JSON schema, at the beginning of ``text``, that takes long to compile for its length.
+
+    What is no JSON is left to the compiler. O(characters).
+    """
+    try:
+        left = [json.JSONDecoder().raw_decode(text.lstrip())[0]]
+    except (ValueError, RecursionError):
+        return
+    num_pairs = 0
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if key in ("anyOf", "oneOf") and isinstance(value, list):
+                    num_pairs += len(value) ** 2
+                elif key == "multipleOf" and type(value) in (int, float) and _digits(value) > _MOST_MULTIPLE:
+                    raise ValueError(f"multipleOf {value:.6g} has too many digits to be counted up to: leave it out")
+            left.extend(node.values())
+        elif isinstance(node, list):
+            left.extend(node)
+    if num_pairs > _MOST_PAIRS:
+        raise ValueError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
+
+
+def _digits(number: int | float) -> int:
+    """Those that are not zeros at an end, as one number: 12 of 1200 and of 0.012."""
+    digits = f"{abs(number):.15e}".partition("e")[0].replace(".", "").strip("0")
+    return int(digits or 0)
 
 
 def _entry(output: StructuredOutput, matcher: Any) -> dict[str, Any]:
