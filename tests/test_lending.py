@@ -174,25 +174,32 @@ def test_what_is_not_open_is_removed_by_its_files_names(tmp_path: Path) -> None:
         assert [file.name for file in path.iterdir()] == ["somebodys.txt"]
 
 
-def test_forgetting_waits_for_an_opening_that_is_under_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["_open", "_open_directory"])
+def test_forgetting_and_an_opening_that_is_under_way_wait_for_each_other_only_once(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = threading.Event()
+    opened = getattr(CacheSet, where)
 
-    class Slow(CacheSet):
-        def _open(self, namespace: Namespace) -> SuffixCache:
-            if namespace.name == "a":
-                assert gate.wait(PATIENCE_S)
-            return super()._open(namespace)
+    def slow(caches: CacheSet, namespace: Namespace) -> SuffixCache:
+        if namespace.name == "a":
+            assert gate.wait(PATIENCE_S)
+        found: SuffixCache = opened(caches, namespace)
+        return found
 
-    with Slow(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
+    monkeypatch.setattr(CacheSet, where, slow)
+    with CacheSet(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
         mine = caches.hold("a")
         assert mine is not None
         mine.append(np.array([1, 2, 3], np.int32), prompt_length=0)
         forgetting = threading.Thread(target=caches.discard, args=("a",))
         forgetting.start()
+        wait_until(lambda: "a" in caches._closing)
         gate.set()
-        forgetting.join()
-        wait_until(lambda: mine.cache)
-        assert mine.cache is not None and seen(mine.cache.snapshot()) == set()
+        forgetting.join(PATIENCE_S)
+        assert not forgetting.is_alive()
+        wait_until(lambda: not any(thread.name == "ssd-open-a" for thread in threading.enumerate()))
+        assert mine.cache is None or seen(mine.cache.snapshot()) == set()
         assert not (tmp_path / "a").exists()
 
 

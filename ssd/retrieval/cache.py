@@ -261,6 +261,8 @@ class CacheSet:
         Raises CacheError for that of the first namespace.
         """
         with self._lock:
+            if self._namespaces.get(namespace.name) is not namespace:
+                raise NamespaceDiscarded  # whoever discards it waits for this thread
             closing = self._closing.get(namespace.name)
         if closing is not None:
             closing.wait()
