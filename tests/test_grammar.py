@@ -349,7 +349,7 @@ def test_a_multiple_that_would_be_counted_up_to_is_refused(multiple: float) -> N
             compiler().compile(output)
 
 
-@pytest.mark.parametrize("multiple", [1, 0.01, 7, 1000, 10**9, 9973, 0])
+@pytest.mark.parametrize("multiple", [1, 0.01, 7, 1000, 10**9, 10**400, 9973, 0, float("nan"), float("inf")])
 def test_other_multiples_are_the_compilers_own_concern(multiple: float) -> None:
     schema = json.dumps({"type": "object", "properties": {"x": {"type": "number", "multipleOf": multiple}}})
     try:

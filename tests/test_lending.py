@@ -199,6 +199,7 @@ def test_forgetting_and_an_opening_that_is_under_way_wait_for_each_other_only_on
         forgetting.join(PATIENCE_S)
         assert not forgetting.is_alive()
         wait_until(lambda: not any(thread.name == "ssd-open-a" for thread in threading.enumerate()))
+        assert (mine.cache is None) == (where == "_open")  # what is not open yet is not opened any more
         assert mine.cache is None or seen(mine.cache.snapshot()) == set()
         assert not (tmp_path / "a").exists()
 

@@ -146,8 +146,6 @@ def build(
     next build.
     """
     is_addition = _check_out(out, add=options.add, force=options.force)
-    if options.force:
-        check_new(out, force=True)  # now, and not after an hour's work
     sources = find_sources(inputs, options.format, options.split)
     codec = codec_of(options.tokenizer, options.chat_template)
     with working_directory(out, fresh=options.fresh) as working:
@@ -188,10 +186,13 @@ def build(
 
 
 def _check_out(out: Path, *, add: bool, force: bool) -> bool:
-    """Whether ``out`` is a cache that is added to; raises ConfigError."""
+    """Whether ``out`` is a cache that is added to; raises ConfigError, or CacheLocked before an hour's work."""
     if add and force:
         raise ConfigError("--add and --force exclude each other: add to the cache, or replace it")
-    return check_out(out, force=add or force, hint="--add adds to it, --force replaces it") and add
+    if force:
+        check_new(out, force=True)
+        return False
+    return check_out(out, force=add, hint="--add adds to it, --force replaces it")
 
 
 def _what_is_stored(out: Path, working: Path, codec: TextCodec) -> Path:

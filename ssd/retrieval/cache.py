@@ -23,14 +23,7 @@ from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.files import make_scratch
 from ssd.retrieval.merge_worker import MergeWorker
 from ssd.retrieval.names import check_fingerprint, check_namespace
-from ssd.retrieval.namespace import (
-    DEFAULT_TERMS,
-    HeldNamespace,
-    Namespace,
-    NamespaceDiscarded,
-    NamespaceTerms,
-    SharedSegments,
-)
+from ssd.retrieval.namespace import DEFAULT_TERMS, HeldNamespace, Namespace, NamespaceTerms, SharedSegments
 from ssd.retrieval.suffix_cache import SuffixCache
 
 __all__ = ["DEFAULT_NAMESPACE", "CacheSet", "CacheStats", "SuffixCache"]
@@ -44,6 +37,10 @@ _SCRATCH_COPIES = 2  # while segments are merged, both they and the result are t
 _NOT_WRITABLE: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LONG_OPENING_S: Final = 10.0
 _CLOSE_WAIT_S: Final = 5.0
+
+
+class _Discarded(Exception):
+    """A namespace was forgotten before it was open: nothing is opened."""
 
 
 class CacheSet:
@@ -129,7 +126,7 @@ class CacheSet:
         """
         while True:
             namespace, _held = self._find(self.namespace if name is None else name)  # held until it is open
-            with suppress(NamespaceDiscarded):
+            with suppress(_Discarded):
                 return namespace.opened()
 
     def hold(self, name: str, terms: NamespaceTerms = DEFAULT_TERMS) -> HeldNamespace | None:
@@ -190,14 +187,18 @@ class CacheSet:
                     self._on_close(namespace.cache)
                 namespace.discard()
             if self._root is not None:
-                remove_directory(self._root / name)
-        except (OSError, CacheError) as error:
-            raise StoreUnavailable(
-                f"nothing is drafted from namespace {name} any more, but its files below {self._root} could not be "
-                f"removed: {error}. Remove them by hand"
-            ) from error
+                self._remove(name, self._root / name)
         finally:
             self._is_closed(name)
+
+    def _remove(self, name: str, path: Path) -> None:
+        try:
+            remove_directory(path)
+        except (OSError, CacheError) as error:
+            raise StoreUnavailable(
+                f"nothing is drafted from namespace {name} any more, but its files in {path} could not be removed: "
+                f"{error}. Remove them by hand"
+            ) from error
 
     def names(self) -> list[str]:
         """The open namespaces."""
@@ -258,11 +259,11 @@ class CacheSet:
     def _open(self, namespace: Namespace) -> SuffixCache:
         """Its cache. While the set serves, a directory that cannot be used costs only what would be kept there.
 
-        Raises CacheError for that of the first namespace.
+        Raises CacheError for that of the first namespace, and _Discarded.
         """
         with self._lock:
             if self._namespaces.get(namespace.name) is not namespace:
-                raise NamespaceDiscarded  # whoever discards it waits for this thread
+                raise _Discarded  # whoever discards it waits for this thread
             closing = self._closing.get(namespace.name)
         if closing is not None:
             closing.wait()
@@ -399,7 +400,7 @@ class CacheSet:
             cache = namespace.opened()
             if self._stopping:  # and nobody waits for it any more
                 cache.close()
-        except NamespaceDiscarded:
+        except _Discarded:
             pass
         except BaseException as error:
             if self._inline:

@@ -39,10 +39,6 @@ DEFAULT_TERMS = NamespaceTerms()
 _MOST_WAITING_TOKENS: Final = 1 << 18
 
 
-class NamespaceDiscarded(Exception):
-    """Its text is to be forgotten, and nothing of it opened any more."""
-
-
 class Namespace:
     """A name and, once its files were read, its cache. Safe from any thread; only ``opened`` ever waits.
 
@@ -67,16 +63,11 @@ class Namespace:
         self._holders: WeakSet[HeldNamespace] = WeakSet()
 
     def opened(self) -> SuffixCache:
-        """The cache. The first to ask opens it, and others wait for that; raises what opening it raises.
-
-        Raises NamespaceDiscarded where it was before it could be opened: then nothing is opened.
-        """
+        """The cache. The first to ask opens it, and others wait for that; raises what opening it raises."""
         if self.cache is not None:
             return self.cache
         with self._opening:
             if self.cache is None:
-                if self._is_discarded:
-                    raise NamespaceDiscarded
                 cache = self._open_cache(self)
                 with self._lock:
                     for tokens, prompt_length in self._waiting:

@@ -11,13 +11,14 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.config import StructuredOutput
-from ssd.errors import RequestError, first_line
+from ssd.errors import RequestError, first_line, shown
 from ssd.text.codec import TextCodec
 
 Mask = npt.NDArray[np.bool_]
@@ -257,7 +258,7 @@ def _require_moderate(text: str) -> None:
                 if key in ("anyOf", "oneOf") and isinstance(value, list):
                     num_pairs += len(value) ** 2
                 elif key == "multipleOf" and type(value) in (int, float) and _digits(value) > _MOST_MULTIPLE:
-                    raise ValueError(f"multipleOf {value:.6g} has too many digits to be counted up to: leave it out")
+                    raise ValueError(f"multipleOf {shown(value)} has too many digits to be counted up to: leave it out")
             left.extend(node.values())
         elif isinstance(node, list):
             left.extend(node)
@@ -266,9 +267,8 @@ def _require_moderate(text: str) -> None:
 
 
 def _digits(number: int | float) -> int:
-    """Those that are not zeros at an end, as one number: 12 of 1200 and of 0.012."""
-    digits = f"{abs(number):.15e}".partition("e")[0].replace(".", "").strip("0")
-    return int(digits or 0)
+    """Those that are not zeros at an end, as one number: 12 of 1200 and of 0.012; 0 of what is no number."""
+    return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)) or 0)
 
 
 def _entry(output: StructuredOutput, matcher: Any) -> dict[str, Any]:

@@ -14,10 +14,12 @@ import pytest
 
 from server.base.lanes import Lane
 from server.base.record import begin_record
+from server.tenants.account import Account
 from ssd.errors import QueueFull
 from tests.server.client import ask, post
 from tests.server.failing_engine import CharCodec, FailingEngine, RunningServer, serving
 from tests.server.test_tenants import bearer, quota_server, tenants_in
+from tests.waiting import wait_until
 
 WRONG: list[tuple[str, str, Any]] = [
     ("POST", "/v1/completions", {"prompt": "x", "guided_regex": "("}),
@@ -40,18 +42,17 @@ def test_what_fails_or_makes_no_text_is_counted_too(method: str, path: str, body
 
 
 class WatchedCodec(CharCodec):
-    """Notes what it is given, and tells of the first; its tokens are few."""
+    """Notes what it is given, and waits with it; its tokens are few."""
 
     def __init__(self) -> None:
         self.given: list[str] = []
-        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on = threading.Event()
 
     def encode_completion(self, text: str) -> list[int]:
         return [ord(character) for character in text[:8]]
 
     def encode_prompt(self, text: str) -> list[int]:
         self.given.append(text)
-        self.begun.set()
         assert self.may_go_on.wait(20)
         return self.encode_completion(text)
 
@@ -71,19 +72,30 @@ def test_choices_that_no_key_may_have_are_refused_before_their_prompts_are_token
         assert (answer.status, answer.error["param"]) == (400, "n") and codec.given == []
 
 
-def test_prompts_of_one_request_let_others_have_their_turn_between_them(tmp_path: Path) -> None:
-    with watched_server(tmp_path) as (server, codec), ThreadPoolExecutor(2) as clients:
+def test_tenants_have_their_turn_between_others_requests_and_the_prompts_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    come: list[str] = []
+    require_place = Account.require_place
+
+    def noted(account: Account, *numbers: int) -> None:
+        come.append(account.name)  # and is in line before anything else runs on the event loop
+        require_place(account, *numbers)
+
+    monkeypatch.setattr(Account, "require_place", noted)
+    with watched_server(tmp_path) as (server, codec), ThreadPoolExecutor(4) as clients:
 
         def send(prompt: Any, key: str) -> int:
             body = {"prompt": prompt, "max_tokens": 1}
             return post(server.port, "/v1/completions", body, headers=bearer(key)).status
 
-        greedy = clients.submit(send, ["l" + " x" * 10_000] * 5, "bobs-key")
-        assert codec.begun.wait(20)
-        other = clients.submit(send, "s" + " x" * 10_000, "alices-key")
-        threading.Timer(0.5, codec.may_go_on.set).start()
-        assert (greedy.result(), other.result()) == (200, 200)
-        assert "".join(text[0] for text in codec.given) in ("lsllll", "llslll")
+        sent = [clients.submit(send, ["b" + " x" * 10_000] * 2, "bobs-key") for _ in range(3)]
+        wait_until(lambda: come == ["bob"] * 3)
+        sent.append(clients.submit(send, "a" + " x" * 10_000, "alices-key"))
+        wait_until(lambda: come[3:] == ["alice"])
+        codec.may_go_on.set()
+        assert [each.result() for each in sent] == [200] * 4
+        assert "".join(text[0] for text in codec.given) == "bbabbbb"  # one is under way, one is first in line
 
 
 def test_a_lane_serves_tenants_in_turn_and_each_has_a_line_of_its_own() -> None:
@@ -112,6 +124,12 @@ def test_a_lane_serves_tenants_in_turn_and_each_has_a_line_of_its_own() -> None:
     asyncio.run(scenario())
 
 
+async def is_empty(lane: Lane) -> None:
+    """A call's place is given back a moment after its result is there."""
+    while lane._costs:
+        await asyncio.sleep(0.001)
+
+
 def test_the_line_of_a_lane_is_priced_and_whoever_leaves_it_gives_the_price_back() -> None:
     async def scenario() -> None:
         lane, gate = Lane("work", num_threads=1, max_waiting=1, unit=100), threading.Event()
@@ -121,7 +139,7 @@ def test_the_line_of_a_lane_is_priced_and_whoever_leaves_it_gives_the_price_back
             await lane.run_priced(1, int)
         gate.set()
         await first
-        await asyncio.sleep(0.01)
+        await is_empty(lane)
         waiting = [asyncio.create_task(lane.run_priced(100, int)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
@@ -129,7 +147,7 @@ def test_the_line_of_a_lane_is_priced_and_whoever_leaves_it_gives_the_price_back
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        await asyncio.sleep(0.01)
+        await is_empty(lane)
         assert await lane.run_priced(200, lambda: 7) == 7
         lane.close()
 
