@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +26,8 @@ from ssd.engine import Engine, FinishReason, Request
 from ssd.errors import RequestError
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
-from ssd.text.grammar import GrammarCompiler
+from ssd.text.grammar import GrammarState
+from ssd.text.grammar_compiler import GrammarCompiler
 from tests.tokenizers_for_tests import byte_level_tokenizer, real_tokenizers, sentencepiece_like_tokenizer
 from tests.whole_answers import Answer, whole
 
@@ -373,3 +376,92 @@ def test_many_small_choices_of_branches_are_compiled() -> None:
     nullable = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     schema = {"type": "object", "properties": {f"p{i}": nullable for i in range(200)}, "required": ["p0"]}
     compiler().compile(StructuredOutput("json_schema", json.dumps(schema)))
+
+
+# -- masks that are late ---------------------------------------------------------------------------------------------
+
+
+def many_of(target: Any, count: int, *, k: int) -> tuple[Engine, SamplingParams]:
+    """An engine with one request under each of ``count`` grammars, and one, "free", without."""
+    engine = Engine(target, drafter=RandomDrafter(CODEC.vocab_size), codec=CODEC, draft=DraftConfig(k))
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, structured_output=OUTPUTS["json_schema"])
+    for i in range(count):
+        prompt = tuple(CODEC.encode_prompt(f"def f{i}(a):"))
+        engine.submit(Request(request_id=f"{i}", prompt_token_ids=prompt, sampling=sampling))
+    free = replace(sampling, structured_output=None, ignore_eos=True)
+    engine.submit(Request(request_id="free", prompt_token_ids=(5, 6), sampling=free))
+    return engine, sampling
+
+
+def all_of(engine: Engine) -> dict[str, list[int]]:
+    said: dict[str, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            said.setdefault(output.request_id, []).extend(output.token_ids)
+    return said
+
+
+def test_others_go_on_while_a_mask_is_late(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask after the first token is held for as long as the other request takes to end."""
+    pytest.importorskip("llguidance")
+    expected = all_of(many_of(target, 1, k=0)[0])
+    mask, may_go_on, num_held = GrammarState._mask, threading.Event(), 0
+
+    def held(state: GrammarState, trial: Any, tried: Sequence[int]) -> Any:
+        nonlocal num_held
+        if state._token_ids:
+            num_held += 1
+            assert may_go_on.wait(60)
+        return mask(state, trial, tried)
+
+    monkeypatch.setattr(GrammarState, "_mask", held)
+    engine, _ = many_of(target, 1, k=4)
+    said: dict[str, list[int]] = {"0": [], "free": []}
+    while len(said["free"]) < 40:
+        for output in engine.step():
+            said[output.request_id] += output.token_ids
+        assert engine.check() == []
+    assert num_held == 1 and len(said["0"]) < len(expected["0"])
+    may_go_on.set()
+    for name, more in all_of(engine).items():
+        said[name] += more
+    assert said == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_late_masks_change_no_token(target: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Masks come before the pass ends, while it waits for them, or later, as it falls out."""
+    pytest.importorskip("llguidance")
+    expected = all_of(many_of(target, 3, k=0)[0])
+    mask, random = GrammarState._mask, np.random.default_rng(seed)
+
+    def slow(state: GrammarState, trial: Any, tried: Sequence[int]) -> Any:
+        time.sleep(float(random.choice([0.0, 0.001, 0.03])))
+        return mask(state, trial, tried)
+
+    monkeypatch.setattr(GrammarState, "_mask", slow)
+    assert all_of(many_of(target, 3, k=6)[0]) == expected
+
+
+def test_requests_that_wait_hold_no_compiled_grammar(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled for 40 is kept for 32: those that were put out are compiled again when their turn comes."""
+    pytest.importorskip("llguidance")
+    engine = Engine(target, drafter=make_drafter("none", DraftConfig()), codec=CODEC)
+    compiled: list[str] = []
+    compile_one = GrammarCompiler._matcher
+
+    def counted(made: GrammarCompiler, output: StructuredOutput) -> Any:
+        compiled.append(output.source)
+        return compile_one(made, output)
+
+    monkeypatch.setattr(GrammarCompiler, "_matcher", counted)
+    for i in range(40):
+        sampling = SamplingParams(max_tokens=8, temperature=0.0, structured_output=StructuredOutput("regex", f"a{i}b"))
+        engine.submit(Request(request_id=f"{i}", prompt_token_ids=(5, 6), sampling=sampling))
+    assert len(compiled) == 40
+    outputs: dict[str, str] = {}
+    while engine.has_work():
+        for output in engine.step():
+            outputs[output.request_id] = outputs.get(output.request_id, "") + output.text
+    assert outputs == {f"{i}": f"a{i}b" for i in range(40)}
+    assert len(compiled) > 40

@@ -185,11 +185,11 @@ def in_choosing(monkeypatch: pytest.MonkeyPatch, engine: Engine, error: BaseExce
 def in_a_grammar(monkeypatch: pytest.MonkeyPatch, _engine: Engine, error: BaseException) -> None:
     mask, calls = GrammarState._mask, [0]
 
-    def failing(state: GrammarState, tried: Sequence[int]) -> Any:
+    def failing(state: GrammarState, trial: Any, tried: Sequence[int]) -> Any:
         calls[0] += 1
         if calls[0] > 6:
             raise error
-        return mask(state, tried)
+        return mask(state, trial, tried)
 
     monkeypatch.setattr(GrammarState, "_mask", failing)
 

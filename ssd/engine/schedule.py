@@ -355,9 +355,15 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Take a sequence off its slot, which keeps what it holds."""
         self._reuse.keep(sequence)
+        self._leave_slot(sequence)
+
+    def _leave_slot(self, sequence: Sequence) -> int:
+        slot, sequence.slot = sequence.slot, -1
         self.running.remove(sequence)
-        self._free_slots.add(sequence.slot)
-        sequence.slot = -1
+        self._free_slots.add(slot)
+        if sequence.grammar is not None:
+            sequence.grammar.put_down()
+        return slot
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and empty its slot: what that holds is not known."""
@@ -365,10 +371,7 @@ class Scheduler:
             if sequence in self._lines.get(sequence.request.tenant, ()):
                 self._leave_line(sequence)
             return
-        self.running.remove(sequence)
-        self._free_slots.add(sequence.slot)
-        slot, sequence.slot = sequence.slot, -1
-        self._reuse.forget(slot)
+        self._reuse.forget(self._leave_slot(sequence))
 
     def remove(self, request_ids: set[str]) -> list[Sequence]:
         """Take these requests out, wherever they are; unknown ones are ignored."""

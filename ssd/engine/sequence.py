@@ -24,7 +24,8 @@ from ssd.model.sampling.target_tokens import drawn_scores, needs_prefix
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.codec import TextCodec
-from ssd.text.grammar import GrammarCompiler, GrammarState
+from ssd.text.grammar import GrammarState
+from ssd.text.grammar_compiler import GrammarCompiler
 from ssd.text.stream import TextStream
 
 
@@ -174,7 +175,7 @@ class Sequence:
         """What was drafted for the last pass, as a `VerifiedDraft` says it, until its output is made."""
         self.finish_reason: FinishReason | None = None
         self._stream = stream
-        self._grammar = grammar
+        self.grammar = grammar
         self._is_simple = grammar is None and sampling.logprobs is None and (stream is None or not stream.may_stop)
         """Whether tokens that do not end the output only need to be appended."""
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
@@ -224,7 +225,7 @@ class Sequence:
     def sampling_row(self, draft: Draft) -> SamplingRow:
         """What choosing this sequence's next tokens needs."""
         self.note_context()
-        return self.sampling.at(self.context, self.num_prompt_tokens, draft, self._grammar)
+        return self.sampling.at(self.context, self.num_prompt_tokens, draft, self.grammar)
 
     @property
     def asks_logprobs(self) -> bool:
@@ -278,11 +279,11 @@ class Sequence:
             if self.request.sampling.drawn_logprobs:
                 draft = Draft(self.tokens[before : self.num_tokens - 1])
                 logits = drawn_scores(
-                    logits, self.sampling.at(self.tokens[:before], self.num_prompt_tokens, draft, self._grammar)
+                    logits, self.sampling.at(self.tokens[:before], self.num_prompt_tokens, draft, self.grammar)
                 )
             logprobs = token_logprobs(logits, emitted, num_top)
-        if self._grammar is not None:
-            self._grammar.advance(emitted)
+        if self.grammar is not None:
+            self.grammar.advance(emitted)
         return Committed(tuple(emitted), spelled, "".join(text), self.finish_reason, stop_reason, logprobs)
 
     def output(self, taken: Committed) -> RequestOutput:

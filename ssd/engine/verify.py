@@ -20,6 +20,7 @@ from ssd.model.kv.tree import agree, is_tree, leading_chain, node_parents
 from ssd.model.sampling.target_tokens import noise_of, target_tokens
 from ssd.model.target import Target
 from ssd.retrieval.cache_state import LearnedState
+from ssd.text.grammar import settle_masks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +116,12 @@ class Pass:
         self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
         self._chosen: npt.NDArray[np.int64] = np.zeros(self._fed.shape, np.int64)
         self._paths, self._sizes = self._chosen, np.zeros(len(batch), np.int64)
+        grammars = [
+            (s.grammar, draft.token_ids) for s, draft in zip(batch, drafts, strict=True) if s.grammar is not None
+        ]
+        for grammar, tokens in grammars:  # those that take long have the whole pass, and disturb it
+            if grammar.was_late:
+                grammar.begin(tokens)
         noise = None
         if target.takes_noise and not all(sequence.is_plain for sequence in batch):
             noise = noise_of(self._rows, width)
@@ -122,6 +129,9 @@ class Pass:
             self._output = target.forward_trees(self._slots, self._fed, self._counts, self._parents, noise)
         else:
             self._output = target.forward(self._slots, self._fed, self._counts, noise)
+        for grammar, tokens in grammars:
+            if not grammar.was_late:
+                grammar.begin(tokens)
 
     @cached_property
     def _rows(self) -> list[SamplingRow]:
@@ -129,12 +139,17 @@ class Pass:
 
     def said(self) -> list[list[int] | BaseException]:
         """Of each row, once the pass is done, the accepted tokens and one more, the target's own; or what it raised.
+        Nothing of a row whose grammar takes longer than the pass.
 
         The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
         them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
         """
-        failed = self._choose()
         counts, parents = np.array(self._counts), self._fed if self._parents is None else self._parents
+        if not all(sequence.is_plain for sequence in self.batch):
+            self._output.logits[0, 0, 0].item()  # waits for the device
+            if (at_hand := settle_masks([sequence.grammar for sequence in self.batch])) is not None:
+                counts = np.minimum(counts, at_hand)
+        failed = self._choose()
         self._paths, said, self._sizes = agree(self._fed, self._chosen, counts, parents, self._has_trees)
         sizes = self._sizes.tolist()
         if self._has_trees:
@@ -142,6 +157,8 @@ class Pass:
             self._target.keep_paths(self._slots, self._counts, paths)
         self.seconds = time.perf_counter() - self._started
         rows: list[list[int] | BaseException] = [row[:size] for row, size in zip(said.tolist(), sizes, strict=True)]
+        for b in np.flatnonzero(counts == 0).tolist():
+            rows[b], self._sizes[b] = [], 0
         for b, error in failed.items():
             rows[b], self._sizes[b] = error, 0
         return rows

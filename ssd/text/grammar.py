@@ -1,57 +1,71 @@
 """Which tokens keep a text within a grammar: llguidance, driven so that a draft can be tried and taken back.
 
 llguidance (Moskal et al., "Making Structured Outputs Go Brrr", 2025) runs a lexer of derivatives under an Earley parser
-along the trie of the vocabulary. It is an optional extra and imported when the first grammar is compiled.
+along the trie of the vocabulary. Most masks take less than a tenth of a millisecond, some half a second: they are made
+on threads, and nobody but who asked for the grammar waits for one that is late.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import os
+import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from decimal import Decimal
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ssd.config import StructuredOutput
-from ssd.errors import RequestError, first_line, shown
-from ssd.text.codec import TextCodec
+from ssd.errors import RequestError
 
 Mask = npt.NDArray[np.bool_]
 
-INSTALL = "pip install 'ssd-serving[structured]'"
+_PATIENCE_S = 0.02
+"""How long a pass waits for masks that have not been late before: far more than they take."""
 
-_MAX_COMPILED = 32
-# Half a second and 50 MB for the worst of short sources: what is out of all proportion is refused.
-_LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
-# States of the parser at one place of the output. A place costs about as many times those before it: an ambiguous
-# grammar, x: x x | "a", took 170 ms a token after 800 tokens where 2,000 were allowed, and everybody waited for it.
-# The other kinds are made by us and have few, or one for each of many choices.
-_PARSER_STATES = {"grammar": 256}
-_MOST_PARSER_STATES = 2000
-# What llguidance has no limit for: it compares the branches of a list with each other (1,500 took 17 to 50 s), and
-# counts up to the digits of a multiple (999983 took 22 s and 350 MB).
-_MOST_PAIRS = 1 << 16
-_MOST_MULTIPLE = 10_000
-# Enough to indent with. Without a bound small models write white space between two tokens for ever.
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
+
+class _Trial:
+    """The masks along one draft, made by one thread and read by another as far as they are."""
+
+    def __init__(self, draft: list[int], num_output: int, masks: list[Mask], too_complex_at: int | None) -> None:
+        self.draft = draft
+        self.num_output = num_output
+        self.masks = masks
+        self.too_complex_at = too_complex_at
+        """The tokens of the draft behind which the grammar is too complex to go on."""
+        self.may_stop = False
+        self.taken: list[Mask] | None = None
+        """Those that the pass uses."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is a mask for each position that may be reached."""
+        at = len(self.masks) - 1
+        return at >= len(self.draft) or (at >= 0 and not self.masks[at][self.draft[at]])
 
 
 class GrammarState:
-    """A grammar and the output so far. Owned by one thread.
+    """A grammar and the output so far. Owned by one thread, which has its masks made by others.
 
     Once an end-of-text token was put out only those may follow. A grammar may become too complex to go on; whether it
     does depends on the output alone, and not on the drafts that were tried.
     """
 
-    def __init__(self, start: Any, eos_token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-        """``start`` : an llguidance matcher at the beginning, which is left as it is. ``param`` : the client's name."""
+    def __init__(
+        self,
+        start: Callable[[], Any],
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        param: str,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        """``start`` : makes a matcher that is at the beginning. ``param`` : the client's name for the grammar.
+
+        ``threads`` : see `mask_threads`.
+        """
         self._start = start
-        self._matcher = start.deep_copy()
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
         self._token_ids: list[int] = []
@@ -59,57 +73,83 @@ class GrammarState:
         self._only_end[list(eos_token_ids)] = True
         self._ended = False
         self._param = param
-        self._too_complex_after: tuple[int, ...] | None = None
-        """Tokens after the output so far, behind which the grammar is too complex."""
+        self._threads = threads
+        self._trial: _Trial | None = None
+        self._made: Future[None] | None = None
+        self._was_late = False
+        # Of the thread that makes masks, while one does.
+        self._matcher: Any = None
+        self._num_followed = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether masks are being made."""
+        return self._made is not None and not self._made.done()
+
+    @property
+    def was_late(self) -> bool:
+        """Whether the last pass went on without all of its masks."""
+        return self._was_late
+
+    def is_ready(self) -> bool:
+        """Whether a pass may take this row: not while its masks are made, and where it has been late, or is not opened
+        yet, only when the first is there. Begins what is missing."""
+        if self.is_busy:
+            return False
+        if self._trial is None and (self._was_late or self._matcher is None):
+            self.begin([])
+            return False
+        return True
+
+    def begin(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Have the masks made along a draft; only while none are."""
+        self._try(draft, self._threads.submit)
+
+    def settle(self) -> int:
+        """Take the masks that there are by now: of how many positions. Any other is too late for this pass."""
+        trial = self._trial
+        assert trial is not None
+        self._was_late = self.is_busy
+        trial.may_stop = True
+        trial.taken = list(trial.masks)
+        return len(trial.taken)
 
     def masks(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> list[Mask]:
         """What may stand at each position: bool[V] for the first draft token, the one after it, and so on.
 
         k tokens give k + 1 masks, or fewer: there is none after a token that its own mask refuses, since what follows
-        is never accepted. The state stays as it is. A mask has at least one token: an end of text where no other may
-        follow, or where the grammar becomes too complex to go on, which `advance` says once it is put out.
+        is never accepted, and none that came too late, see ``settle``. A mask has at least one token: an end of text
+        where no other may follow, or where the grammar becomes too complex to go on, which `advance` says once it is
+        put out. What has not begun is made here. Raises what the making raised.
         """
-        try:
-            masks, num_tried = self._tried(draft)
-        except BaseException:  # a panic, say: where the matcher stands is not known
-            self._begin_again()
-            raise
-        if num_tried and (self._matcher.is_error() or not self._matcher.rollback(num_tried)):
-            self._begin_again()  # a matcher never leaves its error state
-        return masks
-
-    def _tried(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> tuple[list[Mask], int]:
-        """The masks, and how many tokens the matcher has been given."""
-        ended = self._ended
-        tried: list[int] = []
-        masks = [self._only_end if ended else self._mask(tried)]
-        for token in map(int, draft):
-            if not masks[-1][token]:
-                break
-            if token in self._eos_token_ids:
-                ended = True
-                masks.append(self._only_end)
-                continue
-            self._matcher.consume_token(token)
-            tried.append(token)
-            masks.append(self._mask(tried))
-        return masks, len(tried)
-
-    def _begin_again(self, tried: Sequence[int] = ()) -> None:
-        """Go where the output and some tokens after it are, from the beginning."""
-        self._matcher = self._start.deep_copy()
-        self._matcher.consume_tokens([*self._token_ids, *tried])
+        draft = list(map(int, draft))
+        trial = self._trial
+        if trial is None or trial.draft[: len(draft)] != draft:
+            if self._made is not None:
+                wait_for([self._made])
+            trial = self._try(draft, _at_once)
+        if trial.taken is None or not self.is_busy:
+            made, self._made = self._made, None
+            if made is not None and (error := made.exception()) is not None:
+                self._trial = None
+                raise error
+        return (trial.masks if trial.taken is None else trial.taken)[: len(draft) + 1]
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens that were put out, each allowed where it stands.
 
         Raises RequestError where they end only because the grammar became too complex.
         """
+        trial, self._trial = self._trial, None
         for number, token in enumerate(token_ids):
             if self._ended:
                 return
             if token in self._eos_token_ids:
-                if self._too_complex_after == tuple(token_ids[:number]):
+                if (
+                    trial is not None
+                    and trial.too_complex_at == number
+                    and trial.draft[:number] == [*token_ids[:number]]
+                ):
                     raise RequestError(
                         f"{self._param} became too complex to follow after {len(self._token_ids)} tokens: simplify it",
                         param=self._param,
@@ -117,195 +157,130 @@ class GrammarState:
                 self._ended = True
                 return
             self._token_ids.append(token)
-            self._matcher.consume_token(token)
-        self._too_complex_after = None
 
-    def _mask(self, tried: Sequence[int]) -> Mask:
+    def put_down(self) -> None:
+        """Give back the memory of what can be made again: the output has ended, or waits."""
+        if self._trial is not None:
+            self._trial.may_stop = True
+        if not self.is_busy:
+            self._matcher = None
+
+    def _try(
+        self,
+        draft: Sequence[int] | npt.NDArray[np.int32],
+        run: Callable[[Callable[[_Trial], None], _Trial], Future[None]],
+    ) -> _Trial:
+        """Let masks be made along a draft, but for those that are known from another draft of the same output."""
+        assert not self.is_busy
+        wanted = list(map(int, draft))
+        trial = _Trial(wanted, len(self._token_ids), [], None)
+        if (known := self._trial) is not None:
+            common = _common_length(known.draft, wanted)
+            trial.masks = known.masks[: common + 1]
+            if known.too_complex_at is not None and known.too_complex_at <= common:
+                trial.too_complex_at = known.too_complex_at
+        self._trial, self._made = trial, None
+        if not trial.is_whole:
+            self._made = run(self._make, trial)
+        return trial
+
+    # -- on the thread that makes masks ------------------------------------------------------------------------------
+
+    def _make(self, trial: _Trial) -> None:
+        try:
+            self._follow(trial)
+        except BaseException:  # a panic, say: where the matcher stands is not known
+            self._matcher = None
+            raise
+
+    def _follow(self, trial: _Trial) -> None:
+        """Make the masks along a draft; the matcher ends where the output does."""
+        if self._matcher is None:
+            self._begin_again(trial, [])
+        elif self._num_followed < trial.num_output:
+            self._matcher.consume_tokens(self._token_ids[self._num_followed : trial.num_output])
+        self._num_followed = trial.num_output
+        ended = self._ended
+        tried: list[int] = []
+        for position in range(len(trial.draft) + 1):
+            if position:
+                token = trial.draft[position - 1]
+                if not trial.masks[position - 1][token]:
+                    break
+                if token in self._eos_token_ids:
+                    ended = True
+                else:
+                    self._matcher.consume_token(token)
+                    tried.append(token)
+            if position == len(trial.masks):
+                trial.masks.append(self._only_end if ended else self._mask(trial, tried))
+            if trial.may_stop:
+                break
+        if tried and (self._matcher.is_error() or not self._matcher.rollback(len(tried))):
+            self._matcher = None  # it never leaves its error state
+
+    def _begin_again(self, trial: _Trial, tried: Sequence[int]) -> None:
+        """Go where the output and some tokens after it are, from the beginning."""
+        self._matcher = self._start()
+        if trial.num_output or tried:
+            self._matcher.consume_tokens([*self._token_ids[: trial.num_output], *tried])
+
+    def _mask(self, trial: _Trial, tried: Sequence[int]) -> Mask:
         """What may follow the output and the tokens that were ``tried``, where the matcher is."""
         if self._matcher.is_error():  # perhaps by what was tried before, of which a new one knows nothing
-            self._begin_again(tried)
+            self._begin_again(trial, tried)
         if not self._matcher.is_stopped():
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
             if mask.any() and not self._matcher.is_error():
                 return mask
         if self._matcher.is_error():
-            self._too_complex_after = tuple(tried)
+            trial.too_complex_at = len(tried)
         return self._only_end
 
 
-class GrammarCompiler:
-    """Compiles what requests ask for, and keeps the latest. Safe to use from several threads."""
-
-    def __init__(self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``vocab_size`` : of the model's logits, at least the tokenizer's. ``eos_token_ids`` : end a text."""
-        self._codec = codec
-        self._vocab_size = vocab_size
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._lock = threading.Lock()
-        self._tokenizer: Any = None
-        self._compiled: OrderedDict[tuple[str | None, StructuredOutput], Any] = OrderedDict()
-
-    def compile(self, output: StructuredOutput, tenant: str | None = None) -> GrammarState:
-        """The grammar's beginning; a few milliseconds to a second the first time that a tenant asks for it.
-
-        ``tenant`` : for whom; how long it takes is to tell nobody what another has asked for.
-        Raises RequestError where it is wrong, cannot be used with this tokenizer, or llguidance is not installed.
-        """
-        with self._lock:
-            start = self._compiled.get((tenant, output))
-        if start is None:  # outside the lock, so that nobody waits for another's grammar
-            start = self._matcher(output)
-        with self._lock:
-            self._compiled[tenant, output] = start
-            self._compiled.move_to_end((tenant, output))
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return GrammarState(start, self._eos_token_ids, self._vocab_size, output.param)
-
-    def _matcher(self, output: StructuredOutput) -> Any:
-        try:
-            from llguidance import LLTokenizer
-        except ImportError:
-            raise RequestError(
-                f"{output.param} needs llguidance, which is not installed here: {INSTALL}, or leave the field out",
-                param=output.param,
-            ) from None
-        if not self._eos_token_ids:
-            raise RequestError(
-                f"{output.param} needs a tokenizer with an end-of-text token, and this model's has none",
-                param=output.param,
-            )
-        try:
-            if self._tokenizer is None:
-                self._tokenizer = LLTokenizer(
-                    self._codec.to_json(), n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
-                )
-            matcher = on_deep_stack(lambda: _new_matcher(self._tokenizer, output))
-            complaint = matcher.get_error() if matcher.is_error() else ""
-        except ValueError as error:
-            complaint = str(error)
-        except BaseException as error:  # a panic in Rust is no Exception
-            if type(error).__name__ != "PanicException":
-                raise
-            complaint = f"llguidance failed: {error}"
-        if complaint:
-            reason = first_line(ValueError(complaint))
-            raise RequestError(f"{output.param} cannot be used: {reason:.300}", param=output.param)
-        return matcher
+def settle_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64] | None:
+    """Of each row of a pass that has ended, at how many positions its tokens can be chosen; None where no row has a
+    grammar. Waits a little, but not for rows that were late before, unless there are no others."""
+    found = [state for state in states if state is not None]
+    if not found:
+        return None
+    trusted = [state for state in found if not state.was_late]
+    await_masks(trusted if trusted or len(found) < len(states) else found, _PATIENCE_S, all_of_them=True)
+    unbounded = np.iinfo(np.int64).max
+    return np.array([unbounded if state is None else state.settle() for state in states])
 
 
-def _new_matcher(tokenizer: Any, output: StructuredOutput) -> Any:
-    """A matcher at the beginning, which may be in an error state; raises ValueError where the source is malformed."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    limits = LLParserLimits(
-        initial_lexer_fuel=_LEXER_FUEL,
-        max_lexer_states=_LEXER_STATES,
-        max_items_in_row=_PARSER_STATES.get(output.kind, _MOST_PARSER_STATES),
-        verbose_errors=False,
-    )
-    matcher = LLMatcher(tokenizer, _grammar_of(output, LLMatcher), log_level=0, limits=limits)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # much is compiled only now, and may be too complex
-    return matcher
+def await_masks(states: Iterable[GrammarState], patience_s: float = _PATIENCE_S, *, all_of_them: bool = False) -> None:
+    """Wait until masks of one of them are made, or of all, but not longer than ``patience_s``."""
+    made = [state._made for state in states if state._made is not None]
+    if made:
+        wait_for(made, patience_s, return_when="ALL_COMPLETED" if all_of_them else FIRST_COMPLETED)
 
 
-def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
-    """In llguidance's own form; raises ValueError where the source is malformed."""
-    grammar: str
-    if output.kind == "json_object":
-        grammar = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
-    elif output.kind == "json_schema":
-        _require_moderate(output.source)
-        grammar = matcher.grammar_from_json_schema(output.source, overrides=_JSON_OPTIONS)
-    elif output.kind == "regex":
-        grammar = matcher.grammar_from_regex(output.source)
-    elif output.kind == "choice":
-        choices = json.loads(output.source)
-        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-            raise ValueError("give at least one choice, each a text that is not empty")
-        grammar = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
-    elif output.kind == "parts":
-        composed = json.loads(output.source)
-        named = {name: StructuredOutput(*part) for name, part in composed["parts"].items()}
-        entries = [{**_entry(part, matcher), "name": name} for name, part in named.items()]
-        grammar = json.dumps({"grammars": [{"lark_grammar": composed["lark"]}, *entries]})
-    else:
-        for embedded in _JSON_IN_LARK.finditer(output.source):
-            _require_moderate(output.source[embedded.end() :])
-        grammar = matcher.grammar_from_lark(output.source)
-    return grammar
+def mask_threads(most: int = 1024) -> ThreadPoolExecutor:
+    """Threads that make masks, one for each row that has some to make, so that none waits for another's."""
+    return ThreadPoolExecutor(most, "ssd-masks", _step_back)
 
 
-_JSON_IN_LARK = re.compile(r"%json\s*(?=[{\[])")
+def _step_back() -> None:
+    """Let the passes of others go first, where a thread can be told to: it is as long as many masks are late."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _require_moderate(text: str) -> None:
-    """Raise ValueError for a JSON schema, at the beginning of ``text``, that takes long to compile for its length.
-
-    What is no JSON is left to the compiler. O(characters).
-    """
+def _at_once(make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
+    made = Future[None]()
     try:
-        left = [json.JSONDecoder().raw_decode(text.lstrip())[0]]
-    except (ValueError, RecursionError):
-        return
-    num_pairs = 0
-    while left:
-        node = left.pop()
-        if isinstance(node, dict):
-            for key, value in node.items():
-                if key in ("anyOf", "oneOf") and isinstance(value, list):
-                    num_pairs += len(value) ** 2
-                elif key == "multipleOf" and type(value) in (int, float) and _digits(value) > _MOST_MULTIPLE:
-                    raise ValueError(f"multipleOf {shown(value)} has too many digits to be counted up to: leave it out")
-            left.extend(node.values())
-        elif isinstance(node, list):
-            left.extend(node)
-    if num_pairs > _MOST_PAIRS:
-        raise ValueError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
+        make(trial)
+        made.set_result(None)
+    except BaseException as error:
+        made.set_exception(error)
+    return made
 
 
-def _digits(number: int | float) -> int:
-    """Those that are not zeros at an end, as one number: 12 of 1200 and of 0.012; 0 of what is no number."""
-    return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)) or 0)
-
-
-def _entry(output: StructuredOutput, matcher: Any) -> dict[str, Any]:
-    """A grammar as an entry of llguidance's lists of them."""
-    written = _grammar_of(output, matcher)
-    if output.kind in ("choice", "grammar"):
-        return {"lark_grammar": written}
-    entry: dict[str, Any] = json.loads(written)["grammars"][0]
-    return entry
-
-
-T = TypeVar("T")
-
-_STACK_BYTES = 512 << 20
-"""Addresses and not memory: what is not reached is never backed."""
-_one_at_a_time = threading.Lock()
-
-
-def on_deep_stack(call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises, on a thread of its own with a stack of 512 MB; takes 0.1 ms more."""
-    returned: list[T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            returned.append(call())
-        except BaseException as error:  # a panic in Rust is no Exception
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="deep stack")
-    with _one_at_a_time:  # the size is a setting of the process, for threads that start
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    if raised:
-        raise raised[0]
-    return returned[0]
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return length

@@ -19,7 +19,7 @@ from server.tools.registry import REASONING_PARSERS
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.text.codec import TextCodec
-from ssd.text.grammar import GrammarCompiler
+from ssd.text.grammar_compiler import GrammarCompiler
 from ssd.text.stream import TextStream
 from tests.tokenizers_for_tests import byte_level_tokenizer
 

@@ -1,0 +1,242 @@
+"""Compiles grammars that requests ask for: what takes out of all proportion is refused, the latest are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any, TypeVar
+
+from ssd.config import StructuredOutput
+from ssd.errors import RequestError, first_line, shown
+from ssd.text.codec import TextCodec
+from ssd.text.grammar import GrammarState, mask_threads
+
+INSTALL = "pip install 'ssd-serving[structured]'"
+
+# 50 MB each at worst; that a source compiles is remembered in 32 bytes.
+_MAX_COMPILED = 32
+_MAX_TRIED = 1 << 14
+# Half a second and 50 MB for the worst of short sources: what is out of all proportion is refused.
+_LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
+# States of the parser at one place of the output. A place costs about as many times those before it: an ambiguous
+# grammar, x: x x | "a", took 170 ms a token after 800 tokens where 2,000 were allowed, and everybody waited for it.
+# The other kinds are made by us and have few, or one for each of many choices.
+_PARSER_STATES = {"grammar": 256}
+_MOST_PARSER_STATES = 2000
+# What llguidance has no limit for: it compares the branches of a list with each other (1,500 took 17 to 50 s), and
+# counts up to the digits of a multiple (999983 took 22 s and 350 MB).
+_MOST_PAIRS = 1 << 16
+_MOST_MULTIPLE = 10_000
+# Enough to indent with. Without a bound small models write white space between two tokens for ever.
+_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for, and keeps the latest. Safe to use from several threads."""
+
+    def __init__(self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """``vocab_size`` : of the model's logits, at least the tokenizer's. ``eos_token_ids`` : end a text."""
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._threads = mask_threads()
+        self._compiled: OrderedDict[tuple[str | None, StructuredOutput], Any] = OrderedDict()
+        self._tried: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of what compiled, the latest last."""
+
+    def compile(self, output: StructuredOutput, tenant: str | None = None) -> GrammarState:
+        """The grammar's beginning; a few milliseconds to a second the first time that a tenant asks for it.
+
+        It holds no more than the source until it is asked for masks: what was compiled is then taken from those that
+        are kept, or compiled again.
+        ``tenant`` : for whom; how long it takes is to tell nobody what another has asked for.
+        Raises RequestError where it is wrong, cannot be used with this tokenizer, or llguidance is not installed.
+        """
+        digest = hashlib.sha256(repr((tenant, output.kind, output.source)).encode()).digest()
+        with self._lock:
+            is_tried = digest in self._tried
+        if not is_tried:
+            self._compile(output, tenant)
+        with self._lock:
+            self._tried[digest] = None
+            self._tried.move_to_end(digest)
+            if len(self._tried) > _MAX_TRIED:
+                self._tried.popitem(last=False)
+        return GrammarState(
+            lambda: self._compile(output, tenant).deep_copy(),
+            self._eos_token_ids,
+            self._vocab_size,
+            output.param,
+            self._threads,
+        )
+
+    def close(self) -> None:
+        """Let the threads end that make masks."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, output: StructuredOutput, tenant: str | None) -> Any:
+        """A matcher at the beginning, which is to be left there."""
+        with self._lock:
+            start = self._compiled.get((tenant, output))
+        if start is None:  # outside the lock, so that nobody waits for another's grammar
+            start = self._matcher(output)
+        with self._lock:
+            self._compiled[tenant, output] = start
+            self._compiled.move_to_end((tenant, output))
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return start
+
+    def _matcher(self, output: StructuredOutput) -> Any:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise RequestError(
+                f"{output.param} needs llguidance, which is not installed here: {INSTALL}, or leave the field out",
+                param=output.param,
+            ) from None
+        if not self._eos_token_ids:
+            raise RequestError(
+                f"{output.param} needs a tokenizer with an end-of-text token, and this model's has none",
+                param=output.param,
+            )
+        try:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(
+                    self._codec.to_json(), n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
+                )
+            matcher = on_deep_stack(lambda: _new_matcher(self._tokenizer, output))
+            complaint = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:
+            complaint = str(error)
+        except BaseException as error:  # a panic in Rust is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            complaint = f"llguidance failed: {error}"
+        if complaint:
+            reason = first_line(ValueError(complaint))
+            raise RequestError(f"{output.param} cannot be used: {reason:.300}", param=output.param)
+        return matcher
+
+
+def _new_matcher(tokenizer: Any, output: StructuredOutput) -> Any:
+    """A matcher at the beginning, which may be in an error state; raises ValueError where the source is malformed."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=_LEXER_FUEL,
+        max_lexer_states=_LEXER_STATES,
+        max_items_in_row=_PARSER_STATES.get(output.kind, _MOST_PARSER_STATES),
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, _grammar_of(output, LLMatcher), log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # much is compiled only now, and may be too complex
+    return matcher
+
+
+def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
+    """In llguidance's own form; raises ValueError where the source is malformed."""
+    grammar: str
+    if output.kind == "json_object":
+        grammar = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+    elif output.kind == "json_schema":
+        _require_moderate(output.source)
+        grammar = matcher.grammar_from_json_schema(output.source, overrides=_JSON_OPTIONS)
+    elif output.kind == "regex":
+        grammar = matcher.grammar_from_regex(output.source)
+    elif output.kind == "choice":
+        choices = json.loads(output.source)
+        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise ValueError("give at least one choice, each a text that is not empty")
+        grammar = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices))
+    elif output.kind == "parts":
+        composed = json.loads(output.source)
+        named = {name: StructuredOutput(*part) for name, part in composed["parts"].items()}
+        entries = [{**_entry(part, matcher), "name": name} for name, part in named.items()]
+        grammar = json.dumps({"grammars": [{"lark_grammar": composed["lark"]}, *entries]})
+    else:
+        for embedded in _JSON_IN_LARK.finditer(output.source):
+            _require_moderate(output.source[embedded.end() :])
+        grammar = matcher.grammar_from_lark(output.source)
+    return grammar
+
+
+_JSON_IN_LARK = re.compile(r"%json\s*(?=[{\[])")
+
+
+def _require_moderate(text: str) -> None:
+    """Raise ValueError for a JSON schema, at the beginning of ``text``, that takes long to compile for its length.
+
+    What is no JSON is left to the compiler. O(characters).
+    """
+    try:
+        left = [json.JSONDecoder().raw_decode(text.lstrip())[0]]
+    except (ValueError, RecursionError):
+        return
+    num_pairs = 0
+    while left:
+        node = left.pop()
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if key in ("anyOf", "oneOf") and isinstance(value, list):
+                    num_pairs += len(value) ** 2
+                elif key == "multipleOf" and type(value) in (int, float) and _digits(value) > _MOST_MULTIPLE:
+                    raise ValueError(f"multipleOf {shown(value)} has too many digits to be counted up to: leave it out")
+            left.extend(node.values())
+        elif isinstance(node, list):
+            left.extend(node)
+    if num_pairs > _MOST_PAIRS:
+        raise ValueError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
+
+
+def _digits(number: int | float) -> int:
+    """Those that are not zeros at an end, as one number: 12 of 1200 and of 0.012; 0 of what is no number."""
+    return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)) or 0)
+
+
+def _entry(output: StructuredOutput, matcher: Any) -> dict[str, Any]:
+    """A grammar as an entry of llguidance's lists of them."""
+    written = _grammar_of(output, matcher)
+    if output.kind in ("choice", "grammar"):
+        return {"lark_grammar": written}
+    entry: dict[str, Any] = json.loads(written)["grammars"][0]
+    return entry
+
+
+T = TypeVar("T")
+
+_STACK_BYTES = 512 << 20
+"""Addresses and not memory: what is not reached is never backed."""
+_one_at_a_time = threading.Lock()
+
+
+def on_deep_stack(call: Callable[[], T]) -> T:
+    """What ``call`` returns or raises, on a thread of its own with a stack of 512 MB; takes 0.1 ms more."""
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:  # a panic in Rust is no Exception
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="deep stack")
+    with _one_at_a_time:  # the size is a setting of the process, for threads that start
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if raised:
+        raise raised[0]
+    return returned[0]
