@@ -383,7 +383,9 @@ def test_many_small_choices_of_branches_are_compiled() -> None:
 
 def many_of(target: Any, count: int, *, k: int) -> tuple[Engine, SamplingParams]:
     """An engine with one request under each of ``count`` grammars, and one, "free", without."""
-    engine = Engine(target, drafter=RandomDrafter(CODEC.vocab_size), codec=CODEC, draft=DraftConfig(k))
+    engine = Engine(
+        target, drafter=RandomDrafter(CODEC.vocab_size), codec=CODEC, draft=DraftConfig(num_speculative_tokens=k)
+    )
     sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=3, structured_output=OUTPUTS["json_schema"])
     for i in range(count):
         prompt = tuple(CODEC.encode_prompt(f"def f{i}(a):"))
