@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ import numpy.typing as npt
 from ssd.errors import RequestError
 
 Mask = npt.NDArray[np.bool_]
+
+_one_by_one = threading.Lock()
+"""Held by a thread that makes masks for a row that has been late: many at once would take the passes' processors."""
 
 _PATIENCE_S = 0.02
 """How long a pass waits for masks that have not been late before: far more than they take."""
@@ -188,7 +192,8 @@ class GrammarState:
 
     def _make(self, trial: _Trial) -> None:
         try:
-            self._follow(trial)
+            with _one_by_one if self._was_late else nullcontext():
+                self._follow(trial)
         except BaseException:  # a panic, say: where the matcher stands is not known
             self._matcher = None
             raise
