@@ -35,7 +35,6 @@ from ssd.model.loading.threads import settle_threads
 from ssd.model.target import Target
 from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
-from ssd.text.grammar import await_masks
 from ssd.text.grammar_compiler import GrammarCompiler
 from ssd.text.load_tokenizer import HubOptions
 
@@ -250,8 +249,6 @@ class Engine:
         with self._lock:
             self._stopped = True
         self._work.set()
-        if self.grammars is not None:
-            self.grammars.close()
         if self.caches is not None:
             self._proposals.publish()
             self.caches.close()
@@ -385,14 +382,7 @@ class Engine:
 
     def _prefill_prompts(self) -> list[Sequence]:
         """Compute prompts: the sequences that are ready for the pass, or one suspect alone."""
-        running = self._scheduler.running
-        waiting = {s: s.grammar for s in running if s.grammar is not None and not s.grammar.is_ready()}
-        ready = self._prefill.run(running)
-        if waiting:
-            if len(ready) == len(running) == len(waiting):
-                await_masks(waiting.values())
-            waiting = {s: grammar for s, grammar in waiting.items() if not grammar.is_ready()}
-            ready = [sequence for sequence in ready if sequence not in waiting]
+        ready = self._prefill.run(self._scheduler.running)
         return next(([sequence] for sequence in ready if sequence.is_suspect), ready)
 
     def _forward(self, batch: list[Sequence], drafts: list[Draft]) -> None:
@@ -425,7 +415,6 @@ class Engine:
         if verified is None:
             return None, committed
         ended, said = verified
-        num_late = 0
         self._proposals.observe_scores(ended)
         for b, (sequence, token_ids) in enumerate(zip(ended.batch, said, strict=True)):
             if sequence.finish_reason is not None:  # its text failed while the pass ran
@@ -433,7 +422,6 @@ class Engine:
             elif isinstance(token_ids, BaseException):
                 self._isolation.fail(sequence, "choosing a token", token_ids)
             elif not token_ids:  # its grammar is late: the same pass again
-                num_late += 1
                 self._proposals.observe(sequence, ended.drafts[b], None, 0)
                 self.target.rollback(sequence.slot, sequence.num_tokens - 1)
             else:
@@ -441,7 +429,7 @@ class Engine:
                     committed.append((b, len(token_ids) - 1, self._commit_one(ended, b, sequence, token_ids)))
                 except BaseException as error:
                     self._isolation.fail(sequence, "taking tokens", error)
-        if not committed and not num_late:
+        if not committed and all(said):
             self._isolation.require_a_target()
         return ended, committed
 

@@ -20,6 +20,7 @@ from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
 from ssd.errors import require_fault
 from ssd.model.target import Target, pad_rows
+from ssd.text.grammar import await_masks
 
 TokenIds = npt.NDArray[np.int32]
 Scope = tuple[str | None, str | None, str | None, str | None]
@@ -227,12 +228,19 @@ class Prefill:
         return sequence.num_tokens - 1 - self._target.length(sequence.slot)
 
     def run(self, running: list[Sequence]) -> list[Sequence]:
-        """Compute up to one budget; returns those of ``running`` that are ready to decode, in order."""
+        """Compute up to one budget; returns those of ``running`` that are ready to decode, in order.
+
+        Not those whose grammar is late; where there are no others, one of them is waited for, a little.
+        """
+        late = [s.grammar for s in running if s.grammar is not None and not s.grammar.is_ready()]
         ready = [sequence for sequence in running if not self.remaining(sequence)]
-        if len(ready) == len(running):
+        if len(ready) < len(running):
+            self._share([sequence for sequence in running if self.remaining(sequence)], running)
+        elif not late:
             return ready
-        self._share([sequence for sequence in running if self.remaining(sequence)], running)
-        return [sequence for sequence in running if not self.remaining(sequence)]
+        elif len(late) == len(running):
+            await_masks(late)
+        return [s for s in running if not self.remaining(s) and (s.grammar is None or s.grammar.is_ready())]
 
     def take_count(self) -> int:
         """Tokens computed since this was last asked."""

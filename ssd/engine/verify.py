@@ -116,20 +116,20 @@ class Pass:
         self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
         self._chosen: npt.NDArray[np.int64] = np.zeros(self._fed.shape, np.int64)
         self._paths, self._sizes = self._chosen, np.zeros(len(batch), np.int64)
-        grammars = [
-            (s.grammar, draft.token_ids) for s, draft in zip(batch, drafts, strict=True) if s.grammar is not None
-        ]
-        for grammar, tokens in grammars:  # those that take long have the whole pass, and disturb it
+        self._is_plain = all(sequence.is_plain for sequence in batch)
+        rows = zip(batch, drafts, strict=True)
+        self._ruled = [] if self._is_plain else [(s.grammar, d.token_ids) for s, d in rows if s.grammar is not None]
+        for grammar, tokens in self._ruled:  # those that take long have the whole pass, and disturb it
             if grammar.was_late:
                 grammar.begin(tokens)
         noise = None
-        if target.takes_noise and not all(sequence.is_plain for sequence in batch):
+        if target.takes_noise and not self._is_plain:
             noise = noise_of(self._rows, width)
         if self._parents is not None:
             self._output = target.forward_trees(self._slots, self._fed, self._counts, self._parents, noise)
         else:
             self._output = target.forward(self._slots, self._fed, self._counts, noise)
-        for grammar, tokens in grammars:
+        for grammar, tokens in self._ruled:
             if not grammar.was_late:
                 grammar.begin(tokens)
 
@@ -145,10 +145,9 @@ class Pass:
         them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
         """
         counts, parents = np.array(self._counts), self._fed if self._parents is None else self._parents
-        if not all(sequence.is_plain for sequence in self.batch):
+        if self._ruled:
             self._output.logits[0, 0, 0].item()  # waits for the device
-            if (at_hand := settle_masks([sequence.grammar for sequence in self.batch])) is not None:
-                counts = np.minimum(counts, at_hand)
+            counts = np.minimum(counts, settle_masks([sequence.grammar for sequence in self.batch]))
         failed = self._choose()
         self._paths, said, self._sizes = agree(self._fed, self._chosen, counts, parents, self._has_trees)
         sizes = self._sizes.tolist()
@@ -179,7 +178,7 @@ class Pass:
     def _choose(self) -> dict[int, BaseException]:
         """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
         try:
-            if self._output.chosen is not None and all(sequence.is_plain for sequence in self.batch):
+            if self._output.chosen is not None and self._is_plain:
                 self._chosen = np.array(self._output.chosen.cpu().numpy())
             else:
                 self._chosen = np.ascontiguousarray(target_tokens(self._output, self._rows))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -24,7 +25,8 @@ from ssd.errors import RequestError
 Mask = npt.NDArray[np.bool_]
 
 _one_by_one = threading.Lock()
-"""Held by a thread that makes masks for a row that has been late: many at once would take the passes' processors."""
+"""Held by a thread that makes masks that take long in themselves, and are not late only since others were busy: many at
+once would take the passes' processors."""
 
 _PATIENCE_S = 0.02
 """How long a pass waits for masks that have not been late before: far more than they take."""
@@ -80,27 +82,24 @@ class GrammarState:
         self._threads = threads
         self._trial: _Trial | None = None
         self._made: Future[None] | None = None
-        self._was_late = False
+        self.was_late = False
+        """Whether the last pass went on without all of its masks."""
         # Of the thread that makes masks, while one does.
         self._matcher: Any = None
         self._num_followed = 0
+        self._is_costly = False
 
     @property
     def is_busy(self) -> bool:
         """Whether masks are being made."""
         return self._made is not None and not self._made.done()
 
-    @property
-    def was_late(self) -> bool:
-        """Whether the last pass went on without all of its masks."""
-        return self._was_late
-
     def is_ready(self) -> bool:
         """Whether a pass may take this row: not while its masks are made, and where it has been late, or is not opened
         yet, only when the first is there. Begins what is missing."""
         if self.is_busy:
             return False
-        if self._trial is None and (self._was_late or self._matcher is None):
+        if self._trial is None and (self.was_late or self._matcher is None):
             self.begin([])
             return False
         return True
@@ -113,7 +112,7 @@ class GrammarState:
         """Take the masks that there are by now: of how many positions. Any other is too late for this pass."""
         trial = self._trial
         assert trial is not None
-        self._was_late = self.is_busy
+        self.was_late = self.is_busy
         trial.may_stop = True
         trial.taken = list(trial.masks)
         return len(trial.taken)
@@ -191,12 +190,15 @@ class GrammarState:
     # -- on the thread that makes masks ------------------------------------------------------------------------------
 
     def _make(self, trial: _Trial) -> None:
+        started = time.thread_time()
         try:
-            with _one_by_one if self._was_late else nullcontext():
+            with _one_by_one if self._is_costly else nullcontext():
                 self._follow(trial)
         except BaseException:  # a panic, say: where the matcher stands is not known
             self._matcher = None
             raise
+        finally:
+            self._is_costly = time.thread_time() - started > _PATIENCE_S
 
     def _follow(self, trial: _Trial) -> None:
         """Make the masks along a draft; the matcher ends where the output does."""
@@ -244,28 +246,28 @@ class GrammarState:
         return self._only_end
 
 
-def settle_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64] | None:
-    """Of each row of a pass that has ended, at how many positions its tokens can be chosen; None where no row has a
-    grammar. Waits a little, but not for rows that were late before, unless there are no others."""
+def settle_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
+    """Of each row of a pass that has ended, at how many positions its tokens can be chosen. Waits a little, but not for
+    rows that were late before, unless there are no others."""
     found = [state for state in states if state is not None]
-    if not found:
-        return None
     trusted = [state for state in found if not state.was_late]
-    await_masks(trusted if trusted or len(found) < len(states) else found, _PATIENCE_S, all_of_them=True)
+    wait_for(_making(trusted if trusted or len(found) < len(states) else found), _PATIENCE_S)
     unbounded = np.iinfo(np.int64).max
     return np.array([unbounded if state is None else state.settle() for state in states])
 
 
-def await_masks(states: Iterable[GrammarState], patience_s: float = _PATIENCE_S, *, all_of_them: bool = False) -> None:
-    """Wait until masks of one of them are made, or of all, but not longer than ``patience_s``."""
-    made = [state._made for state in states if state._made is not None]
-    if made:
-        wait_for(made, patience_s, return_when="ALL_COMPLETED" if all_of_them else FIRST_COMPLETED)
+def await_masks(states: Iterable[GrammarState]) -> None:
+    """Wait a little for masks of one of them."""
+    wait_for(_making(states), _PATIENCE_S, return_when=FIRST_COMPLETED)
 
 
-def mask_threads(most: int = 1024) -> ThreadPoolExecutor:
+def _making(states: Iterable[GrammarState]) -> list[Future[None]]:
+    return [state._made for state in states if state._made is not None]
+
+
+def mask_threads() -> ThreadPoolExecutor:
     """Threads that make masks, one for each row that has some to make, so that none waits for another's."""
-    return ThreadPoolExecutor(most, "ssd-masks", _step_back)
+    return ThreadPoolExecutor(1024, "ssd-masks", _step_back)
 
 
 def _step_back() -> None:

@@ -77,10 +77,6 @@ class GrammarCompiler:
             self._threads,
         )
 
-    def close(self) -> None:
-        """Let the threads end that make masks."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     def _compile(self, output: StructuredOutput, tenant: str | None) -> Any:
         """A matcher at the beginning, which is to be left there."""
         with self._lock:
