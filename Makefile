@@ -21,7 +21,6 @@ REAL := .venv-real
 REAL_READY := $(REAL)/.ready
 REAL_PINS := benchmarks/real_model
 REAL_MODEL := $(or $(SSD_REAL_MODEL),.real-model)
-TRACES := agent_react agent_tools sql code chat
 CURVES := --tokenizer llama2-32k --tokenizer llama3-128k --drafter ssd --drafter arctic --curve --price-by measured \
 	--price-by flat --max-draft 64 --max-output-tokens 60000 --jobs 2
 OTHERS := $(subst --tokenizer llama2-32k,,$(subst 60000,5000,$(CURVES)))
@@ -81,18 +80,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.decode --json --out benchmarks/results/decode.json
 	$(BIN)/python -m benchmarks.exact --out benchmarks/results/exact.json
 	$(BIN)/python -m benchmarks.overhead --json --out benchmarks/results/overhead.json
-	$(BIN)/python -m benchmarks.host --out benchmarks/results/host.json
-	$(BIN)/python -m benchmarks.profile --out benchmarks/results/profile.json
 	$(BIN)/python -m benchmarks.sources --out benchmarks/results/sources.json
 	$(BIN)/python -m benchmarks.coupled --out benchmarks/results/coupled.json
-	$(BIN)/python -m benchmarks.coupled --windows 1 2 4 8 16 32 --requests 30 --out benchmarks/results/coupled-window.json
 	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
-		$(BIN)/python -m benchmarks.replay $(TRACES) --tokenizer llama2-32k --drafter ssd --drafter frequency \
-			--drafter prompt-lookup --max-draft 16 --max-output-tokens 120000 --json \
-			| tee /dev/stderr | tail -n 1 >benchmarks/results/replay.json; \
-		$(BIN)/python -m benchmarks.flooding --tokenizer llama2-32k --out benchmarks/results/flooding.json; \
-		$(BIN)/python -m benchmarks.fleet --tokenizer llama3-128k --share 0.5 \
-			--plot benchmarks/results/fleet.png --out benchmarks/results/fleet.json; \
 		if [ -e $(PEERS_READY) ]; then \
 			$(BIN)/python -m benchmarks.replay $(CURVES) --json --plot benchmarks/results/replay-curve.png \
 				| tail -n 1 >benchmarks/results/replay-curve.json; \
@@ -109,16 +99,8 @@ bench: $(READY)
 		| tail -n 1 >benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --json \
 		| tail -n 1 >benchmarks/results/index-256m.json
-	$(BIN)/python -m benchmarks.building --out benchmarks/results/building.json
-	$(BIN)/python -m benchmarks.building --tokens 256000000 --kinds npy --jobs 2 \
-		--out benchmarks/results/building-256m.json
 	$(BIN)/python -m benchmarks.evaluate --out benchmarks/results/evaluate.json
-	$(BIN)/python -m benchmarks.joining --out benchmarks/results/joining.json
-	$(BIN)/python -m benchmarks.sharing_latency --out benchmarks/results/sharing-latency.json
-	$(BIN)/python -m benchmarks.start --shape gemma3-270m | tail -n 1 >benchmarks/results/start.json
 	$(BIN)/python -m benchmarks.http --json | tail -n 1 >benchmarks/results/http.json
-	$(BIN)/python -m benchmarks.side_channels --out benchmarks/results/side-channels.json
-	$(BIN)/python -m benchmarks.connections --json | tail -n 1 >benchmarks/results/connections.json
 	$(BIN)/python -m benchmarks.soak --json --out benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
 	$(BIN)/python -m benchmarks.fleet_faults --out benchmarks/results/fleet-faults.json

@@ -1,7 +1,6 @@
 """What does noise that requests share bring, where they ask the same, nearly the same, more and more, or nothing twice?
 
 ``python -m benchmarks.coupled [--model DIR] [--streams S...] [--temperatures T...] [--out FILE]``
-``python -m benchmarks.coupled --windows K...``
 
 Three engines answer the same questions one after the other: without speculation, with it and coupled noise, with it
 and a seed for every request as before. Nothing twice: prompts that are all new, on empty caches. Asked again: every
@@ -11,8 +10,6 @@ its last fifth. Every timed output is compared with speculation off of the same 
 group of requests, prompts included: medians over groups, with the least and the most; beside them ratios by CPU time,
 which other programs on the machine change less.
 
-With ``--windows`` it asks instead how many tokens the noise should depend on: prompts and their near-variants are
-answered with each window, and the answers compared with each other; pairs whose noise is their own are window 0.
 Prints a table; the last line of stdout is one JSON object.
 """
 
@@ -22,10 +19,9 @@ import argparse
 import keyword
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from itertools import count
 from typing import Any
 
@@ -60,7 +56,6 @@ OPTIONS: dict[str, Any] = {
     "prompt_tokens": Option(default=256, help="most of a prompt"),
     "group": Option(default=5, help="requests timed together"),
     "window": Option(default=EngineConfig().coupled_window, metavar="K"),
-    "windows": Option(default=[], kind=int, metavar="K", help="compare these instead"),
     "num_speculative_tokens": DraftConfig().num_speculative_tokens,
     "seed": 0,
     "dtype": "auto",
@@ -76,20 +71,10 @@ COLUMNS = (
     ("seeds: over off", "{uncoupled[over_off][0]:.2f}"),
     ("tokens a pass", "{uncoupled[tokens_per_pass]:.2f}"),
 )
-WINDOW_COLUMNS = (
-    ("temperature", "{temperature}"),
-    ("window", "{window}"),
-    ("same token at a place", "{same_place[0]:.3f} ± {same_place[1]:.3f}"),
-    ("same tokens first", "{common_prefix[0]:.1f} ± {common_prefix[1]:.1f}"),
-    ("aligned", "{aligned[0]:.3f} ± {aligned[1]:.3f}"),
-    ("tokens a pass", "{tokens_per_pass:.2f}"),
-)
 _BATCH = 8
 """Requests answered together where nothing is timed."""
 _TOKENS_OF_A_CHANGE = 24
 """Most that a near-variant is longer by: a prompt that was cut would lose what was changed."""
-_PAIR_STREAMS = 2
-"""Of which every pair is asked, to have more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,31 +88,13 @@ class Question:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 1 where an output differs."""
-    is_windows = "--windows" in (sys.argv if argv is None else argv)
-    name, columns = ("coupled-window", WINDOW_COLUMNS) if is_windows else ("coupled", COLUMNS)
-    run = Run(name, __doc__, argv, OPTIONS, columns, has_model=True, unsaid=("windows",))
+    run = Run("coupled", __doc__, argv, OPTIONS, COLUMNS, has_model=True)
     args = run.args
     if 0 < args.growth_requests < 3:
         run.parser.error("--growth-requests takes 0, or numbers from 3")
     comparison = Comparison()
-    found = (_windows if is_windows else _workloads)(run, args, comparison)
-    model = found.pop("model")
-    return run.end(
-        **model_facts(model_name(args.model), model),
-        compared_tokens=comparison.num_tokens,
-        mismatches=comparison.num_mismatches,
-        rows=run.rows,
-        **found,
-        is_wrong=comparison.num_mismatches > 0,
-    )
-
-
-def _workloads(run: Run, args: argparse.Namespace, comparison: Comparison) -> dict[str, Any]:
     model, codec = load_model(args.model, dtype=args.dtype, device=args.device), TextCodec.load(str(args.model))
-    contenders = Contenders(
-        model, codec, args, comparison, num_streams=max(*args.streams, args.growth_streams), window=args.window
-    )
-    workloads = Workloads(contenders, args)
+    workloads = Workloads(Contenders(model, codec, args, comparison), args)
     # New text first: what a pass costs is then measured alike by all, who later run passes of other widths.
     for temperature in args.temperatures:
         run.row(workloads.new(temperature))
@@ -142,40 +109,22 @@ def _workloads(run: Run, args: argparse.Namespace, comparison: Comparison) -> di
     for mark in marks:
         run.say(f"{mark['workload']}, temperature {mark['temperature']}, {mark['streams']} streams, {mark['asked']}: "
                 f"{mark['measured']:.2f}, {'met' if mark['met'] else 'not met'}")  # fmt: skip
-    return {"model": model, "marks": marks}
-
-
-def _windows(run: Run, args: argparse.Namespace, comparison: Comparison) -> dict[str, Any]:
-    """Near-variants with every window."""
-    model, codec = load_model(args.model, dtype=args.dtype, device=args.device), TextCodec.load(str(args.model))
-    num_pairs = 0
-    for window in (0, *args.windows):
-        contenders = Contenders(
-            model, codec, args, comparison, num_streams=_PAIR_STREAMS, window=window or 1, names=(OFF, COUPLED)
-        )
-        pairs = Pairs(contenders, args)
-        num_pairs = len(pairs.prompts)
-        for temperature in args.temperatures:
-            found = agreement_of(contenders, pairs, temperature, is_coupled=window != 0)
-            run.row({"temperature": temperature, "window": window, **found})
-    return {"model": model, "windows": args.windows, "pairs": num_pairs}
+    return run.end(
+        **model_facts(model_name(args.model), model),
+        compared_tokens=comparison.num_tokens,
+        mismatches=comparison.num_mismatches,
+        rows=run.rows,
+        marks=marks,
+        is_wrong=comparison.num_mismatches > 0,
+    )
 
 
 class Contenders:
-    """Engines of one window, with one secret for each scene: off, with coupled noise, with a seed each."""
+    """Engines with one secret for each scene: off, with coupled noise, with a seed each."""
 
-    def __init__(
-        self,
-        model: Any,
-        codec: TextCodec,
-        args: argparse.Namespace,
-        comparison: Comparison,
-        *,
-        num_streams: int,
-        window: int,
-        names: Sequence[str] = NAMES,
-    ) -> None:
-        """``comparison`` : gets everything they say. ``names`` : those that are asked."""
+    def __init__(self, model: Any, codec: TextCodec, args: argparse.Namespace, comparison: Comparison) -> None:
+        """``comparison`` : gets everything they say."""
+        num_streams, window = max(*args.streams, args.growth_streams), args.window
         self.codec = codec
         self._args, self._comparison = args, comparison
         root = f"benchmark {args.seed}".encode()  # the same for the same seed, so that a run can be repeated
@@ -194,7 +143,7 @@ class Contenders:
                 codec=codec,
                 noise_root=lambda: root,
             )
-            for name in names
+            for name in NAMES
         }
         self._namespace = ""
         self._numbers = count()
@@ -364,76 +313,6 @@ def marks_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append({**where, "asked": "not below uncoupled", "measured": measured, "met": met})
     return found
 
-
-class Pairs:
-    """Prompts and their near-variants, asked of several streams, stream by stream; the same for every window."""
-
-    def __init__(self, contenders: Contenders, args: argparse.Namespace) -> None:
-        random = np.random.default_rng([args.seed, 3])
-        texts = fitting(contenders.codec, args)
-        self.num_texts = len(texts)
-        variants = [near_variant(text, random) for text in texts]
-        encode, size = contenders.codec.encode_prompt, len(texts) * _PAIR_STREAMS
-        self.prompts, self.variants = (
-            [
-                Question(encode(text), stream, first + stream * len(texts) + place)
-                for stream in range(_PAIR_STREAMS)
-                for place, text in enumerate(each)
-            ]
-            for first, each in ((0, texts), (size, variants))
-        )
-
-
-def agreement_of(
-    contenders: Contenders, pairs: Pairs, temperature: float, *, is_coupled: bool
-) -> dict[str, list[float] | float]:
-    """Agreement without any drafting, each measure's mean and standard error, and tokens a pass where the prompts were
-    answered before, which is of the first stream alone: it takes most of the time.
-    """
-    prompts, variants = pairs.prompts[: pairs.num_texts], pairs.variants[: pairs.num_texts]
-    with contenders.scene(f"windows-{temperature}"):
-        first, second = (
-            contenders.ask(OFF, each, temperature, is_coupled=is_coupled) for each in (pairs.prompts, pairs.variants)
-        )
-        contenders.ask(COUPLED, prompts, temperature, is_coupled=is_coupled)
-        tally = Tally()
-        for question, want in zip(variants, second, strict=False):
-            (got,) = contenders.ask(COUPLED, [question], temperature, tally, is_coupled=is_coupled)
-            contenders.compare(question, temperature, got, want, is_coupled=is_coupled)
-    found: dict[str, list[float] | float] = {"tokens_per_pass": round(tally.tokens_per_pass, 3)}
-    for name, measured in MEASURES.items():
-        values = np.array([measured(a, b) for a, b in zip(first, second, strict=True)])
-        error = values.std(ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
-        found[name] = [round(float(values.mean()), 4), round(float(error), 4)]
-    return found
-
-
-def same_place(first: Sequence[int], second: Sequence[int]) -> float:
-    """Share of places at which two answers have the same token."""
-    longest = max(len(first), len(second))
-    return sum(a == b for a, b in zip(first, second, strict=False)) / longest if longest else 1.0
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> float:
-    """Tokens before two answers part."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return float(next((place for place, (a, b) in pairs if a != b), min(len(first), len(second))))
-
-
-def aligned(first: Sequence[int], second: Sequence[int]) -> float:
-    """Share of the tokens of two answers in blocks of at least four that both have in the same order (Ratcliff and
-    Obershelp's longest matching blocks): what a drafter that finds its place again can propose.
-    """
-    blocks = SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
-    total = len(first) + len(second)
-    return 2 * sum(block.size for block in blocks if block.size >= 4) / total if total else 1.0
-
-
-MEASURES: Mapping[str, Callable[[Sequence[int], Sequence[int]], float]] = {
-    "same_place": same_place,
-    "common_prefix": common_prefix,
-    "aligned": aligned,
-}
 
 _WORD = re.compile(r"\b[A-Za-z_][A-Za-z_0-9]{3,}\b")
 _NUMBER = re.compile(r"\b[0-9]+\b")

@@ -73,7 +73,9 @@ def generated() -> dict[str, str]:
     return pages()
 
 
-@pytest.mark.parametrize("name", ["README.md", "SECURITY.md", "benchmarks", "engines", "rollouts", "serving", "tuning"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "SECURITY.md", "benchmarks", "engines", "coupled-sampling", "exact", "serving", "tuning"]
+)
 def test_tables_are_what_results_and_code_say(generated: dict[str, str], name: str) -> None:
     page = name if name.endswith(".md") else f"docs/{name}.md"
     assert generated[page] == (ROOT / page).read_text(), "run python -m benchmarks.report"
@@ -86,17 +88,14 @@ def test_page_that_lost_its_markers_is_refused() -> None:
         spliced("text", "growth", "table")
 
 
-def test_constant_that_changed_without_a_word_is_refused(tmp_path: Path) -> None:
+def test_default_that_changed_without_a_word_is_refused() -> None:
     from benchmarks.report.choices import Choice
     from benchmarks.report.code import constants_section
 
-    (tmp_path / "ssd").mkdir()
-    (tmp_path / "ssd" / "rates.py").write_text("class Rates:\n    fast: float = 0.5\n_SLOW = 1 << 4\n")
-    chosen = Choice("rates.py", {"Rates.fast": "0.5", "_SLOW": "1 << 4"}, "haste", "a run")
-    guessed = Choice("rates.py", {"_SLOW": "1 << 4"}, "delay")
-    page = constants_section(tmp_path, {"Rates": [chosen, guessed]})
-    assert "| `fast`, `_SLOW`<br>rates.py | `0.5`, `1 << 4` | haste | a run |" in page
-    assert "Not measured: `_SLOW` 1 << 4 (rates.py: delay)." in page
-    for changed, says in (({"Rates.fast": "0.6"}, "Rates.fast is 0.5"), ({"_GONE": "1"}, "_GONE is None")):
+    chosen = Choice({"IndexConfig.merge_fanout": 4, "IndexConfig.seal_tokens": 4096}, "haste", "a run")
+    page = constants_section([chosen, Choice({"IndexConfig.merge_fanout": 4}, "delay")])
+    assert "| `merge_fanout`, `seal_tokens` | `4`, `4096` | haste | a run |" in page
+    assert "| `merge_fanout` | `4` | delay | not measured |" in page
+    for changed, says in (({"IndexConfig.merge_fanout": 5}, "merge_fanout is 4"), ({"IndexConfig.gone": 1}, "is None")):
         with pytest.raises(SystemExit, match=says):
-            constants_section(tmp_path, {"Rates": [Choice("rates.py", changed, "haste", "a run")]})
+            constants_section([Choice(changed, "haste", "a run")])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu_check.scene import read_results
-from benchmarks.report import engine, replay, service, training
+from benchmarks.report import engine, replay, service
 from benchmarks.report.code import api_section, constants_section, flags_section
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,41 +25,27 @@ _SECTIONS: Final[Mapping[str, Mapping[str, tuple[Callable[..., str], str]]]] = {
     "SECURITY.md": {
         "faults": (service.faults_section, "faults"),
         "fleet-faults": (service.fleet_faults_section, "fleet-faults"),
-        "side-channels": (service.side_channels_section, "side-channels"),
     },
     "docs/benchmarks.md": {
         "growth": (engine.growth_section, "growth"),
         "engine": (engine.engine_section, "decode overhead?"),
-        "profile": (engine.profile_section, "profile"),
-        "host": (engine.host_section, "host"),
         "sources": (engine.sources_section, "*sources"),
-        "replay": (replay.replays_section, "replay replay-curve? replay-tree?"),
+        "replay": (replay.curve_section, "replay-curve replay-tree?"),
         "others": (replay.others_section, "replay-others replay-others-tree"),
         "evaluate": (engine.evaluate_section, "*evaluate"),
-        "start": (engine.start_section, "start"),
         "http": (service.http_section, "http"),
         "soak": (service.soak_section, "soak"),
-        "building": (service.building_section, "building"),
         "index": (service.index_section, "*index"),
         "real-model": (engine.real_model_section, "growth-gemma decode-gemma? overhead-gemma?"),
     },
     "docs/clients.md": {"clients": (service.clients_section, "clients")},
     "docs/coupled-sampling.md": {
         "coupled": (engine.coupled_section, "*coupled"),
-        "coupled-window": (engine.window_section, "*coupled-window"),
     },
     "docs/engines.md": {"vllm": (engine.vllm_section, "vllm")},
     "docs/exact.md": {
         "exact": (engine.exact_section, "*exact"),
         "vllm-changes": (engine.changes_section, "vllm-changes"),
-    },
-    "docs/joining.md": {"joining": (service.joining_section, "joining")},
-    "docs/rollouts.md": {"rollouts": (training.rollouts_section, "*rollouts")},
-    "docs/serving.md": {"connections": (service.connections_section, "connections")},
-    "docs/scaling.md": {
-        "fleet": (service.shares_section, "fleet"),
-        "sharing-latency": (service.latency_section, "sharing-latency"),
-        "plan": (service.plan_section, "index-256m building?"),
     },
 }
 """By page and marker: what writes the section, and the results it is given. ``name?`` may be missing, ``*name`` is a
@@ -67,9 +53,8 @@ list, of several models or sizes."""
 
 _SEVERAL: Final = {
     "others": ("replay-others", "replay-others-tree"),
-    "rollouts": ("rollouts", "rollouts-fast"),
     "index": ("index-1m", "index-16m", "index-256m"),
-    **{name: (name, f"{name}-gemma") for name in ("sources", "evaluate", "coupled", "coupled-window", "exact")},
+    **{name: (name, f"{name}-gemma") for name in ("sources", "evaluate", "coupled", "exact")},
 }
 
 
@@ -84,7 +69,7 @@ def pages() -> dict[str, str]:
     of_code = {
         ("docs/serving.md", "flags"): flags_section(),
         ("docs/api.md", "api"): api_section(),
-        ("docs/tuning.md", "constants"): constants_section(ROOT),
+        ("docs/tuning.md", "constants"): constants_section(),
     }
     if checked := read_results(RESULTS):
         of_code["docs/gpu.md", "gpu"] = engine.gpu_section(checked)

@@ -1,12 +1,11 @@
-"""Lists made from the code itself: the API, field by field; the server's flags; tuning constants and their choices."""
+"""Lists made from the code itself: the API, field by field; the server's flags; defaults and what chose them."""
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
 from cyclopts import Argument, Group
@@ -23,6 +22,7 @@ from server.schema.completions import CompletionBody
 from server.schema.fields import BEST_OF, Refused
 from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from ssd import config
 
 _Row = TypeVar("_Row", bound=tuple[str, ...])
 
@@ -47,11 +47,6 @@ def flags_section() -> str:
             lines.append(f"- {names}{choices}: {about}{f' (default: {default})' if default else ''}")
         lines.append("")
     return "\n".join(lines)
-
-
-def cell(text: str) -> str:
-    """``text`` as it stands in a table, on one line."""
-    return _line(text).replace("|", "\\|")
 
 
 def _line(text: str) -> str:
@@ -94,11 +89,9 @@ def api_section() -> str:
     honoured: dict[tuple[str, str, str], list[str]] = {}
     ignored: dict[tuple[str, str], list[str]] = {}
     refused: dict[tuple[str, str, str], list[str]] = {}
-    parts: dict[str, Any] = {}
     for endpoint in _ENDPOINTS:
         schema = endpoint.body.model_json_schema()
         known = schema["properties"]
-        parts |= schema.get("$defs", {})
         for name, field in known.items():
             required = name in schema.get("required", ())
             type_ = _type(field) + (", required" if required else _default(field))
@@ -110,22 +103,17 @@ def api_section() -> str:
             if name not in known:
                 unless = ", ".join(f"`{json.dumps(value)}`" for value in values)
                 refused.setdefault((name, unless, reason), []).append(endpoint.title)
-    lines = ["### Honoured", "", "| field | type, default | at | |", "|---|---|---|---|"]
-    for (name, type_, about), ends in sorted(honoured.items()):
-        at = "all" if len(ends) == len(_ENDPOINTS) else ", ".join(ends)
-        lines.append(f"| `{name}` | {cell(type_)} | {at} | {cell(about)} |")
-    lines.append("")
-    lines += ["### Ignored", ""]
+    lines = ["### Honoured", ""]
+    for titles, rows in _by_endpoints(honoured):
+        each = (f"`{name}` ({type_}{f': {about}' if about else ''})" for name, type_, about in rows)
+        lines.append(f"- **{titles}**: {_line('; '.join(each))}")
+    lines += ["", "### Ignored", ""]
     for titles, found in _by_endpoints(ignored):
         lines += [f"- **{titles}**: {_by_reason((f'`{name}`', reason) for name, reason in found)}"]
     lines += ["", "### Refused", ""]
     for titles, those in _by_endpoints(refused):
         named = ((f"`{name}`{f' (but for {unless})' if unless else ''}", reason) for name, unless, reason in those)
         lines += [f"- **{titles}**: {_by_reason(named)}"]
-    lines += ["", "### Parts", ""]
-    for name, schema in sorted(parts.items()):
-        described = (f"`{field}` {_type(of)}" for field, of in schema.get("properties", {}).items())
-        lines.append(f"- `{name}`: {', '.join(described)}")
     lines += ["", "### Headers", "", *(f"- `{name}`: {meaning}" for name, meaning in _HEADERS)]
     return "\n".join(lines)
 
@@ -167,59 +155,19 @@ def _type(schema: Mapping[str, Any]) -> str:
     return str(schema.get("type", "any"))
 
 
-def constants_section(root: Path, choices: Mapping[str, Sequence[Choice]] = CHOICES) -> str:
-    """Every tuning constant with its value and what chose it, a table a subject, behind it those that nothing chose.
+def constants_section(choices: Sequence[Choice] = CHOICES) -> str:
+    """Every chosen default with what chose it.
 
-    Raises SystemExit where a constant is not what its choice speaks of: who changes one says what chose the new value.
+    Raises SystemExit where a default is not what its choice speaks of: who changes one says what chose the new value.
     """
-    lines: list[str] = []
-    for subject, members in choices.items():
-        for choice in members:
-            _check(choice, root / "ssd" / choice.file)
-        lines += [f"## {subject}", "", "| constant | value | decides | chosen by |", "|---|---|---|---|"]
-        lines += [_row(choice) for choice in members if choice.chosen_by]
-        guesses = [_guess(choice) for choice in members if not choice.chosen_by]
-        lines += ["", *([f"Not measured: {'; '.join(guesses)}.", ""] if guesses else [])]
+    lines = ["| setting | default | decides | chosen by |", "|---|---|---|---|"]
+    for choice in choices:
+        for name, value in choice.values.items():
+            owner, _, field = name.partition(".")
+            there = {each.name: each.default for each in fields_of(getattr(config, owner))}.get(field)
+            if there != value:
+                raise SystemExit(f"{name} is {there}, benchmarks/report/choices.py says what chose {value}")
+        names = ", ".join(f"`{name.rpartition('.')[2]}`" for name in choice.values)
+        values = ", ".join(f"`{value}`" for value in choice.values.values())
+        lines.append(f"| {names} | {values} | {choice.decides} | {choice.chosen_by or 'not measured'} |")
     return "\n".join(lines)
-
-
-def _check(choice: Choice, path: Path) -> None:
-    there = _values(path)
-    for name, value in choice.values.items():
-        if there.get(name) != value:
-            raise SystemExit(
-                f"{path}: {name} is {there.get(name)}, benchmarks/report/choices.py says what chose {value}"
-            )
-
-
-def _row(choice: Choice) -> str:
-    values = ", ".join(f"`{value}`" for value in choice.values.values())
-    where = "" if choice.file == "config.py" else f"<br>{choice.file}"
-    return f"| {', '.join(map(_shown, choice.values))}{where} | {values} | {choice.decides} | {choice.chosen_by} |"
-
-
-def _guess(choice: Choice) -> str:
-    values = ", ".join(f"{_shown(name)} {value}" for name, value in choice.values.items())
-    return f"{values} ({choice.file}: {choice.decides})"
-
-
-def _shown(name: str) -> str:
-    return f"`{name.rpartition('.')[2]}`"
-
-
-def _values(path: Path) -> dict[str, str]:
-    """The text of what a file assigns to names: of the module, and of its classes as ``Class.name``."""
-    values: dict[str, str] = {}
-
-    def collect(body: Sequence[ast.stmt], prefix: str) -> None:
-        for statement in body:
-            if isinstance(statement, ast.ClassDef):
-                collect(statement.body, f"{statement.name}.")
-            elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
-                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                for target in targets:
-                    if isinstance(target, ast.Name):
-                        values[prefix + target.id] = ast.unparse(statement.value)
-
-    collect(ast.parse(path.read_text()).body, "")
-    return values

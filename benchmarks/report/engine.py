@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 from benchmarks.gpu_check.marks import marks
@@ -106,32 +105,6 @@ def _overhead(result: Result) -> str:
     return f"{head}\n\n{section(columns, rows.values(), note)}"
 
 
-def host_section(result: Result) -> str:
-    """Microseconds a step, by traffic and batch."""
-    traffic = {"off": "speculation off", "new": "new text", "again": "stored text", "sampled": "stored text, sampled"}
-    rows = [
-        {**row, "what": traffic[row["traffic"]], "share": row["exposed_us_p50"] / row["pass_us"]}
-        for row in result["rows"]
-    ]
-    columns = (
-        ("traffic", "{what}"),
-        (">rows", "{batch}"),
-        (">host, us a step", "{host_us_p50:.0f}"),
-        (">a device waits, us", "{exposed_us_p50:.0f}"),
-        (">of a pass", "{share:.1%}"),
-        *((f">{part}", f"{{parts_us_p50[{part}]:.0f}}") for part in rows[0]["parts_us_p50"]),
-        (">drafted a row", "{drafted_per_row:.1f}"),
-    )
-    note = (
-        "`python -m benchmarks.host` on {date}: {environment[cpu]}, {environment[cores]} cores, medians of "
-        "{parameters[rounds]} rounds of {parameters[steps]} steps, at most {parameters[limit]} drafted tokens a row. "
-        "All is real but the model: its passes take what those of Llama-3.1-8B take on an H100 by a published cost "
-        "model, and are driven as recorded ones are. A device waits from the tokens of a pass to the next launch; the "
-        "rest is done while it computes. Of a pass: of one without drafts."
-    )
-    return section(columns, rows, said(note, result))
-
-
 def profile_section(result: Result) -> str:
     """A row for each batch and number of positions."""
     on_device = "device_busy_ms" in result["rows"][0]
@@ -197,24 +170,6 @@ def gpu_section(result: dict[str, Any]) -> str:
         }
         parts.append(profile_section({**result, **facts, "rows": profiled}))
     return "\n\n".join(parts)
-
-
-def start_section(result: Result) -> str:
-    """What a model takes until the first request, by phase."""
-    rows = [{**row, "held": row["rss_bytes"] / 1e9, "peak": row["peak_bytes"] / 1e9} for row in result["rows"]]
-    columns = (
-        ("phase", "{phase}"),
-        (">seconds", "{seconds:.1f}"),
-        (">CPU seconds", "{cpu_s:.1f}"),
-        (">GB then", "{held:.2f}"),
-        (">at most", "{peak:.2f}"),
-    )
-    note = (
-        "`python -m benchmarks.start`: {model}, {weights:.2f} GB of weights in float32, {kv_cache:.2f} GB of keys and "
-        "values ({parameters[slots]} sequences of {parameters[length]} tokens); kernels compiled before."
-    )
-    weights, kv_cache = result["weight_bytes"]["loaded"] / 1e9, result["kv_cache_bytes"] / 1e9
-    return section(columns, rows, said(note, result, weights=weights, kv_cache=kv_cache))
 
 
 def sources_section(results: Sequence[Result]) -> str:
@@ -286,32 +241,6 @@ def coupled_section(results: Sequence[Result]) -> str:
         "of its own, as without coupling."
     )
     return "\n\n".join([*parts, said(note, results[0])])
-
-
-def window_section(results: Sequence[Result]) -> str:
-    """A table a model: how far answers to near-variants agree by how many tokens the noise depends on."""
-    columns = (
-        (">temperature", "{temperature}"),
-        (">noise depends on", "{depends}"),
-        (">same token at a place", "{same_place[0]:.3f} ± {same_place[1]:.3f}"),
-        (">same tokens first", "{common_prefix[0]:.1f} ± {common_prefix[1]:.1f}"),
-        (">aligned", "{aligned[0]:.3f} ± {aligned[1]:.3f}"),
-        (">tokens a pass", "{tokens_per_pass:.2f}"),
-    )
-    parts = []
-    for result in results:
-        rows = [
-            {**row, "depends": f"last {row['window']}" if row["window"] else "a seed each"}
-            for row in sorted(result["rows"], key=itemgetter("temperature", "window"))
-        ]
-        note = ON + ", {pairs} pairs, answers of at most {parameters[max_tokens]} tokens."
-        parts.append(section(columns, rows, said(note, result)))
-    note = (
-        "`python -m benchmarks.coupled --windows`: means and standard errors over pairs of a prompt and a near-variant "
-        "of it. Aligned: share of tokens in common blocks of at least four. Tokens a pass: of a near-variant where the "
-        "prompt was answered before, half the pairs."
-    )
-    return "\n\n".join([*parts, note])
 
 
 def evaluate_section(results: Sequence[Result]) -> str:

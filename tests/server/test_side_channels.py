@@ -1,7 +1,4 @@
-"""The published attacks on what is drafted, small: they succeed without the guards and fail with them.
-
-``python -m benchmarks.side_channels`` plays them at full size.
-"""
+"""The published attacks on what is drafted, small: they succeed without the guards and fail with them."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.side_channels import Attack, Victim, rate, watch_all
 from benchmarks.workloads import snippets
 from tests.server.bundled_engine import load_bundled
+from tests.server.eavesdropper import Attack, Victim, rate, watch_all
 from tests.server.failing_engine import RunningServer, serving
 
 NUM_PROMPTS = 10
@@ -34,7 +31,7 @@ def guessed(server: RunningServer, *, at_once: int) -> tuple[float, set[tuple[in
     prompts = [text[-200:] for text in snippets(seed=1)[:NUM_PROMPTS]]
     asked = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
     _, known, seen = (watch_all(server.port, prompts, asked, times=times, at_once=at_once) for times in (1, 2, 1))
-    return rate(known, seen)[0], {trace.sizes for _, trace in (*known, *seen)}
+    return rate(known, seen), {trace.sizes for _, trace in (*known, *seen)}
 
 
 def test_sizes_and_times_tell_which_prompt_was_asked_unless_streams_are_obfuscated(
@@ -49,7 +46,7 @@ def test_sizes_and_times_tell_which_prompt_was_asked_unless_streams_are_obfuscat
 
 def test_speed_of_own_requests_tells_what_was_asked_before_unless_namespaces_are_apart(server: RunningServer) -> None:
     texts = iter([text[-200:] for text in snippets(seed=2)])
-    attack = Attack(server.port, max_tokens=24, by="records")
+    attack = Attack(server.port, max_tokens=24)
     assert attack.rate(texts, Victim(), num_texts=6, num_own=4) >= 11 / 12
     salted = Victim(fields={"cache_salt": "mine"})
     assert attack.rate(texts, salted, num_texts=6, num_own=4) <= 10 / 12
