@@ -179,7 +179,6 @@ def sources_section(results: Sequence[Result]) -> str:
         ("source", "{source}"),
         (">tokens a pass", "{tokens_per_pass[0]:.2f}"),
         (">tokens/s over off", spread("over_off")),
-        (">by CPU time", spread("over_off_by_cpu_time")),
         (">drafted a pass", "{drafted_per_pass[0]:.1f}"),
     )
     parts = []
@@ -187,8 +186,7 @@ def sources_section(results: Sequence[Result]) -> str:
         runs = result["runs"]
         rows = [{**row, "sampling": run["sampling"]} for run in runs for row in run["rows"][1:]]
         bests = "; ".join(
-            f"{run['sampling']} {found['ratio'][0]:.2f}x {found['best']}, {found['ratio_by_cpu_time'][0]:.2f}x by CPU "
-            f"time"
+            f"{run['sampling']} {found['ratio'][0]:.2f}x {found['best']}"
             for run in runs
             if (found := run["all_over_best"]) is not None
         )
@@ -202,8 +200,7 @@ def sources_section(results: Sequence[Result]) -> str:
         "`python -m benchmarks.sources`: prompts of at most {parameters[prompt_tokens]} tokens, none twice, outputs of "
         "at most {parameters[max_tokens]}, caches empty at first, one request at a time to each contender in turn; "
         "sampled: temperature {parameters[temperature]}, top-p {parameters[top_p]}. Medians over rounds (least ... "
-        "most), prompts included. By CPU time: tokens per second of it, which other programs on the machine change "
-        "less."
+        "most), prompts included."
     )
     return "\n\n".join([*parts, said(note, results[0])])
 
@@ -215,7 +212,6 @@ def coupled_section(results: Sequence[Result]) -> str:
         (">temperature", "{temperature}"),
         (">streams", "{streams}"),
         (">coupled: tokens/s over off", spread("coupled[over_off]")),
-        (">by CPU time", "{coupled[over_off_by_cpu_time][0]:.2f}x"),
         (">tokens a pass", "{coupled[tokens_per_pass]:.2f}"),
         (">seeds: over off", "{uncoupled[over_off][0]:.2f}x"),
         (">tokens a pass", "{uncoupled[tokens_per_pass]:.2f}"),
@@ -236,9 +232,8 @@ def coupled_section(results: Sequence[Result]) -> str:
         "`python -m benchmarks.coupled`: one request at a time to each engine in turn, top-p {parameters[top_p]}. "
         "Asked again: every prompt was answered once of each stream before, and comes again with a stream that is "
         "drawn. Near-variants: a word or a number changed, or a sentence added. Growth: the mixed stream of "
-        "`benchmarks.growth`. Medians over groups of requests (least ... most), prompts included. By CPU time: tokens "
-        "per second of it, which other programs on the machine change less. Seeds: the same requests, each with a seed "
-        "of its own, as without coupling."
+        "`benchmarks.growth`. Medians over groups of requests (least ... most), prompts included. Seeds: the same "
+        "requests, each with a seed of its own, as without coupling."
     )
     return "\n\n".join([*parts, said(note, results[0])])
 
@@ -260,15 +255,17 @@ def evaluate_section(results: Sequence[Result]) -> str:
         (">tokens a step, measured / replayed", "{tokens_per_step:.2f} / {predicted_tokens_per_step:.2f}"),
     )
     note = (
-        "Median error {median_error:.1%}: `python -m benchmarks.evaluate` on " + ON + ", {parameters[requests]} greedy "
-        "requests of each workload, answers of at most {parameters[max_tokens]} tokens, medians over "
-        "{parameters[rounds]} rounds, each with an empty cache at first. Measured is the time of the output with "
-        "speculation off over that with it on, both by default. Predicted is what `ssd-cache evaluate --measure` says "
-        "of the log of these requests. What the model's own candidates add is in the predicted speed-up and not in the "
-        "replayed tokens a step. {compared:,} tokens compared: no difference."
+        "Median error {median_error:.1%}, " + ON + ": {parameters[requests]} greedy requests of each workload, answers "
+        "of at most {parameters[max_tokens]} tokens, medians over {parameters[rounds]} rounds, each with an empty "
+        "cache at first. {compared:,} tokens compared: no difference."
+    )
+    about = (
+        "`python -m benchmarks.evaluate`. Measured is the time of the output with speculation off over that with it "
+        "on, both by default. Predicted is what `ssd-cache evaluate --measure` says of the log of these requests; what "
+        "the model's own candidates add is in it, and not in the replayed tokens a step."
     )
     notes = [said(note, each, compared=sum(row["output_tokens"] for row in each["workloads"])) for each in results]
-    return section(columns, rows, "\n\n".join(notes))
+    return section(columns, rows, "\n\n".join([*notes, about]))
 
 
 def exact_section(results: Sequence[Result]) -> str:
