@@ -5,26 +5,17 @@ All memory a stream will ever keep is taken before its first completion, so what
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.traces import TraceTokenizer, find_tokenizer, read_records
-from ssd.errors import ConfigError
-
 Tokens = npt.NDArray[np.int32]
-
-KINDS = ("made", "traces")
 
 SHORTEST, LONGEST = 200, 2000
 EDITED = 0.02
 """Share of the tokens that are replaced in a near-copy."""
 
-_TRACE_TOKENIZER = "llama2-32k"
 _ZIPF_EXPONENT = 1.1
 
 _PHRASES = 20_000
@@ -35,22 +26,14 @@ _COPIES = 0.25
 _DOCUMENTS_AT_ONCE = 128
 
 
-def completions(kind: str, vocabulary: int, seed: int) -> Iterator[Tokens]:
-    """int32 arrays of ids below ``vocabulary``, without separators. Raises ConfigError.
+def completions(vocabulary: int, seed: int) -> Iterator[Tokens]:
+    """int32 arrays of ids below ``vocabulary``, without separators.
 
-    "made": 20,000 phrases of 2 to 12 Zipf-distributed tokens; each is followed by one of 12 others, the first ones
-        mostly; a quarter of the documents are near-copies of one of 512 earlier ones. In a million tokens a stretch of
-        4, 8, 16 tokens stands in 6, 3, 1 places (median; 15, 10, 4 at the ninth decile) and new text matches 11
-        tokens (median; 3 at the first decile, 31 at the ninth).
-    "traces": all recorded outputs in ``$SSD_TRACES``, tokenized with llama2-32k of ``$SSD_TOKENIZERS``, end-of-text
-        tokens included; short ones are joined with the next, long ones cut. Used up, they come again as near-copies.
+    20,000 phrases of 2 to 12 Zipf-distributed tokens; each is followed by one of 12 others, the first ones mostly; a
+    quarter of the documents are near-copies of one of 512 earlier ones. In a million tokens a stretch of 4, 8, 16
+    tokens stands in 6, 3, 1 places (median) and new text matches 11 tokens.
     """
-    random = np.random.default_rng(seed)
-    if kind == "made":
-        return _made(vocabulary, random)
-    if kind == "traces":
-        return _traces(read_traces(), vocabulary, random)
-    raise ConfigError(f"unknown data {kind!r}; use one of {', '.join(KINDS)}")
+    return _made(vocabulary, np.random.default_rng(seed))
 
 
 def _edited(tokens: Tokens, vocabulary: int, random: np.random.Generator) -> Tokens:
@@ -107,49 +90,6 @@ def _made(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
         yield tokens
 
 
-def read_traces() -> Tokens:
-    """int32: all recorded outputs one after the other, each with its end-of-text token. Raises ConfigError."""
-    folder = os.environ.get("SSD_TRACES")
-    if not folder:
-        raise ConfigError("--data traces needs recorded outputs: set SSD_TRACES to a folder of .jsonl.gz files")
-    files = sorted(Path(folder).glob("*.jsonl.gz"))
-    if not files:
-        raise ConfigError(f"no .jsonl.gz files in {folder}: set SSD_TRACES to the folder that holds them")
-    tokenizer = TraceTokenizer(find_tokenizer(_TRACE_TOKENIZER))
-    outputs = [
-        np.array([*tokenizer.encode(record["output"]), tokenizer.end_of_text], np.int32)
-        for path in files
-        for record in read_records(path)
-    ]
-    return np.concatenate(outputs) if outputs else np.empty(0, np.int32)
-
-
-def cut_outputs(text: Tokens) -> list[int]:
-    """Where completions of SHORTEST to LONGEST tokens begin in ``text``, whose outputs all close with its last token.
-
-    They end where outputs do, but for those that are too long. The last bound is the end of the last one; a rest
-    shorter than SHORTEST is left out. Raises ConfigError when all of ``text`` is.
-    """
-    if len(text) < SHORTEST:
-        raise ConfigError(f"the traces hold {len(text)} tokens, fewer than one completion")
-    bounds = [0]
-    for end in (np.flatnonzero(text == text[-1]) + 1).tolist():
-        while (left := end - bounds[-1]) > LONGEST:
-            bounds.append(bounds[-1] + min(LONGEST, left - SHORTEST))
-        if left >= SHORTEST:
-            bounds.append(end)
-    return bounds
-
-
-def _traces(text: Tokens, vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
-    bounds = cut_outputs(text)
-    for first, last in pairwise(bounds):
-        yield text[first:last]
-    while True:
-        for i in random.permutation(len(bounds) - 1).tolist():
-            yield _edited(text[bounds[i] : bounds[i + 1]], vocabulary, random)
-
-
 def sequences_within(stream: Iterator[Tokens], num_tokens: int) -> list[Tokens]:
     """The first completions of ``stream`` that fit into ``num_tokens`` tokens, one separator each counted."""
     found: list[Tokens] = []
@@ -160,14 +100,3 @@ def sequences_within(stream: Iterator[Tokens], num_tokens: int) -> list[Tokens]:
             break
         found.append(tokens)
     return found
-
-
-def flat(stream: Iterator[Tokens], num_tokens: int) -> Tokens:
-    """int32[num_tokens] : completions of ``stream``, each closed by -1; the last one is cut."""
-    text = np.full(num_tokens, -1, np.int32)
-    at = 0
-    while at < num_tokens - 1:
-        tokens = next(stream)[: num_tokens - at - 1]
-        text[at : at + len(tokens)] = tokens
-        at += len(tokens) + 1
-    return text

@@ -81,18 +81,6 @@ def sample_contexts(snapshot: Snapshot, count: int, random: np.random.Generator)
     return contexts
 
 
-def sample_sequences(snapshot: Snapshot, count: int, length: int, random: np.random.Generator) -> list[Tokens]:
-    """Up to ``count`` stretches of ``length`` tokens of the segments, each inside one sequence."""
-    found: list[Tokens] = []
-    for _ in range(100 * count):
-        if len(found) == count:
-            break
-        text = _stretch(snapshot.segments[int(random.integers(len(snapshot.segments)))], length, random)
-        if text is not None:
-            found.append(text)
-    return found
-
-
 def _stretch(segment: Segment, length: int, random: np.random.Generator) -> Tokens | None:
     """``length`` tokens from a random place; None when a separator is among them."""
     if len(segment) <= length:
@@ -119,9 +107,6 @@ def _break(tokens: Tokens, known: int, largest: int, snapshot: Snapshot, random:
     return False  # anything precedes these tokens somewhere
 
 
-ROWS = 64
-_BATCHES = 8  # in a pass
-_SEQUENCES, _SEQUENCE_TOKENS = 100, 300
 _CHECKED_MATCH_TOKENS = DraftConfig().max_match_length
 _LEAST_AGREEING = 0.9
 
@@ -136,54 +121,15 @@ class Prober:
         if warm_up is not None:
             warm_up()
 
-    def _request(self, tokens: Tokens, snapshot: Snapshot) -> DraftRequest:
-        self._number += 1
-        return DraftRequest(f"probe-{self._number}", tokens, len(tokens), snapshot, DRAFT_TOKENS)
-
     def one(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
         """Microseconds of one proposal by a new request, and its draft."""
-        requests = [self._request(tokens, snapshot)]
+        self._number += 1
+        request = DraftRequest(f"probe-{self._number}", tokens, len(tokens), snapshot, DRAFT_TOKENS)
         began = time.perf_counter_ns()
-        drafts = self.drafter.propose(requests)
+        drafts = self.drafter.propose([request])
         took = time.perf_counter_ns() - began
-        self.drafter.finish(requests[0].request_id)
-        return took / 1e3, drafts[0].token_ids
-
-    def batch(self, contexts: Sequence[Tokens], snapshot: Snapshot) -> float:
-        """Microseconds of one call for all of ``contexts``, each a new request."""
-        requests = [self._request(tokens, snapshot) for tokens in contexts]
-        began = time.perf_counter_ns()
-        self.drafter.propose(requests)
-        took = time.perf_counter_ns() - began
-        for request in requests:
-            self.drafter.finish(request.request_id)
-        return took / 1e3
-
-    def follow(self, text: Tokens, snapshot: Snapshot) -> list[float]:
-        """Decode ``text`` from its CONTEXT_TOKENS-th token on as the target would: microseconds of each step."""
-        request = self._request(text[:CONTEXT_TOKENS], snapshot)
-        times, at = [], CONTEXT_TOKENS
-        while at < len(text):
-            request.context = text[:at]
-            began = time.perf_counter_ns()
-            draft = self.drafter.propose([request])[0]
-            times.append((time.perf_counter_ns() - began) / 1e3)
-            length = min(len(draft.token_ids), len(text) - at)
-            different = np.flatnonzero(draft.token_ids[:length] != text[at : at + length])
-            accepted = int(different[0]) if len(different) else length
-            self.drafter.observe(request.request_id, draft, accepted)
-            at += accepted + 1
         self.drafter.finish(request.request_id)
-        return times
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median and 99th percentile of ``n`` values, rounded to a tenth."""
-
-    p50: float
-    p99: float
-    n: int
+        return took / 1e3, drafts[0].token_ids
 
 
 def percentile(values: Sequence[float] | npt.NDArray[np.float64], q: float) -> float:
@@ -191,90 +137,38 @@ def percentile(values: Sequence[float] | npt.NDArray[np.float64], q: float) -> f
     return round(float(np.percentile(np.asarray(values), q)), 1) if len(values) else 0.0
 
 
-def spread(values: Sequence[float] | npt.NDArray[np.float64]) -> Spread:
-    """Of ``values``."""
-    return Spread(percentile(values, 50), percentile(values, 99), len(values))
+def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3, count: int = 2000) -> dict[str, Any]:
+    """Microseconds of a call from Python: percentiles of a pass of ``count`` new contexts, the median over passes.
 
-
-@dataclass(frozen=True, slots=True)
-class Lookups:
-    """Microseconds of a call from Python; percentiles of a pass, the median over passes.
-
-    Cold: contexts that are asked for the first time, half present, half broken. Warm: the same ones once more.
+    Raises AssertionError when drafts are not what was stored.
     """
-
-    propose_us_p50: float
-    propose_us_p99: float
-    propose64_us_p50: float
-    propose64_us_p99: float
-    propose64_over_propose: float
-    cold_passes_p50: list[float]
-    warm: Spread
-    present: Spread
-    """Of the cold ones."""
-    broken: Spread
-    follow: Spread
-    """A step of a request that decodes a stored sequence."""
-    follow_tokens_per_step: float
-    draft_tokens_mean: float
-    checked_drafts: int
-    """Drafts of contexts that stand in one place ..."""
-    checked_drafts_equal: int
-    """... and are what follows there."""
-
-
-def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3, count: int = 2000) -> Lookups:
-    """``passes`` times ``count`` contexts, every one new. Raises AssertionError when drafts are not what was stored."""
-    prober, follower = Prober(), Prober()  # following teaches a drafter, which is no business of the others
-    cold: list[list[float]] = []
-    warm: list[float] = []
-    present: list[float] = []
-    broken: list[float] = []
-    rows: list[float] = []
-    lengths: list[int] = []
+    prober, cold, kinds = Prober(), list[list[float]](), {True: list[float](), False: list[float]()}
     unique = agreeing = 0
     gc.collect()
     gc.disable()
     try:
         for _ in range(passes):
-            contexts = sample_contexts(snapshot, count, random)
             cold.append([])
-            for context in contexts:
+            for context in sample_contexts(snapshot, count, random):
                 took, draft = prober.one(context.tokens, snapshot)
                 cold[-1].append(took)
-                (present if context.is_present else broken).append(took)
-                lengths.append(len(draft))
+                kinds[context.is_present].append(took)
                 if context.is_present and longest_match(snapshot, context.tokens, _CHECKED_MATCH_TOKENS).support == 1:
                     unique += 1
                     agreeing += np.array_equal(draft, context.following[: len(draft)])
-            warm += [prober.one(context.tokens, snapshot)[0] for context in contexts]
-            fresh = [context.tokens for context in sample_contexts(snapshot, ROWS * _BATCHES, random)]
-            rows += [prober.batch(fresh[i : i + ROWS], snapshot) for i in range(0, len(fresh), ROWS)]
-        sequences = sample_sequences(snapshot, _SEQUENCES, _SEQUENCE_TOKENS, random)
-        steps = [follower.follow(text, snapshot) for text in sequences]
     finally:
         gc.enable()
     if agreeing < _LEAST_AGREEING * unique:
         raise AssertionError(f"of {unique} contexts that stand in one place only {agreeing} drafts are what follows")
-    p50 = float(np.median([np.percentile(times, 50) for times in cold]))
-    p99 = float(np.median([np.percentile(times, 99) for times in cold]))
-    followed = [took for times in steps for took in times]
-    return Lookups(
-        propose_us_p50=round(p50, 1),
-        propose_us_p99=round(p99, 1),
-        propose64_us_p50=percentile(rows, 50),
-        propose64_us_p99=percentile(rows, 99),
-        propose64_over_propose=round(float(np.percentile(rows, 50)) / p50, 1),
-        cold_passes_p50=[percentile(times, 50) for times in cold],
-        warm=spread(warm),
-        present=spread(present),
-        broken=spread(broken),
-        follow=spread(followed),
-        follow_tokens_per_step=round(len(steps) * (_SEQUENCE_TOKENS - CONTEXT_TOKENS) / max(1, len(followed)), 2),
-        draft_tokens_mean=round(float(np.mean(lengths)), 2),
-        checked_drafts=unique,
-        checked_drafts_equal=int(agreeing),
-    )
+    p50, p99 = (float(np.median([np.percentile(times, q) for times in cold])) for q in (50, 99))
+    return {
+        "propose_us_p50": round(p50, 1),
+        "propose_us_p99": round(p99, 1),
+        "present_us_p50": percentile(kinds[True], 50),
+        "broken_us_p50": percentile(kinds[False], 50),
+        "checked_drafts": unique,
+        "checked_drafts_equal": int(agreeing),
+    }
 
 
 _ROUNDS = 3

@@ -48,7 +48,7 @@ CHOICES: Final = (
     Choice(
         {"IndexConfig.seal_tokens": 4096},
         "length of a sealed tail",
-        "a seal takes 2.7 ms (`benchmarks.index`); a backlog of 16M tokens sorts each 5.5 times, with 16,000 4.2 times",
+        "a seal took 2.7 ms; a backlog of 16M tokens sorts each 5.5 times, with 16,000 4.2 times",
     ),
     Choice(
         {"IndexConfig.merge_fanout": 4},
