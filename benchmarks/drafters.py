@@ -10,7 +10,6 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from benchmarks.orders import Turn
 from benchmarks.walk import UNSCORED_SHARE, Counts, Proposal, Steps, walk
 from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.decoding import rising
@@ -133,12 +132,9 @@ class OurDrafters:
         steps = walk(text.tolist(), len(row.context), askers)
         for drafter in self._drafters:
             drafter.finish(request_id)
-        self.learn(request_id, row)
-        return steps
-
-    def learn(self, request_id: str, row: Row) -> None:
-        self._cache.append(row.text(), prompt_length=len(row.context))
+        self._cache.append(text, prompt_length=len(row.context))
         self._cache.maintain()
+        return steps
 
     def num_cached_tokens(self) -> int:
         return self._cache.snapshot().num_tokens
@@ -211,25 +207,18 @@ class Replayer(Protocol):
         """Decode a row under each setting, then learn it."""
         ...
 
-    def learn(self, request_id: str, row: Row) -> None:
-        """Keep a row as a completed request."""
-        ...
-
     def num_cached_tokens(self) -> int:
         """Tokens held for later requests; 0 where it does not tell."""
         ...
 
 
-def replay_stream(turns: Sequence[Turn], replayer: Replayer) -> list[Counts]:
-    """What each setting comes to on one stream."""
-    num_output_tokens = sum(len(turn.row.output) for turn in turns if turn.is_scored)
+def replay_stream(rows: Sequence[Row], replayer: Replayer) -> list[Counts]:
+    """What each setting comes to on rows in their order."""
+    num_output_tokens = sum(len(row.output) for row in rows)
     counts = [Counts(int(UNSCORED_SHARE * num_output_tokens)) for _ in range(len(replayer.settings))]
-    for number, turn in enumerate(turns):
-        if turn.is_scored:
-            for one, steps in zip(counts, replayer.replay(str(number), turn.row), strict=True):
-                one.add(steps, len(turn.row.output))
-        else:
-            replayer.learn(str(number), turn.row)
+    for number, row in enumerate(rows):
+        for one, steps in zip(counts, replayer.replay(str(number), row), strict=True):
+            one.add(steps, len(row.output))
     for one in counts:
         one.num_cached_tokens = replayer.num_cached_tokens()
     return counts

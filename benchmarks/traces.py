@@ -99,9 +99,15 @@ def read_sessions(records: Iterable[dict[str, Any]], tokenizer: TraceTokenizer) 
         yield session + _views(history, bounds)
 
 
-def read_rows(records: Iterable[dict[str, Any]], tokenizer: TraceTokenizer) -> Iterator[Row]:
-    """The rows of all sessions, in order."""
-    return chain.from_iterable(read_sessions(records, tokenizer))
+def limited(sessions: Iterable[list[Row]], max_output_tokens: int | None) -> list[Row]:
+    """The rows before the first that would make more than ``max_output_tokens``; None: all. Reads no further."""
+    num_tokens, kept = 0, list[Row]()
+    for row in chain.from_iterable(sessions):
+        num_tokens += len(row.output)
+        if max_output_tokens is not None and num_tokens > max_output_tokens:
+            break
+        kept.append(row)
+    return kept
 
 
 def _views(history: list[int], bounds: list[tuple[int, int]]) -> list[Row]:

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.drafters import OurDrafters, replay_stream
-from benchmarks.orders import stream
+from benchmarks.drafters import OurDrafters, Setting, replay_stream
 from benchmarks.peers.frequency import FrequencyDrafter
-from benchmarks.replay import digest, main, replay
+from benchmarks.replay import digest
+from benchmarks.replay.__main__ import main
 from benchmarks.replay.contenders import PeerDrafter
 from benchmarks.replay.settings import FREQUENCY, PeerSetting, settings_of
 from benchmarks.report.replay import others_section
 from benchmarks.walk import Counts, Steps
 from cache_builder.evaluation.log import Row
 from ssd.config import DraftConfig, IndexConfig
-from ssd.drafting import DRAFTER_NAMES, make_drafter
+from ssd.drafting import DRAFTER_NAMES, Drafter, make_drafter
 from ssd.drafting.prompt_lookup import PromptLookupDrafter
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.retrieval.segment import SEPARATOR
@@ -45,6 +45,12 @@ def made_rows(num_rows: int = 12) -> list[tuple[list[int], list[int]]]:
 
 def as_rows(rows: list[tuple[list[int], list[int]]]) -> list[Row]:
     return [Row(np.array(context, np.int32), np.array(output, np.int32)) for context, output in rows]
+
+
+def replay(rows: Sequence[Row], drafter: Drafter, *, max_draft: int, index: IndexConfig | None = None) -> Counts:
+    settings, index = [Setting("", "", max_draft)], index or IndexConfig()
+    with OurDrafters(settings, draft=DraftConfig(), index=index, drafters=[drafter]) as contender:
+        return replay_stream(rows, contender)[0]
 
 
 def test_frequency_replay_equals_the_slow_one() -> None:
@@ -70,14 +76,14 @@ def figures(counts: Counts) -> tuple[Any, ...]:
 
 
 def test_settings_side_by_side_count_what_each_counts_alone() -> None:
-    turns = stream([as_rows(made_rows())], warm=0.0)
+    rows = as_rows(made_rows())
     options: dict[str, Any] = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(seal_tokens=64)}
     settings = [setting for name in DRAFTER_NAMES for setting in settings_of(name, 8, curve=True, tree=False)]
     with OurDrafters(settings, **options) as contender:
-        together = [figures(counts) for counts in replay_stream(turns, contender)]
+        together = [figures(counts) for counts in replay_stream(rows, contender)]
     for setting, counts in zip(settings, together, strict=True):
         with OurDrafters([setting], **options) as contender:
-            assert figures(replay_stream(turns, contender)[0]) == counts
+            assert figures(replay_stream(rows, contender)[0]) == counts
 
 
 def test_a_drafter_that_drafts_too_much_is_an_error() -> None:
@@ -103,28 +109,22 @@ def test_a_drafter_that_drafts_too_much_is_an_error() -> None:
     ],
 )
 def test_a_peer_side_by_side_counts_what_it_counts_alone_step_by_step(drafter: str, tree: bool) -> None:
-    turns = stream([[row] for row in as_rows(made_rows())], warm=0.2)
+    rows = as_rows(made_rows())
     settings = settings_of(drafter, 8, curve=True, tree=tree)
     last, options = settings[-1], dict[str, Any]()
     if drafter == "sglang":
         options = {"capacity": 100_000}
     with PeerDrafter(settings, **options) as contender:
-        together = [figures(counts) for counts in replay_stream(turns, contender)]
+        together = [figures(counts) for counts in replay_stream(rows, contender)]
     if drafter in ("sglang", "llama-cpp"):  # where a setting is a peer
         assert isinstance(last, PeerSetting)
         options |= last.knobs | ({"draft_tokens": last.limit + 1} if drafter == "sglang" else {})
     with StepByStep([last], **options) as alone:
-        assert figures(replay_stream(turns, alone)[0])[:2] == together[-1][:2]
+        assert figures(replay_stream(rows, alone)[0])[:2] == together[-1][:2]
 
 
 class StepByStep(PeerDrafter):
     """The same through single calls: what a server would do."""
-
-    def learn(self, request_id: str, row: Row) -> None:
-        if self._peer.shares_state:
-            super().learn(request_id, row)
-        else:
-            self.replay(request_id, row)
 
     def replay(self, request_id: str, row: Row) -> list[Steps]:
         (setting,) = self.settings
@@ -205,17 +205,6 @@ def test_a_curve_has_a_result_for_each_setting_and_is_compared(trace: Path, caps
         assert each["speed_up"]["flat 32"] == pytest.approx(each["mean_acceptance_length"])
 
 
-def test_every_kind_of_stream_gives_the_same_counts_twice(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shift = ("--shift", str(trace / "tiny.jsonl.gz"))
-    plain = run(trace, capsys)
-    for more in (("--shuffle", "1"), ("--warm", "0.5"), shift, ("--adversarial",), ("--tree",)):
-        first = run(trace, capsys, *more)
-        assert first == run(trace, capsys, *more)
-        # Three short sessions may well count the same in another order.
-        assert first != plain or more[0] == "--shuffle"
-    assert {result["output_tokens"] for result in run(trace, capsys, "--warm", "0.5")} == {12}
-
-
 def test_digests_are_the_same_until_a_draft_is_another(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = trace / "tiny.jsonl.gz", trace / "tokenizer.json", 10_000
     lines = digest.digests(*asked)
@@ -228,7 +217,7 @@ def test_digests_are_the_same_until_a_draft_is_another(trace: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     "more",
-    [("--max-draft", "0"), ("--warm", "1.5"), ("--jobs", "0"), ("--plot", "no/such/place.png"), ("--shift", "absent")],
+    [("--max-draft", "0"), ("--jobs", "0"), ("--plot", "no/such/place.png")],
 )
 def test_a_wrong_option_is_a_clear_error(
     trace: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
@@ -260,8 +249,8 @@ def test_the_page_lays_every_drafter_beside_ours_at_its_best_and_as_it_comes() -
         {"results": [*ours, *sglang], "parameters": parameters},
     )
     lines = found.splitlines()
-    assert "| trace | ours, paths | arctic, paths | llama.cpp, paths | ours, trees | SGLang, trees |" in lines
-    assert "| code | 3.00 / 4.00 | 1.50 / 1.90 | 1.70 / 1.30 | 3.00 / 4.00 | 1.30 / 1.40 |" in lines
+    assert "ours, paths, 3.00x; arctic, paths, 1.50x; llama.cpp, paths, 1.70x; ours, trees, 3.00x" in found
+    assert "Ahead of ours: none." in lines
     assert "| llama.cpp, paths | default ngram-mod | 1.10x | 1.20x | 2.00 | 4.0 | 5.0 |" in lines
     assert "| SGLang, trees | default | 1.30x | 1.20x | 2.00 | 4.0 | 5.0 |" in lines
     assert "lookup, draft 8" not in found and "the first 8,000 output tokens" in found

@@ -22,12 +22,12 @@ import numpy as np
 import xxhash
 
 from benchmarks.drafters import OurDrafters, Setting, replay_stream
-from benchmarks.orders import limited, stream
 from benchmarks.traces import (
     TraceTokenizer,
     all_traces,
     find_tokenizer,
     find_trace,
+    limited,
     read_records,
     read_sessions,
     trace_name,
@@ -90,7 +90,7 @@ def _alone(rows: Sequence[Row], *, tree: bool) -> _Digest:
     digest, setting, drafter = _Digest(), Setting("ssd", "default", _LIMIT), SuffixDrafter()
     digesting = _Digesting(drafter, digest)
     with OurDrafters([setting], draft=DraftConfig(), index=_INDEX, tree=tree, drafters=[digesting]) as contender:
-        replay_stream(stream([list(rows)]), contender)
+        replay_stream(rows, contender)
     digest.add_bytes(drafter.model_of(None).to_bytes())
     return digest
 
@@ -178,7 +178,7 @@ def _rows(rows: Sequence[Row]) -> _Digest:
 def digests(trace: Path, tokenizer: Path, max_output_tokens: int) -> list[str]:
     """One line for each way to draft."""
     sessions = read_sessions(read_records(trace), TraceTokenizer(tokenizer))
-    rows = [row for session in limited(sessions, max_output_tokens) for row in session]
+    rows = limited(sessions, max_output_tokens)
     ways: dict[str, Callable[[], _Digest]] = {
         "chain": lambda: _alone(rows, tree=False),
         "tree": lambda: _alone(rows, tree=True),

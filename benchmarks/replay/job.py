@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drafters import OurDrafters, Setting, replay_stream
-from benchmarks.orders import Turn, adversarial, limited, shuffled, stream
 from benchmarks.peers.frequency import FrequencyDrafter
-from benchmarks.replay.calibration import calibrate
-from benchmarks.replay.contenders import Contender, PeerDrafter
+from benchmarks.replay.contenders import Contender, PeerDrafter, calibrate
 from benchmarks.replay.settings import FREQUENCY, PEERS, PeerSetting, settings_of
-from benchmarks.traces import TraceTokenizer, read_records, read_sessions, trace_name
+from benchmarks.traces import TraceTokenizer, limited, read_records, read_sessions, trace_name
 from benchmarks.walk import Counts
 from cache_builder.evaluation.costs import CostCurve, speed_up
 from cache_builder.evaluation.log import Row
@@ -45,21 +43,16 @@ class Plan:
     tree: bool = False
     arctic_depth: int = 64
     max_output_tokens: int | None = None
-    shuffle: int | None = None
-    warm: float = 0.0
-    shift: Path | None = None
-    adversarial: bool = False
-    seed: int = 0
 
 
 def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
     """All drafters under all settings on one trace, which is tokenized once."""
-    turns = turns_of(plan, trace, TraceTokenizer(tokenizer))
+    rows = limited(read_sessions(read_records(trace), TraceTokenizer(tokenizer)), plan.max_output_tokens)
     results: dict[str, list[Result]] = {}
-    oracle = oracle_of(turns, plan.draft.num_speculative_tokens)
-    for contender in _contenders(plan, turns):
+    oracle = oracle_of(rows, plan.draft.num_speculative_tokens)
+    for contender in _contenders(plan, rows):
         with contender:
-            for setting, counts in zip(contender.settings, replay_stream(turns, contender), strict=True):
+            for setting, counts in zip(contender.settings, replay_stream(rows, contender), strict=True):
                 results.setdefault(setting.drafter, []).append(
                     {
                         "trace": trace_name(trace),
@@ -97,31 +90,14 @@ def _run_one(arguments: tuple[Plan, Path, Path]) -> list[Result]:
     return run(*arguments)
 
 
-def turns_of(plan: Plan, trace: Path, tokenizer: TraceTokenizer) -> list[Turn]:
-    """The stream of requests that the plan asks for."""
-
-    def sessions(path: Path) -> Iterable[list[Row]]:
-        found: Iterable[list[Row]] = read_sessions(read_records(path), tokenizer)
-        if plan.shuffle is not None:
-            found = shuffled(found, plan.shuffle)
-        return limited(found, plan.max_output_tokens)
-
-    turns = stream(sessions(trace), warm=plan.warm, learned=() if plan.shift is None else sessions(plan.shift))
-    return adversarial(turns, plan.seed) if plan.adversarial else turns
-
-
-def oracle_of(turns: Sequence[Turn], limit: int) -> float | None:
+def oracle_of(rows: Sequence[Row], limit: int) -> float | None:
     """Tokens a step of the best drafts in hindsight, see `oracle_steps`; None for more text than it takes."""
-    texts = [turn.row.text() for turn in turns]
-    steps = oracle_steps(texts, np.array([len(turn.row.context) for turn in turns], np.int64), limit)
-    if steps is None:
-        return None
-    scored = np.array([turn.is_scored for turn in turns])
-    num_output = sum(len(turn.row.output) for turn in turns if turn.is_scored)
-    return num_output / max(1, int(steps[scored].sum()))
+    texts = [row.text() for row in rows]
+    steps = oracle_steps(texts, np.array([len(row.context) for row in rows], np.int64), limit)
+    return None if steps is None else sum(len(row.output) for row in rows) / max(1, int(steps.sum()))
 
 
-def _contenders(plan: Plan, turns: Sequence[Turn]) -> Iterator[Contender]:
+def _contenders(plan: Plan, rows: Sequence[Row]) -> Iterator[Contender]:
     """One after another, so that no two hold their memories at once."""
     limit = plan.draft.num_speculative_tokens
 
@@ -134,13 +110,13 @@ def _contenders(plan: Plan, turns: Sequence[Turn]) -> Iterator[Contender]:
         yield OurDrafters(ours, draft=plan.draft, index=plan.index, tree=plan.tree, drafters=drafters)
     options: dict[str, Callable[[], dict[str, int]]] = {
         "arctic": lambda: {"depth": plan.arctic_depth},
-        "vllm-ngram": lambda: {"max_draft": limit, "max_context_tokens": _longest(turns)},
+        "vllm-ngram": lambda: {"max_draft": limit, "max_context_tokens": _longest(rows)},
         "prompt-lookup-hf": dict,
         "llama-cpp": dict,
     }
     for drafter in plan.drafters:
         if drafter == "sglang":
-            yield from _sglang(settings(drafter), turns)
+            yield from _sglang(settings(drafter), rows)
         elif drafter in PEERS:
             yield PeerDrafter(settings(drafter), **options[drafter]())
 
@@ -149,7 +125,7 @@ def _drafter(name: str, draft: DraftConfig) -> Drafter:
     return FrequencyDrafter() if name == FREQUENCY else make_drafter(name, draft)
 
 
-def _sglang(settings: Sequence[Setting], turns: Sequence[Turn]) -> Iterator[Contender]:
+def _sglang(settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[Contender]:
     """A few settings at a time: each has a trie of its own, which is large.
 
     A trie that nothing is evicted from is as good as one of the default size, and gets no more nodes than that takes.
@@ -157,22 +133,22 @@ def _sglang(settings: Sequence[Setting], turns: Sequence[Turn]) -> Iterator[Cont
     for first in range(0, len(settings), _SGLANG_AT_ONCE):
         some = settings[first : first + _SGLANG_AT_ONCE]
         has_prompts = any(isinstance(each, PeerSetting) and each.knobs.get("prompts") for each in some)
-        num_tokens = sum(_new_tokens(turns) if has_prompts else (_SGLANG_DEPTH + len(t.row.output) for t in turns))
+        num_tokens = sum(_new_tokens(rows) if has_prompts else (_SGLANG_DEPTH + len(row.output) for row in rows))
         yield PeerDrafter(some, capacity=min(_SGLANG_DEPTH * (num_tokens + 1), _SGLANG_CAPACITY))
 
 
-def _new_tokens(turns: Sequence[Turn]) -> Iterator[int]:
+def _new_tokens(rows: Sequence[Row]) -> Iterator[int]:
     """Of each request the tokens behind the text of the one before it, if it goes on from there, else all."""
     known = np.empty(0, np.int32)
-    for turn in turns:
-        text = turn.row.text()
+    for row in rows:
+        text = row.text()
         goes_on = np.array_equal(known, text[: len(known)])
         yield len(text) - len(known) * goes_on
         known = text
 
 
-def _longest(turns: Sequence[Turn]) -> int:
-    return max((len(turn.row.context) + len(turn.row.output) for turn in turns), default=1)
+def _longest(rows: Sequence[Row]) -> int:
+    return max((len(row.context) + len(row.output) for row in rows), default=1)
 
 
 def summary(counts: Counts, costs: Sequence[CostCurve]) -> Result:

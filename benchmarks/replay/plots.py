@@ -49,22 +49,6 @@ def plot_curves(results: Sequence[Result], path: Path) -> None:
     _finish(figure, axes, len(panels), "drafted tokens per step", "accepted tokens per step", path)
 
 
-def plot_reliability(results: Sequence[Result], path: Path) -> None:
-    """Share accepted over estimated chance in bins of equal mass; of each drafter the setting that drafts most."""
-    panels = _panels([result for result in results if result["calibration"] is not None])
-    figure, axes = _grid(max(1, len(panels)))
-    for axis, (title, some) in zip(axes, panels.items(), strict=False):
-        axis.plot([0, 1], [0, 1], color="black", linewidth=0.8, alpha=0.5)
-        for drafter, curve in _by(some, "drafter").items():
-            found = max(curve, key=lambda result: result["drafted_per_step"])["calibration"]
-            label = f"{drafter}, error {found['error']:.3f}"
-            axis.plot(found["estimated"], found["accepted"], "o-", color=_COLOURS[drafter], markersize=4, label=label)
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.3)
-        axis.legend(loc="upper left", fontsize=7, frameon=False)
-    _finish(figure, axes, len(panels), "estimated chance of acceptance", "share accepted", path)
-
-
 def _panels(results: Iterable[Result]) -> dict[str, list[Result]]:
     """Results by trace; by tokenizer too where there are several."""
     known = list(results)
