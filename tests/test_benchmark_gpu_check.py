@@ -12,10 +12,8 @@ import pytest
 
 from benchmarks.gpu_check.__main__ import main
 from benchmarks.gpu_check.marks import marks
-from benchmarks.gpu_check.plan import PARTS, Child, Part, Work
+from benchmarks.gpu_check.plan import PARTS, Child, Part
 from benchmarks.gpu_check.scene import ON_CPU, Found, Keep, Scene, read_results
-
-"""Of a call."""
 
 
 def check(*options: str, out: Path | None = None) -> int:
@@ -62,7 +60,7 @@ def test_speed_growth_and_soak_run_and_give_every_mark_its_value(tmp_path: Path)
 
 
 def part_of(run: Callable[[Scene, Keep], Found]) -> Part:
-    return Part(run, Work(), needs_kernels=False)
+    return Part(run, 1, needs_kernels=False)
 
 
 def test_a_part_that_fails_is_said_with_what_it_had_found_and_does_not_stop_the_next(

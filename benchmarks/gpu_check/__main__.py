@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.environment import device_name, head, model_name
 from benchmarks.gpu_check.marks import marks, say
-from benchmarks.gpu_check.plan import CALLS, KERNELS, PARTS, Child, expected_seconds, run_here
+from benchmarks.gpu_check.plan import CALLS, KERNELS, PARTS, Child, run_here
 from benchmarks.gpu_check.scene import ON_CPU, Found, Scene, Sizes, read_results
 from ssd.bundled import MODEL_PATH
 
@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = tuple(args.parts or (CALLS[args.call - 1] if args.call else PARTS))
     minutes = args.minutes or (8.5 if args.call else 60.0)
     name = device_name(torch.device(args.device))
-    expected = expected_seconds(names, PARTS)
+    expected = sum(PARTS[part].seconds for part in names)
     print(f"gpu_check: {model_name(args.model)} on {name}; {', '.join(names)}")
-    print(f"some {expected:.0f} s, at most {60 * minutes:.0f}", flush=True)
+    print(f"some {expected} s, at most {60 * minutes:.0f}", flush=True)
     result: Found = {
         **head("gpu_check"),
         "device": name,
@@ -94,7 +94,7 @@ def _run(
         compiling = Child(KERNELS.run, scene)
     for name in names:
         part, began = PARTS[name], time.monotonic()
-        expected = part.work.seconds
+        expected = part.seconds
         if part.needs_kernels and compiling is not None:
             compiled = compiling.result(ends - time.monotonic())
             write("kernels", compiled)
@@ -102,15 +102,15 @@ def _run(
             compiling = None
         left = ends - time.monotonic()
         if left < min(_LEAST_SHARE * expected, seconds):
-            write(name, {"skipped": f"{left:.0f} s were left, it takes some {expected:.0f}", "passed": True})
+            write(name, {"skipped": f"{left:.0f} s were left, it takes some {expected}", "passed": True})
             print(f"== {name}: skipped, {left:.0f} s were left", flush=True)
             continue
-        print(f"== {name}: some {expected:.0f} s", flush=True)
+        print(f"== {name}: some {expected} s", flush=True)
         if is_here:
             found = run_here(part.run, scene, partial(write, name))
         else:
             found = Child(part.run, scene).result(min(left, _MOST_SHARE * expected + 60))
-        found["seconds"], found["expected_seconds"] = round(time.monotonic() - began, 1), round(expected, 1)
+        found["seconds"], found["expected_seconds"] = round(time.monotonic() - began, 1), expected
         write(name, found)
         print(f"== {name}: {found['seconds']} s, {'passed' if found.get('passed') else 'FAILED'}"
               f"{''.join(f', {found[key]}' for key in ('failure', 'cut') if key in found)}", flush=True)  # fmt: skip

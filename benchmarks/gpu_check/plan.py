@@ -2,8 +2,7 @@
 
 What a fault on the device leaves behind ends with its process, and so does what hangs.
 
-The order is that of their worth: a machine may be taken away at any time. What a part should take is added up from what
-it must do at least, at the rates of a GPU with 3 TB/s.
+The order is that of their worth: a machine may be taken away at any time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -108,75 +107,32 @@ def _write_down(run: Run, scene: Scene, path: Path) -> None:
     keep(run_here(run, scene, keep))
 
 
-_START_S: Final = 12.0
-"""Of a process: torch, transformers and the device's context."""
-
-_COMPILED_S: Final = 5.0
-"""Of one variant of a kernel in Triton."""
-
-_BYTES_PER_S: Final = 3e12
-
-_LAUNCH_S: Final = 6e-6
-"""Of one kernel launched from Python, some 15 of them a layer."""
-
-_RECORDED_LAUNCHES: Final = 6
-"""Passes that recording a shape takes: the first, two to warm up, the recording, the comparisons."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a part does at least. ``gb`` : read or written on the device. ``recorded`` : shapes, each of ``layers``.
-
-    ``plain`` : passes launched kernel by kernel. ``compiled`` : Triton kernels, one after another. ``steps`` : of the
-    engine, at ``step_s`` each. ``other_s`` : what else there is.
-    """
-
-    gb: float = 0.0
-    recorded: int = 0
-    plain: int = 0
-    layers: int = 6
-    compiled: int = 0
-    steps: int = 0
-    step_s: float = 1.5e-3
-    other_s: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """All of it, one after another."""
-        launched = (self.plain + _RECORDED_LAUNCHES * self.recorded) * self.layers * 15 * _LAUNCH_S
-        moved = 1e9 * self.gb / _BYTES_PER_S
-        return _START_S + launched + moved + self.compiled * _COMPILED_S + self.steps * self.step_s + self.other_s
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``run`` : in a process of its own. ``needs_kernels`` : the drafter's, which are compiled beside what does not."""
+    """``run`` : in a process of its own. ``seconds`` : what it should take on a GPU with 3 TB/s, which none measured.
+
+    ``needs_kernels`` : the drafter's, which are compiled beside what does not.
+    """
 
     run: Run
-    work: Work
+    seconds: int
     needs_kernels: bool = True
 
 
 PARTS: dict[str, Part] = {
-    "attention": Part(attention, Work(gb=50, compiled=25, other_s=15), needs_kernels=False),
-    "passes": Part(passes, Work(recorded=400, plain=3000, compiled=15, steps=5000)),
-    "exactness": Part(exactness, Work(recorded=120, plain=12_000, compiled=3, steps=25_000)),
-    "speed-large": Part(
-        speed_large, Work(gb=16 * 5000, recorded=60, plain=150, layers=32, compiled=9, steps=600, other_s=15)
-    ),
-    "overhead-large": Part(
-        overhead_large, Work(gb=16 * 9000, recorded=300, plain=60, layers=32, steps=9000, step_s=1e-3, other_s=20)
-    ),
-    "speed-small": Part(speed_small, Work(gb=2.5 * 5000, recorded=60, plain=150, layers=16, compiled=2, other_s=10)),
-    "tests": Part(suite, Work(compiled=24, other_s=30), needs_kernels=False),
-    "soak": Part(soak, Work(recorded=250, steps=8000, step_s=3e-3, other_s=10)),
-    "growth": Part(growth, Work(recorded=60, steps=15_000, other_s=5)),
-    "profile": Part(profiles, Work(gb=16 * 300, recorded=12, plain=60, layers=32, compiled=2, steps=300, other_s=25)),
-    "growth-real": Part(growth_real, Work(gb=0.6 * 9000, recorded=60, plain=3000, layers=18, steps=9000, step_s=3e-3)),
-    "overhead-small": Part(overhead_small, Work(recorded=250, steps=12_000, step_s=2e-3, other_s=10)),
-    "speed-variants": Part(
-        speed_variants, Work(gb=16 * 1500, recorded=10, plain=900, layers=32, compiled=2, other_s=30)
-    ),
+    "attention": Part(attention, 155, needs_kernels=False),
+    "passes": Part(passes, 100),
+    "exactness": Part(exactness, 70),
+    "speed-large": Part(speed_large, 100),
+    "overhead-large": Part(overhead_large, 100),
+    "speed-small": Part(speed_small, 40),
+    "tests": Part(suite, 160, needs_kernels=False),
+    "soak": Part(soak, 50),
+    "growth": Part(growth, 40),
+    "profile": Part(profiles, 50),
+    "growth-real": Part(growth_real, 50),
+    "overhead-small": Part(overhead_small, 50),
+    "speed-variants": Part(speed_variants, 60),
 }
 """By their names, in the order of their worth."""
 
@@ -188,10 +144,5 @@ CALLS: Final[tuple[tuple[str, ...], ...]] = (
 )
 """What each call of the command runs; each is meant for less than nine minutes."""
 
-KERNELS: Final = Part(kernels, Work(other_s=90))
+KERNELS: Final = Part(kernels, 100)
 """Runs beside the parts that need none of them, so that no part waits for a compiler while it measures."""
-
-
-def expected_seconds(names: tuple[str, ...], parts: Mapping[str, Part]) -> float:
-    """Of these parts, one after another."""
-    return sum(parts[name].work.seconds for name in names)
