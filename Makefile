@@ -103,7 +103,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.http --json | tail -n 1 >benchmarks/results/http.json
 	$(BIN)/python -m benchmarks.soak --json --out benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
-	$(BIN)/python -m benchmarks.fleet_faults --out benchmarks/results/fleet-faults.json
+	$(BIN)/python -m benchmarks.faults --servers 3 --out benchmarks/results/fleet-faults.json
 	$(BIN)/python -m benchmarks.report
 
 # Other people's drafters in an environment of their own: about five minutes, of which two download and three compile, and

@@ -12,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.faults.__main__ import PROBLEMS
-from benchmarks.faults.history import History
+from benchmarks.faults.history import History, family
+from benchmarks.faults.remote import FAULTS, MEMBERS, NETWORK, STORE, drawn
+from benchmarks.processes import find_redis_server
+from benchmarks.report.service import faults_section, fleet_faults_section
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,14 +71,48 @@ def test_a_verdict_is_clean_exactly_when_the_store_is_a_set_between_promised_and
     assert made.check(found).is_clean == (is_right and all(namespace == "one" for namespace, _ in found))
 
 
+def test_a_seed_says_what_happens_in_each_round() -> None:
+    assert drawn(20, seed=7) == drawn(20, seed=7) != drawn(20, seed=8)
+    rounds = drawn(2 * len(FAULTS), seed=7)
+    alone = [faults[0].name for faults in rounds if len(faults) == 1]
+    assert len({*alone[: len(FAULTS)]}) == len(FAULTS)  # all before any comes again
+    together = [faults for faults in rounds if len(faults) > 1]
+    assert len(together) == len(rounds) // 4
+    assert all((a in NETWORK, b in STORE, c in MEMBERS) == (True, True, True) for a, b, c in together)
+
+
+def test_a_note_of_one_store_may_be_in_each_and_is_promised_by_its_own_alone() -> None:
+    one, two = family(2)
+    first, second = one.begin("here"), two.begin("there")
+    one.acknowledge(first)
+    two.acknowledge(second)
+    for each in (one, two):
+        each.end_life(in_order=True)
+    assert one.check([("here", first), ("there", second)]).is_clean
+    assert two.check([("here", first)]).lost == (second,)
+    assert two.check([("here", first), ("here", second)]).elsewhere == (second,)
+    two.lose_all()
+    assert two.check([]).is_clean
+
+
 @pytest.mark.slow
-def test_faults_are_injected_and_nothing_is_wrong_afterwards(tmp_path: Path) -> None:
-    options = ["--only", "server-kill-serving", "requests-hostile", "--combinations", "0", "--calm", "1", "--json"]
-    command = [sys.executable, "-m", "benchmarks.faults", *options, "--out", str(tmp_path / "faults.json")]
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--only", "server-kill-serving", "requests-hostile", "--combinations", "0", "--calm", "1"),
+        ("--servers", "2", "--rounds", "2", "--only", "resets", "log-junk", "--patience", str(PATIENCE_S)),
+    ],
+    ids=["one server", "a fleet"],
+)
+def test_faults_are_injected_and_nothing_is_wrong_afterwards(options: tuple[str, ...], tmp_path: Path) -> None:
+    if "--servers" in options and find_redis_server() is None:
+        pytest.skip("no redis-server")
+    command = [sys.executable, "-m", "benchmarks.faults", *options, "--json", "--out", str(tmp_path / "faults.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert {name: result[name] for name in PROBLEMS} == dict.fromkeys(PROBLEMS, 0)
-    assert [row["rounds"] for row in result["rows"]] == [1, 1]
+    assert [row["rounds"] for row in result["rows"][:2]] == [1, 1]
     assert result["right"] > 0 and result["promised"] > 0
     assert json.loads((tmp_path / "faults.json").read_text())["right"] == result["right"]
+    assert "| log-junk |" in fleet_faults_section(result) or "requests-hostile" in faults_section(result)

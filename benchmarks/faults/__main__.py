@@ -1,107 +1,135 @@
-"""Does any fault change an answer, fail a request or lose what was acknowledged?
+"""Does any fault change an answer, fail a request, lose what was acknowledged or end sharing?
 
-``python -m benchmarks.faults [--rounds N] [--seed S] [--only NAME ...] [--combinations N]``
+``python -m benchmarks.faults [--servers N] [--rounds N] [--seed S] [--only NAME ...]``
 
-Each round starts a real server (bundled model, float32) with a durable cache, and clients that ask for completions and
-streams, leave some of them early and verify every answer against one computed before without speculation: greedy
-and sampled with a seed. Meanwhile faults are injected: processes are killed and stopped, disks are full or refuse
-writes, files are changed under the server, requests want too much; then one to three of them at random. (Faults of
-Redis and of what lies between are those of ``benchmarks.fleet_faults``.) Beside their questions the clients send
-*notes*, texts with a number. Afterwards every note that was on disk before a fault, or was acknowledged before an
-orderly close, must be in the cache once, and none in another namespace.
+Real servers (bundled model, float32) with durable caches, and clients that ask for completions and streams, leave some
+of them early and verify every answer against one computed before without speculation: greedy and sampled with a seed.
+Beside their questions they send *notes*, texts with a number. Every note that was on disk before a fault, or was
+acknowledged before an orderly close, must afterwards be in the cache once, and none in another namespace.
+
+- One server (the default): each round a new one and one fault, then one to three at random (--combinations). Processes
+  are killed and stopped, disks are full or refuse writes, files are changed under it, requests want too much.
+- More: they share through one Redis, a proxy before each, asked by two tenants. Each round something fails: the network
+  (late, cut, half open, garbled, slow), Redis (paused, emptied, killed, failed over, full, without rights, with another
+  clock), a server, or one of each at once. Then a text that each server learns must be drafted by all others within
+  --patience seconds.
 
 Prints a table; the last line of stdout is one JSON object. Exit status 1 if anything was changed, failed, lost, there
-twice or elsewhere, or if a server ended by itself.
+twice or elsewhere, if a server ended by itself or sharing did not come back.
 """
 
 from __future__ import annotations
 
+import argparse
+import http.client
+import logging
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from benchmarks.faults import local, remote
+from benchmarks.faults.fleet import Fault, Fleet, SkippedError, server
 from benchmarks.faults.load import Question, ask_all
-from benchmarks.faults.scene import FAULTS, NAMES, Fault, Scene, SkippedError, server
 from benchmarks.run import Option, Run
 from ssd.bundled import MODEL_PATH
 from ssd.text.codec import TextCodec
 
-OUTCOMES = ("right", "cancelled", "noted", "refused", "interrupted")
-PROBLEMS = ("failed", "changed", "died", "lost", "twice", "elsewhere")
-"""A request failed; an answer changed; the server ended by itself; a promised note is gone, is there twice, or lies in
-another namespace."""
+OUTCOMES: Final = ("right", "cancelled", "noted", "refused", "interrupted")
+PROBLEMS: Final = ("failed", "changed", "died", "lost", "twice", "elsewhere", "deaf")
+"""A request failed; an answer changed; a server ended by itself; a promised note is gone, is there twice, or lies in
+another namespace; a text did not reach all servers in time after the fault."""
+NAMES: Final = tuple(fault.name for fault in (*local.FAULTS, *remote.FAULTS))
+
+OPTIONS: dict[str, Any] = {
+    "servers": 1,
+    "rounds": Option(default=None, kind=int, help="one server: of each fault (default: 1); more: in all (default: 20)"),
+    "combinations": Option(default=4, least=0, help="rounds of one to three faults, of one server"),
+    "seed": 0,
+    "only": Option(default=None, several=True, choices=NAMES, metavar="NAME", help="of these faults"),
+    "clients": Option(default=None, kind=int, help="of each tenant at each server (default: 4 of one server, else 1)"),
+    "tokens": Option(default=32, help="of each answer"),
+    "calm": Option(default=1.5, help="seconds before and after a fault"),
+    "patience": Option(default=30.0, help="seconds within which sharing must be back"),
+}
+COLUMNS = (
+    ("faults", "{faults}"),
+    *((f">{name}", f"{{{name}}}") for name in ("rounds", "right", "noted", "interrupted", *PROBLEMS, "promised")),
+    (">sharing back after, s", "{sharing_back_s}"),
+    ("", "{skipped}"),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What all rounds have in common."""
-
-    codec: TextCodec
-    questions: Sequence[Question]
-    seed: int
-    num_clients: int
-    calm_s: float
-    """Before, between and after the faults."""
-
-
-@dataclass(slots=True)
 class Row:
     """What came of the rounds of one fault, or of one combination of faults."""
 
-    name: str
-    num_rounds: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    num_promised: int = 0
-    reasons: list[str] = field(default_factory=list)
-    skipped: str = ""
+    def __init__(self, faults: Sequence[Fault] = ()) -> None:
+        self.name = " + ".join(fault.name for fault in faults) or "orderly close"
+        self.num_rounds = self.num_promised = 0
+        self.counts: Counter[str] = Counter()
+        self.sharing_s: float | None = None
+        """Seconds until a text learned by each server was drafted by all others, the longest."""
+        self.memory_mib = 0.0
+        self.reasons: list[str] = []
+        self.skipped = ""
+        self._began = time.monotonic()
 
-    @property
-    def num_problems(self) -> int:
-        """0 where all is well."""
-        return sum(self.counts[name] for name in PROBLEMS)
+    def play(self, fleet: Fleet, faults: Sequence[Fault], args: argparse.Namespace, seed: str) -> None:
+        """One round: faults of one server one after another, of several at once."""
+        is_alone, before = len(fleet.members) == 1, fleet.counts
+        with ExitStack() as stack:
+            for number, load in enumerate(fleet.loads):
+                stack.enter_context(load.running(args.clients, seed=f"{seed}-{number}"))
+            fleet.hold(args.calm)
+            for group in [[fault] for fault in faults] if is_alone else [faults]:
+                with ThreadPoolExecutor(len(group)) as lanes:
+                    for lane in [lanes.submit(fault.inject, fleet) for fault in group]:
+                        lane.result()
+                for member in fleet.members:
+                    member.revive()
+                fleet.hold(args.calm)
+        self.num_rounds += 1
+        if not is_alone:
+            try:
+                self.sharing_s = fleet.sharing_returns(args.patience)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self.counts["failed"] += 1
+                self.reasons.append(f"a probe: {type(error).__name__}: {error}"[:200])
+            self.counts["deaf"] += self.sharing_s is None
+        self.counts += fleet.counts - before
+        for member in fleet.members:
+            self.counts["died"] += member.server.num_deaths
+            member.server.num_deaths = 0
+            self.memory_mib = max(self.memory_mib, member.server.memory_mib())
+        for load in fleet.loads:
+            self.reasons += load.failures
+            load.failures.clear()
 
+    def check(self, fleet: Fleet) -> None:
+        """All servers are closed in order; what lies on their disks is added."""
+        found, num_promised, reasons = fleet.check()
+        self.counts += found
+        self.num_promised += num_promised
+        self.reasons += reasons
 
-def play(row: Row, faults: Sequence[Fault], setup: Setup) -> None:
-    """One round of these faults, one after another; adds to ``row``."""
-    chance = random.Random(f"{setup.seed}-{row.name}-{row.num_rounds}")
-    with (
-        tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as home,
-        Scene(Path(home), setup.codec, setup.questions, chance) as scene,
-    ):
-        try:
-            scene.open(with_small_disk=any(fault.needs_small_disk for fault in faults))
-            with scene.load.running(setup.num_clients, setup.seed):
-                scene.hold(setup.calm_s)
-                for fault in faults:
-                    fault.inject(scene)
-                    scene.revive_server()
-                    scene.hold(setup.calm_s)
-        except SkippedError as reason:
-            row.skipped = str(reason)
-            return
-        _judge(row, scene)
-        row.num_rounds += 1
-
-
-def _judge(row: Row, scene: Scene) -> None:
-    scene.revive_server()
-    scene.promise_committed()
-    scene.close_server()
-    stored = scene.history.check(scene.notes_on_disk())
-    row.num_promised += stored.num_promised
-    row.counts += scene.load.counts
-    row.counts += Counter(
-        died=scene.server.num_deaths,
-        lost=len(stored.lost),
-        twice=len(stored.twice),
-        elsewhere=len(stored.elsewhere),
-    )
-    row.reasons += scene.load.failures
+    def facts(self) -> dict[str, Any]:
+        """As it stands in the result."""
+        return {
+            "faults": self.name,
+            "rounds": self.num_rounds,
+            **{name: self.counts[name] for name in (*OUTCOMES, *PROBLEMS)},
+            "promised": self.num_promised,
+            "sharing_back_s": None if self.sharing_s is None else round(self.sharing_s, 2),
+            "memory_mib": round(self.memory_mib),
+            "seconds": round(time.monotonic() - self._began, 1),
+            "skipped": self.skipped,
+        }
 
 
 def reference(num_tokens: int) -> list[Question]:
@@ -115,48 +143,61 @@ def reference(num_tokens: int) -> list[Question]:
             plain.kill()
 
 
-OPTIONS: dict[str, Any] = {
-    "rounds": Option(default=1, help="of each fault"),
-    "combinations": Option(default=4, least=0, help="rounds of one to three faults"),
-    "seed": 0,
-    "only": Option(default=list(NAMES), choices=NAMES, metavar="NAME", help="faults"),
-    "clients": Option(default=4, help="at once"),
-    "tokens": Option(default=32, help="of each answer"),
-    "calm": Option(default=2.0, help="seconds before and after a fault"),
-}
-COLUMNS = (
-    ("fault", "{fault}"),
-    *((f">{name}", f"{{{name}}}") for name in ("rounds", "right", "noted", *PROBLEMS, "promised")),
-    ("", "{skipped}"),
-)
+@contextmanager
+def _fleet(codec: TextCodec, questions: Sequence[Question], size: int, seed: str, **more: bool) -> Iterator[Fleet]:
+    with (
+        tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as home,
+        Fleet(Path(home), codec, questions, size, random.Random(seed), **more) as fleet,
+    ):
+        yield fleet
+
+
+def _of_one(codec: TextCodec, questions: Sequence[Question], args: argparse.Namespace) -> Iterator[Row]:
+    chance = random.Random(args.seed)
+    combinable = [fault for fault in local.FAULTS if not fault.is_alone]
+    drawn = [chance.sample(combinable, chance.randint(1, 3)) for _ in range(args.combinations)]
+    alone = [[fault] for fault in local.FAULTS if args.only is None or fault.name in args.only]
+    for faults, rounds in [*((faults, args.rounds) for faults in alone), *((faults, 1) for faults in drawn)]:
+        row = Row(faults)
+        for number in range(rounds):
+            seed, is_small = f"{args.seed}-{row.name}-{number}", any(fault.needs_small_disk for fault in faults)
+            try:
+                with _fleet(codec, questions, 1, seed, has_small_disk=is_small) as fleet:
+                    row.play(fleet, faults, args, seed)
+                    fleet.promise(fleet.members[0])
+                    row.check(fleet)
+            except SkippedError as reason:
+                row.skipped = str(reason)
+                break
+        yield row
+
+
+def _of_several(codec: TextCodec, questions: Sequence[Question], args: argparse.Namespace) -> Iterator[Row]:
+    with _fleet(codec, questions, args.servers, str(args.seed)) as fleet:
+        for number, faults in enumerate(remote.drawn(args.rounds, args.seed, args.only)):
+            row = Row(faults)
+            row.play(fleet, faults, args, f"{args.seed}-{number}")
+            yield row
+        row = Row()
+        row.check(fleet)
+        yield row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Inject, verify, print. Returns the exit status."""
-    run = Run("faults", __doc__, argv, OPTIONS, COLUMNS, unsaid=("only",))
-    args = run.args
-    codec = TextCodec.load(str(MODEL_PATH))
-    setup = Setup(
-        codec=codec, questions=reference(args.tokens), seed=args.seed, num_clients=args.clients, calm_s=args.calm
-    )
-    run.say(f"{len(setup.questions)} questions answered without speculation")
-    chance = random.Random(args.seed)
-    combinable = [fault for fault in FAULTS if not fault.is_alone]
-    drawn = [chance.sample(combinable, chance.randint(1, 3)) for _ in range(args.combinations)]
-    alone = [[fault] for fault in FAULTS if fault.name in args.only]
-    failed = False
-    for faults, rounds in [*((faults, args.rounds) for faults in alone), *((faults, 1) for faults in drawn)]:
-        row = Row(" + ".join(fault.name for fault in faults))
-        for _ in range(rounds):
-            play(row, faults, setup)
-        counts = {name: row.counts[name] for name in (*OUTCOMES, *PROBLEMS)}
-        facts = {"fault": row.name, "rounds": row.num_rounds, **counts, "promised": row.num_promised}
-        run.row({**facts, "skipped": row.skipped})
-        for reason in row.reasons[:3]:
+    run = Run("faults", __doc__, argv, OPTIONS, COLUMNS, unsaid=("only", "patience"))
+    args, is_alone = run.args, run.args.servers == 1
+    args.rounds, args.clients = args.rounds or (1 if is_alone else 20), args.clients or (4 if is_alone else 1)
+    run.parameters |= {"rounds": args.rounds, "clients": args.clients}
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of the proxies, which are meant to be in trouble
+    codec, questions = TextCodec.load(str(MODEL_PATH)), reference(args.tokens)
+    run.say(f"{len(questions)} questions answered without speculation")
+    for row in (_of_one if is_alone else _of_several)(codec, questions, args):
+        run.row(row.facts())
+        for reason in row.reasons[:5]:
             run.say(f"    {reason}")
-        failed |= row.num_problems > 0
     sums = {name: sum(row[name] for row in run.rows) for name in (*OUTCOMES, *PROBLEMS, "promised")}
-    return run.end(rows=run.rows, **sums, is_wrong=failed, indent=1)
+    return run.end(rows=run.rows, **sums, is_wrong=any(sums[name] for name in PROBLEMS), indent=1)
 
 
 if __name__ == "__main__":

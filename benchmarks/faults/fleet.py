@@ -1,4 +1,5 @@
-"""Several servers that share through one Redis, each by a proxy of its own, and two tenants who ask all of them."""
+"""Where faults happen: one server with a durable cache, or several that share through one Redis, each by a proxy of its
+own, and two tenants who ask all of them."""
 
 from __future__ import annotations
 
@@ -6,18 +7,18 @@ import http.client
 import json
 import random
 import shutil
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from benchmarks.faults.history import History, family
 from benchmarks.faults.load import Load, Question, note, notes_on_disk
-from benchmarks.faults.scene import server
-from benchmarks.fleet_faults.proxy import FaultProxy
+from benchmarks.faults.proxy import FaultProxy
 from benchmarks.processes import Redis, Server, headers_of
 from server.tenants.namespace_names import NamespaceNames
 from server.tenants.rules import digest_of
@@ -48,15 +49,52 @@ _FILL_FROM = 300  # special tokens lie below
 _PERSISTENT = ("--appendonly", "yes", "--appendfsync", "always")
 
 
+_DISK_BYTES: Final = 32 << 20
+_SERVER: Final = (
+    *("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "256"),
+    *("--num-speculative-tokens", "16", "--exact", "on"),
+)
+ALONE: Final = "faults"
+"""The namespace of one server."""
+
+
+class SkippedError(Exception):
+    """What a fault needs is not to be had here."""
+
+
+class Fault(NamedTuple):
+    """``inject`` returns when the fault is over; the load runs meanwhile.
+
+    ``is_alone`` : never combined with others, as it destroys what they are judged by.
+    """
+
+    name: str
+    inject: Callable[[Fleet], None]
+    needs_small_disk: bool = False
+    is_alone: bool = False
+
+
+def server(log: Path, *options: str) -> Server:
+    """A small one, with the bundled model."""
+    return Server(log, *_SERVER, *options)
+
+
 @dataclass(slots=True)
 class Member:
-    """One server and what belongs to it. ``loads`` : one for each tenant."""
+    """One server and what belongs to it. ``loads`` : one for each tenant. ``is_damaged`` : a fault destroyed files."""
 
     server: Server
-    proxy: FaultProxy
     directory: Path
     history: History
-    loads: list[Load] = field(default_factory=list)
+    loads: list[Load]
+    wire: FaultProxy | None = None
+    is_damaged: bool = False
+
+    @property
+    def proxy(self) -> FaultProxy:
+        """Between it and Redis."""
+        assert self.wire is not None
+        return self.wire
 
     @contextmanager
     def outage(self) -> Iterator[None]:
@@ -66,38 +104,69 @@ class Member:
                 stack.enter_context(load.outage())
             yield
 
+    def kill(self) -> None:
+        """``kill -9``; what it had not written is lost, and nobody may mind."""
+        self.server.kill()
+        self.history.end_life(in_order=False)
+
+    def close(self, *, kill_after_s: float | None = None) -> None:
+        """SIGTERM, and a kill if it takes longer than that."""
+        is_closed = self.server.terminate(kill_after_s=kill_after_s)
+        self.history.end_life(in_order=is_closed and not self.is_damaged)
+
+    def revive(self) -> None:
+        """If it ended by itself, start it again."""
+        if self.server.revive():
+            self.history.end_life(in_order=False)
+
 
 class Fleet:
     """A context manager: all starts when it is entered and ends when it is left.
 
-    Raises FileNotFoundError where there is no redis-server.
+    One server has neither Redis nor keys. Raises FileNotFoundError where more have no redis-server, SkippedError where
+    there can be no small disk.
     """
 
     def __init__(
-        self, home: Path, codec: TextCodec, questions: Sequence[Question], size: int, chance: random.Random
+        self,
+        home: Path,
+        codec: TextCodec,
+        questions: Sequence[Question],
+        size: int,
+        chance: random.Random,
+        *,
+        has_small_disk: bool = False,
     ) -> None:
         self.chance = chance
-        names = NamespaceNames(_SECRET)
-        self.namespaces = [names.tenant(_BASE, f"key:{digest_of(key)}", 0) for key in KEYS]
         self.members: list[Member] = []
-        self._home = home
-        self._codec = codec
-        self._num_redis = 0
+        self._home, self._codec, self._num_redis = home, codec, 0
         self._stack = ExitStack()
-        self.redis = self._new_redis()
+        keys: Sequence[str | None] = KEYS if size > 1 else (None,)
+        names = NamespaceNames(_SECRET)
+        self.namespaces = [ALONE if key is None else names.tenant(_BASE, f"key:{digest_of(key)}", 0) for key in keys]
         (home / "secret").write_bytes(_SECRET)
         (home / "secret").chmod(0o600)
+        if size > 1:
+            self.redis = self._new_redis()
         for number, history in enumerate(family(size)):
-            proxy = FaultProxy(self.redis.port, seed=chance.randrange(1 << 32))
-            self._stack.callback(proxy.close)
-            directory = home / f"cache-{number}"
-            url = f"redis://{USER}:{PASSWORD.replace(' ', '%20')}@127.0.0.1:{proxy.port}/0"
-            one = server(home / f"server-{number}.log", *self._options(directory), "--redis", url)
+            directory, options, wire = home / f"cache-{number}", ["--namespace", ALONE], None
+            directory.mkdir(parents=True)
+            if has_small_disk:
+                self._mount(directory)
+            if size > 1:
+                wire = FaultProxy(self.redis.port, seed=chance.randrange(1 << 32))
+                self._stack.callback(wire.close)
+                url = f"redis://{USER}:{PASSWORD.replace(' ', '%20')}@127.0.0.1:{wire.port}/0"
+                options = ["--namespace", _BASE, "--secret-file", str(home / "secret"), "--redis", url]
+                options += [word for key in KEYS for word in ("--api-key", key)]
+            options += ["--cache-dir", str(directory), "--rebuild-interval", "0.3"]
+            options += ["--cache-tokens", str(_CACHE_TOKENS)]
+            one = server(home / f"server-{number}.log", *options)
             loads = [
                 Load(one, questions, history, namespace, key)
-                for namespace, key in zip(self.namespaces, KEYS, strict=True)
+                for namespace, key in zip(self.namespaces, keys, strict=True)
             ]
-            self.members.append(Member(one, proxy, directory, history, loads))
+            self.members.append(Member(one, directory, history, loads, wire))
 
     def __enter__(self) -> Self:
         for member in self.members:
@@ -105,7 +174,7 @@ class Fleet:
             member.server.start(wait=False)
         for member in self.members:
             member.server.wait_ready()
-        for key in KEYS:
+        for key in KEYS if len(self.members) > 1 else ():
             self._fill(key)
         return self
 
@@ -181,16 +250,27 @@ class Fleet:
 
     def kill_server(self, member: Member) -> None:
         """``kill -9`` in the middle of what it is doing, and a start; what was on disk before is promised."""
-        member.history.promise(number for _, number in self.notes_on_disk(member))
+        self.promise(member)
         with member.outage():
-            member.server.kill()
-            member.history.end_life(in_order=False)
+            member.kill()
             member.server.start()
 
-    def close_servers(self) -> None:
-        """In order: all that was acknowledged is to be on disk."""
-        for member in self.members:
-            member.history.end_life(in_order=member.server.terminate())
+    def promise(self, member: Member) -> None:
+        """What is on its disk now must be there at the end."""
+        if not member.is_damaged:
+            member.history.promise(number for _, number in self.notes_on_disk(member))
+
+    def check(self) -> tuple[Counter[str], int, list[str]]:
+        """Close all in order and read their directories: notes that are wrong, how many were promised, what is said."""
+        counts, num_promised, reasons = Counter[str](), 0, list[str]()
+        for number, member in enumerate(self.members):
+            member.close()
+            verdict = member.history.check(self.notes_on_disk(member))
+            num_promised += verdict.num_promised
+            for name, notes in (("lost", verdict.lost), ("twice", verdict.twice), ("elsewhere", verdict.elsewhere)):
+                counts[name] += len(notes)
+                reasons += [f"server {number}: {name}: notes {notes[:10]}"] if notes else []
+        return counts, num_promised, reasons
 
     def notes_on_disk(self, member: Member) -> list[tuple[str, int]]:
         """(namespace, number) of each note in the directory of a server."""
@@ -236,10 +316,11 @@ class Fleet:
             prompt = [self.chance.randrange(_FILL_FROM, self._codec.vocab_size) for _ in range(_FILL_PROMPT)]
             self.members[number % len(self.members)].server.post({"prompt": prompt, "max_tokens": 1}, key=key)
 
-    def _options(self, directory: Path) -> list[str]:
-        options = ["--cache-dir", str(directory), "--namespace", _BASE, "--secret-file", str(self._home / "secret")]
-        options += ["--cache-tokens", str(_CACHE_TOKENS), "--rebuild-interval", "0.3"]
-        return [*options, *(word for key in KEYS for word in ("--api-key", key))]
+    def _mount(self, directory: Path) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(directory)]
+        if shutil.which("mount") is None or not works(command):
+            raise SkippedError("a small disk needs the right to mount a tmpfs")
+        self._stack.callback(works, ["umount", "--lazy", str(directory)])
 
     def _new_redis(self) -> Redis:
         self._num_redis += 1
@@ -263,3 +344,8 @@ def _drafts(server: Server, body: dict[str, object], key: str) -> bool:
                 for choice in json.loads(line[6:])["choices"]:
                     num_accepted += (choice.get("draft") or {"num_accepted": 0})["num_accepted"]
     return num_accepted >= _DRAFTED
+
+
+def works(command: Sequence[str]) -> bool:
+    """Whether a command ends with status 0."""
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0

@@ -8,10 +8,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
-from benchmarks.fleet_faults.fleet import USER, Fleet, Member
-from benchmarks.fleet_faults.proxy import CLEAR, Weather
+from benchmarks.faults.fleet import USER, Fault, Fleet, Member
+from benchmarks.faults.proxy import CLEAR, Weather
 from ssd.sharing.stream import FIELD
 
 WRONG_ANSWERS: Final = (
@@ -39,18 +39,19 @@ def _weather(members: Sequence[Member], weather: Weather) -> Iterator[None]:
             member.proxy.weather = CLEAR
 
 
+def _under(weather: Weather, seconds: float = 5.0) -> Callable[[Fleet], None]:
+    """Some servers have this weather for a while."""
+
+    def inject(fleet: Fleet) -> None:
+        with _weather(fleet.some(), weather):
+            fleet.hold(seconds)
+
+    return inject
+
+
 def delay(fleet: Fleet) -> None:
     """A fixed delay, from small to longer than a client waits."""
-    for member in fleet.some():
-        member.proxy.weather = Weather(delay_s=fleet.chance.choice((0.02, 0.2, 0.6, 2.5)))
-    fleet.hold(5.0)
-    _clear(fleet)
-
-
-def jitter(fleet: Fleet) -> None:
-    """Delays of up to 1.5 s, another for each chunk."""
-    with _weather(fleet.some(), Weather(jitter_s=1.5)):
-        fleet.hold(5.0)
+    _under(Weather(delay_s=fleet.chance.choice((0.02, 0.2, 0.6, 2.5))))(fleet)
 
 
 def resets(fleet: Fleet) -> None:
@@ -70,24 +71,6 @@ def ends(fleet: Fleet) -> None:
         for member in fleet.members:
             member.proxy.cut(reset=False)
         fleet.hold(0.1)
-
-
-def half_open(fleet: Fleet) -> None:
-    """Connections are accepted and nothing is ever answered; those that met it stay so."""
-    with _weather(fleet.some(), Weather(is_silent=True)):
-        fleet.hold(5.0)
-
-
-def broken_off(fleet: Fleet) -> None:
-    """Answers stop in their middle, connections stay open."""
-    with _weather(fleet.some(), Weather(is_broken_off=True)):
-        fleet.hold(5.0)
-
-
-def flipped_bits(fleet: Fleet) -> None:
-    """A bit of every second chunk is another one, both ways."""
-    with _weather(fleet.some(), Weather(flips=0.5)):
-        fleet.hold(6.0)
 
 
 def random_bytes(fleet: Fleet) -> None:
@@ -113,27 +96,10 @@ def shifted_answers(fleet: Fleet) -> None:
         time.sleep(0.3)
 
 
-def trickle(fleet: Fleet) -> None:
-    """Answers come a byte every 20 ms; connections that met it stay so."""
-    with _weather(fleet.some(), Weather(trickle_s=0.02)):
-        fleet.hold(6.0)
-
-
-def sip(fleet: Fleet) -> None:
-    """Commands are read a byte every 20 ms; connections that met it stay so."""
-    with _weather(fleet.some(), Weather(sip_s=0.02)):
-        fleet.hold(6.0)
-
-
 def _answers(fleet: Fleet, answers: Sequence[bytes]) -> None:
     for answer in answers:
         with _weather(fleet.some(), Weather(answer=answer)):
             time.sleep(0.3)
-
-
-def _clear(fleet: Fleet) -> None:
-    for member in fleet.members:
-        member.proxy.weather = CLEAR
 
 
 _DAY_MS = 86_400_000
@@ -339,17 +305,11 @@ def _end_connections(fleet: Fleet) -> None:
         member.proxy.cut()
 
 
-def kill_server(fleet: Fleet) -> None:
-    """kill -9 of one server, which comes back with its directory."""
-    member = fleet.chance.choice(fleet.members)
-    fleet.kill_server(member)
-
-
 def restart(fleet: Fleet) -> None:
     """One server is closed in order and comes back with its directory."""
     member = fleet.chance.choice(fleet.members)
     with member.outage():
-        member.history.end_life(in_order=member.server.terminate())
+        member.close()
         member.server.start()
 
 
@@ -357,8 +317,7 @@ def anew(fleet: Fleet) -> None:
     """One server is closed and comes back with nothing, while what it asks Redis for is late and cut off."""
     member = fleet.chance.choice(fleet.members)
     with member.outage():
-        member.server.terminate()
-        member.history.end_life(in_order=False)
+        member.close()
         member.history.lose_all()
         shutil.rmtree(member.directory)
         member.proxy.weather = Weather(jitter_s=0.3)
@@ -378,27 +337,20 @@ def kill_unheard(fleet: Fleet) -> None:
     member.proxy.weather = CLEAR
 
 
-class Fault(NamedTuple):
-    """``inject`` returns when the fault is over; the load runs meanwhile."""
-
-    name: str
-    inject: Callable[[Fleet], None]
-
-
 NETWORK: Final = (
     Fault("delay", delay),
-    Fault("jitter", jitter),
+    Fault("jitter", _under(Weather(jitter_s=1.5))),
     Fault("resets", resets),
     Fault("ends", ends),
-    Fault("half-open", half_open),
-    Fault("broken-off", broken_off),
-    Fault("flipped-bits", flipped_bits),
+    Fault("half-open", _under(Weather(is_silent=True))),
+    Fault("broken-off", _under(Weather(is_broken_off=True))),
+    Fault("flipped-bits", _under(Weather(flips=0.5), 6.0)),
     Fault("random-bytes", random_bytes),
     Fault("wrong-answers", wrong_answers),
     Fault("oversized-answers", oversized_answers),
     Fault("shifted-answers", shifted_answers),
-    Fault("trickle", trickle),
-    Fault("sip", sip),
+    Fault("trickle", _under(Weather(trickle_s=0.02), 6.0)),
+    Fault("sip", _under(Weather(sip_s=0.02), 6.0)),
 )
 STORE: Final = (
     Fault("pause", pause),
@@ -422,21 +374,21 @@ STORE: Final = (
     Fault("log-huge-values", huge_values),
 )
 MEMBERS: Final = (
-    Fault("server-kill", kill_server),
+    Fault("server-kill", lambda fleet: fleet.kill_server(fleet.chance.choice(fleet.members))),
     Fault("server-restart", restart),
     Fault("server-anew", anew),
     Fault("server-kill-unheard", kill_unheard),
 )
-NAMES: Final = tuple(fault.name for fault in (*NETWORK, *STORE, *MEMBERS))
+FAULTS: Final = (*NETWORK, *STORE, *MEMBERS)
 
 
-def drawn(num_rounds: int, seed: int, only: list[str] | None = None) -> list[tuple[Fault, ...]]:
+def drawn(num_rounds: int, seed: int, only: Sequence[str] | None = None) -> list[tuple[Fault, ...]]:
     """What happens in each round: mostly one fault, in every fourth one of each kind at once.
 
     All are drawn before any comes again, in an order that the seed says. ``only`` : of these names, one a round.
     """
     chance = random.Random(seed)
-    everything = [fault for fault in (*NETWORK, *STORE, *MEMBERS) if only is None or fault.name in only]
+    everything = [fault for fault in FAULTS if only is None or fault.name in only]
     rounds: list[tuple[Fault, ...]] = []
     waiting: list[Fault] = []
     for number in range(num_rounds):

@@ -205,12 +205,14 @@ def sources_section(results: Sequence[Result]) -> str:
     return "\n\n".join([*parts, said(note, results[0])])
 
 
+_SHOWN_STREAMS = 4
+
+
 def coupled_section(results: Sequence[Result]) -> str:
     """A table a model: tokens/s over speculation off and tokens a pass, with coupled noise and with a seed each."""
     columns = (
         ("workload", "{workload}"),
         (">temperature", "{temperature}"),
-        (">streams", "{streams}"),
         (">coupled: tokens/s over off", spread("coupled[over_off]")),
         (">tokens a pass", "{coupled[tokens_per_pass]:.2f}"),
         (">seeds: over off", "{uncoupled[over_off][0]:.2f}x"),
@@ -227,9 +229,11 @@ def coupled_section(results: Sequence[Result]) -> str:
             "speculation off: no difference."
         )
         text = said(note, result, number=len(result["marks"]), found=found)
-        parts.append(section(columns, result["rows"], text))
+        shown = [row for row in result["rows"] if row["streams"] == _SHOWN_STREAMS]
+        parts.append(section(columns, shown, text))
     note = (
-        "`python -m benchmarks.coupled`: one request at a time to each engine in turn, top-p {parameters[top_p]}. "
+        "Rows with {parameters[growth_streams]} streams; the result has the others too. `python -m "
+        "benchmarks.coupled`: one request at a time to each engine in turn, top-p {parameters[top_p]}. "
         "Asked again: every prompt was answered once of each stream before, and comes again with a stream that is "
         "drawn. Near-variants: a word or a number changed, or a sentence added. Growth: the mixed stream of "
         "`benchmarks.growth`. Medians over groups of requests (least ... most), prompts included. Seeds: the same "

@@ -83,7 +83,7 @@ def faults_section(result: Result) -> str:
     for row in result["rows"]:
         skipped = {**dict.fromkeys(names, ""), "right": f"skipped: {row.get('skipped')}"}
         shown = skipped if row.get("skipped") else {name: f"{row[name]:,}" for name in names}
-        rows.append({"fault": row["fault"], **shown})
+        rows.append({"fault": row.get("fault") or row["faults"], **shown})
     rows.append({"fault": "**all**", **{name: f"**{result[name]:,}**" for name in names}})
     columns = (("fault", "{fault}"), *((f">{title}", f"{{{name}}}") for title, name in zip(titles, names, strict=True)))
     note = (
@@ -113,18 +113,12 @@ def fleet_faults_section(result: Result) -> str:
     counts = ((f">{title}", f"{{{name}}}") for title, name in zip(titles, names, strict=True))
     columns = (("round", "{round}"), *counts, (">shared again after", "{shared}"))
     note = (
-        "`python -m benchmarks.fleet_faults` on {date}: {parameters[servers]} real servers of the bundled model, a "
-        "proxy between each and one Redis, two tenants, {environment[cpu]}, {environment[cores]} cores, "
+        "`python -m benchmarks.faults --servers 3` on {date}: {parameters[servers]} real servers of the bundled model, "
+        "a proxy between each and one Redis, two tenants, {environment[cpu]}, {environment[cores]} cores, "
         "{parameters[rounds]} rounds from seed {parameters[seed]}. A round is over when what each server learned is "
         "drafted by all others. Closed in order afterwards, the servers' directories were searched for all "
         "{promised:,} notes that were promised: {lost} lost, {twice} twice, {elsewhere} in another tenant's cache."
     )
-    if result.get("steps") is not None:
-        note += (
-            " With a healthy Redis, on which others write {steps[others_tokens_per_s]:,} tokens/s, an answer took "
-            "{steps[ratio]:.3f} times as long as without one ({steps[interval][0]:.3f} ... {steps[interval][1]:.3f}, "
-            "{steps[pairs]} pairs)."
-        )
     return section(columns, rows, said(note, result))
 
 
