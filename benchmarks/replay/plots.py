@@ -1,4 +1,4 @@
-"""Curves and reliability as pictures, a panel a trace."""
+"""Curves as pictures, a panel a trace."""
 
 from __future__ import annotations
 
