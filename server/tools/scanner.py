@@ -86,12 +86,13 @@ class Scanner:
                 return found
             yield
 
-    def word(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """All characters that ``pattern``, a repeated set, matches."""
+    def word(self, pattern: re.Pattern[str], *, kept: bool = True) -> Steps[str]:
+        """All characters that ``pattern``, a repeated set, matches; ``kept`` : in the trail, too."""
         letters: list[str] = []
         yield from self.run(pattern, letters.append)
         word = "".join(letters)
-        self.keep(word)
+        if kept:
+            self.keep(word)
         return word
 
     def space(self) -> Steps[bool]:
@@ -124,10 +125,15 @@ class Scanner:
         self._take(self._at + len(found), sink)
         return found
 
-    def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True) -> Steps[str]:
-        """All text before the first marker, and into the trail the marker itself; empty where the text ends first."""
+    def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
+        """All text before the first marker, and into the trail the marker itself; empty where the text ends first.
+
+        ``last`` : the beginning of a marker, which is one where only white space follows it and the text ends.
+        """
         while True:
             match = markers.pattern.search(self._text, self._at)
+            if last and self._ended and not match:
+                match = re.compile(re.escape(last) + r"(?=\s*\Z)").search(self._text, self._at)
             unsure = len(self._text) if self._ended else self._unsure_from(markers)
             if match and match.start() < unsure:
                 self._take(match.start(), sink)

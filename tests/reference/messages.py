@@ -12,7 +12,7 @@ class Hermes:
     """``content``, ``reasoning`` and ``calls``, each a name and its arguments, of a whole text."""
 
     def __init__(self, text: str) -> None:
-        found = re.match(r"\s*<think>\s*(.*?)(?:\n*</think>[\r\n]*|\Z)", text, re.DOTALL)
+        found = re.match(r"\s*<think>\s*+(.*?)(?:\n*</think>[\r\n]*|\n*(?=\n<tool_call>\n)|\Z)", text, re.DOTALL)
         self.reasoning = found[1] if found else ""
         self.calls: list[tuple[str, str]] = []
         self._text = text
@@ -21,8 +21,14 @@ class Hermes:
         while (begin := text.find(BEGIN, self._at)) >= 0:
             self._claim_text(begin)
             self._at = self._space(begin + len(BEGIN))
-            if self._objects() and text.startswith(END, self._at):
-                self._at = self._unclaimed = self._at + len(END)
+            num_items = len(self._items)
+            self._objects()
+            if self._at == len(text):  # where the text ends, the beginning of a call is nothing
+                self._unclaimed = self._at
+            elif None in self._items[num_items:]:
+                self._claim_text(self._at)
+                while self._next(END):
+                    self._unclaimed = self._at
             self._claim_text(self._at)
         self._claim_text(len(text))
         self.content = _joined(self._items)
@@ -46,21 +52,16 @@ class Hermes:
                 return True
         return False
 
-    def _objects(self) -> bool:
-        """A list of calls or several; whether what ends them may come next."""
+    def _objects(self) -> None:
+        """A list of calls or several."""
         in_list = self._next("[")
-        while True:
-            if not self._object():
-                return False
+        while self._object():
             if in_list and not self._next(","):
-                if not self._next("]"):
-                    return False
-                self._unclaimed = self._at
-                break
+                if self._next("]"):
+                    self._unclaimed = self._at
+                return
             if not in_list and not self._next(";", ",") and self._text[self._at : self._at + 1] != "{":
-                break
-        self._at = self._space(self._at)
-        return True
+                return
 
     def _object(self) -> bool:
         if not self._next("{"):
@@ -144,8 +145,10 @@ class Hermes:
                 open_marks = open_marks[:-1]
             elif mark in "{[":
                 open_marks += mark
-            else:
+            elif re.match(r'["\s,:\w.+-]', mark):
                 in_string = mark == '"'
+            else:
+                return False
             self._at += 1
             if not open_marks and not in_string:
                 return True

@@ -15,8 +15,8 @@ from canitoolcall import checks
 from canitoolcall.fixtures import Fixture, load_families, load_fixtures
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult
 
+from server.tools.formats import make_parser
 from server.tools.messages import Message, Messages
-from server.tools.registry import make_parser
 
 FORMATS: dict[str, tuple[str, str | None]] = {
     "DeepSeek-V3-0324": ("deepseek_v3", None),
