@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 from server.tools.message import MessageParser, Reader
 from server.tools.readers import CALL_ID, CallFormat, Written, calls
@@ -338,6 +339,7 @@ def check_names(tool_call: str | None, reasoning: str | None) -> None:
         )
 
 
+@cache
 def special_tokens(tool_call: str | None, reasoning: str | None) -> frozenset[str]:
     """Markers that may be special tokens of the vocabulary and must stay in the text that a parser is given."""
     found: set[str] = set()

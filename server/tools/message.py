@@ -51,6 +51,11 @@ class Pieces:
         self._space: list[str] = []
         self._after_call = self._any_content = False
 
+    @property
+    def is_within_line(self) -> bool:
+        """Whether text of the content stands before what comes, in the same line."""
+        return self._any_content and not self._after_call and not any("\n" in space for space in self._space)
+
     def content(self, text: str) -> None:
         """Text of the content."""
         visible = text.rstrip()
@@ -122,8 +127,8 @@ class MessageParser:
     """Takes one message apart, by readers each of which goes on where the one before has ended; the rest is content.
 
     However the text is cut, all deltas together are the same. Text that is no well-formed call is content, but for the
-    beginning of a call that the end of the text cut: nothing else a model says is lost, and nothing raises. One object
-    a choice, not thread-safe. O(characters) over the whole message.
+    beginning of a call, not within a line of prose, that the end of the text cut: nothing else a model says is lost,
+    and nothing raises. One object a choice, not thread-safe. O(characters) over the whole message.
     """
 
     def __init__(self, *readers: Reader) -> None:

@@ -31,9 +31,12 @@ _NUMBER = re.compile(r":\d+$")
 _TO_LINE_END = re.compile(r"[^<>\n]+")
 _KEY_OF_XML = re.compile(r"[^<]+")
 _ATTRIBUTE = r"""\s+\w+=(?:"[^"]*"|'[^']*')"""
-_ATTRIBUTES = re.compile(rf"(?:{_ATTRIBUTE})*\s*/?")
+_ATTRIBUTES = re.compile(rf"""(?:{_ATTRIBUTE})*(?:\s+\w*(?:=(?:["'][^"']*)?)?)?\s*/?""")
+"""The last may be cut."""
 _KEY = re.compile(rf"""\s*(?:"(?P<quoted>[^"]*)"|["']?(?P<bare>[^"'\s]+)["']?)(?P<rest>(?:{_ATTRIBUTE})*)\s*""")
 _TYPE = re.compile(r"""\s(string|type)=["']([^"']*)""")
+_IS_TOKEN = re.compile(r"[|｜]|^\[")
+"""What prose does not have."""
 _ARGUMENTS = ("arguments", "parameters")
 
 CALL_ID = "[CALL_ID]"
@@ -161,7 +164,7 @@ class Calls:
         self._scanner = scanner
         self._pieces = pieces
         self._accepts: Callable[[str], bool] = functions.__contains__ if functions and form.bare else bool
-        self._read_one = getattr(self, f"_read_{form.arguments}")
+        self._read_one: Callable[[], Steps[None]] = getattr(self, f"_read_{form.arguments}")
 
     def read(self) -> Steps[None]:
         """All of the message."""
@@ -182,13 +185,14 @@ class Calls:
             scanner.forget()
             return
         num_calls = pieces.num_calls
+        is_prose = not marker or (pieces.is_within_line and not _IS_TOKEN.search(marker))
         yield from scanner.space()
         if marker not in form.section or (yield from scanner.literal(*form.call)) or (yield from self._skip(marker)):
             yield from scanner.space()
             yield from self._read_one()
         has_begun = pieces.num_calls > num_calls
-        if (has_begun or marker.startswith(("<", "["))) and not (yield from scanner.peek()):
-            scanner.forget()  # the text ends where another call begins
+        if (has_begun or not is_prose) and not (yield from scanner.peek()):
+            scanner.forget()  # the text ends where a call begins
         if has_begun:
             pieces.content(scanner.trail())
             yield from scanner.space()
@@ -401,7 +405,10 @@ class Calls:
         name = yield from scanner.word(_TAG_NAME)
         yield from scanner.literal('"', "'")
         attributes = yield from scanner.word(_TO_LINE_END)
-        if not name or not self._accepts(name) or not _ATTRIBUTES.fullmatch(attributes):
+        if not name or not self._accepts(name):
+            return
+        if not _ATTRIBUTES.fullmatch(attributes):
+            self._pieces.content(scanner.trail())
             return
         if not (yield from self._literals(form.after_name)):
             return

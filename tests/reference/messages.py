@@ -21,11 +21,12 @@ class Hermes:
         while (begin := text.find(BEGIN, self._at)) >= 0:
             self._claim_text(begin)
             self._at = self._space(begin + len(BEGIN))
-            num_items = len(self._items)
+            num_items, within_line = len(self._items), self._is_within_line()
             self._objects()
-            if self._at == len(text):  # where the text ends, the beginning of a call is nothing
+            begun = None in self._items[num_items:]
+            if self._at == len(text) and (begun or not within_line):  # the beginning of a call is nothing
                 self._unclaimed = self._at
-            elif None in self._items[num_items:]:
+            elif begun:
                 self._claim_text(self._at)
                 while self._next(END):
                     self._unclaimed = self._at
@@ -37,6 +38,11 @@ class Hermes:
         """What belongs to nobody up to here is content."""
         self._items.append(self._text[self._unclaimed : end])
         self._unclaimed = end
+
+    def _is_within_line(self) -> bool:
+        """Whether there is text since the last call, and no line end behind it."""
+        texts = "".join("\0" if item is None else item for item in self._items).split("\0")
+        return bool(texts[-1].strip()) and "\n" not in texts[-1][len(texts[-1].rstrip()) :]
 
     def _space(self, at: int) -> int:
         while self._text[at : at + 1] in (" ", "\t", "\r", "\n"):

@@ -24,7 +24,7 @@ from ssd.retrieval.cache import CacheSet
 from ssd.text.codec import TextCodec
 from tests.tokenizers_for_tests import write_model_directory
 
-BEGIN, END = "<|assistant|>", "<|stop|>"
+BEGIN, END = "<|recites|>", "<|stop|>"
 MAX_LENGTH = 4096
 
 _TEMPLATE = """{%- set begins = BEGINS -%}{%- set told = namespace(begin='', tools=tools) -%}
@@ -37,22 +37,29 @@ _TEMPLATE = """{%- set begins = BEGINS -%}{%- set told = namespace(begin='', too
 {%- endfor -%}{{- 'BEGIN' ~ told.begin -}}"""
 """After the conversation come the first tokens of the answer, as the real model's template has them."""
 
-Outputs = Mapping[str, tuple[str, str]]
+Outputs = Mapping[str, tuple[str, str | Sequence[int]]]
 """What is said where a conversation's last request is "recite NAME": what the template writes of it, and the rest."""
 
 
 def reciting(
-    directory: Path, outputs: Outputs, special: Collection[str], added: Collection[str] = ()
+    directory: Path,
+    outputs: Outputs,
+    special: Collection[str] = (),
+    added: Collection[str] = (),
+    tokenizer_file: Path | None = None,
 ) -> Callable[[ExitStack], Engine]:
-    """Loads an engine; ``special`` : tokens of the vocabulary that text leaves out; ``added`` : others it shows."""
+    """Loads an engine; ``special`` : tokens of the vocabulary that text leaves out; ``added`` : others it shows.
+
+    ``tokenizer_file`` : of another vocabulary than one of bytes.
+    """
     begins = {f"recite {name}": begin for name, (begin, _) in outputs.items()}
     template = _TEMPLATE.replace("BEGINS", json.dumps(begins, ensure_ascii=False)).replace("BEGIN", BEGIN)
     write_model_directory(directory, chat_template=template)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in [*special, END]])
+    tokenizer = Tokenizer.from_file(str(tokenizer_file or directory / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in [*special, BEGIN, END]])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": "<|begin|>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": BEGIN}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(END)}))
 
@@ -79,10 +86,13 @@ class RecitingTarget(WholeTarget):
         self._end = codec.eos_token_ids[0]
         (self._begin,) = codec.encode_completion(BEGIN)
         self._answers = {
-            name: (len(codec.encode_completion(begin)), [*codec.encode_completion(rest), self._end])
+            name: (len(codec.encode_completion(begin)), [*self._ids(rest), self._end])
             for name, (begin, rest) in outputs.items()
         }
         self._answer = lru_cache(maxsize=64)(self._find)
+
+    def _ids(self, output: str | Sequence[int]) -> Sequence[int]:
+        return self._codec.encode_completion(output) if isinstance(output, str) else output
 
     def warm_up(self) -> None:
         """There are no weights."""
