@@ -199,6 +199,8 @@ class Calls:
             while form.ends and (yield from scanner.literal(*form.ends)):
                 scanner.forget()
                 yield from scanner.space()
+            if not (yield from scanner.peek()):
+                scanner.forget()
 
     def _skip(self, marker: str) -> Steps[bool]:
         """Up to a call, in a section that does not begin with one; whether there is one."""

@@ -114,7 +114,10 @@ class Scanner:
         return self._text[self._at : self._at + count]
 
     def literal(self, *options: str, sink: Sink | None = None) -> Steps[str]:
-        """The longest of ``options`` that comes next; empty, and nothing is read, where none does."""
+        """The longest of ``options`` that comes next; empty, and nothing is read, where none does.
+
+        Where the text ends within one, its beginning is read, into the trail.
+        """
         while True:
             rest = self._text[self._at : self._at + max(map(len, options))]
             longer = [option for option in options if len(option) > len(rest) and option.startswith(rest)]
@@ -122,7 +125,10 @@ class Scanner:
                 break
             yield
         found = max((option for option in options if rest.startswith(option)), key=len, default="")
-        self._take(self._at + len(found), sink)
+        if found or not longer:
+            self._take(self._at + len(found), sink)
+        else:
+            self._take(len(self._text))
         return found
 
     def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:

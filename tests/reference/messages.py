@@ -30,6 +30,8 @@ class Hermes:
                 self._claim_text(self._at)
                 while self._next(END):
                     self._unclaimed = self._at
+                if END.startswith(text[self._at :]):  # or what it is
+                    self._unclaimed = self._at = len(text)
             self._claim_text(self._at)
         self._claim_text(len(text))
         self.content = _joined(self._items)

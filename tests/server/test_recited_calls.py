@@ -28,8 +28,12 @@ from tests.tokenizers_for_tests import real_tokenizers
 from tests.waiting import PATIENCE_S
 
 MODEL = "test-model"
-PAIRS = [*dict.fromkeys(FORMATS.values())]
-FEW = 4
+QUICK = [("hermes", "qwen3"), ("openai", "openai_gptoss"), ("kimi_k3", "kimi_k3"), ("deepseek_v41", "deepseek_v3")]
+PAIRS = [
+    pytest.param(pair, id="-".join(filter(None, pair)), marks=() if pair in QUICK else pytest.mark.slow)
+    for pair in dict.fromkeys(FORMATS.values())
+]
+FEW = 3
 """Outputs of each pair of formats, unless all are asked for."""
 
 
@@ -46,7 +50,7 @@ def recorded(pair: tuple[str, str | None]) -> list[Fixture]:
     return sorted(found, key=richness)
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=str)
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest) -> tuple[str, str | None]:
     found: tuple[str, str | None] = request.param
     return found
@@ -59,8 +63,7 @@ def server(pair: tuple[str, str | None], tmp_path_factory: pytest.TempPathFactor
     special = {marker for marker in markers if re.search(r"\||｜|^\[", marker)} - {"<|assistant|>", "<|user|>"}
     outputs = {each.id: (prompt_of(each), each.raw_output) for each in fixtures}
     load = reciting(tmp_path_factory.mktemp("model"), outputs, special, sorted(markers - special))
-    names = {"tool_call_parser": pair[0], "reasoning_parser": pair[1] or "none"}
-    with serving(load, **names) as running:
+    with serving(load, tool_call_parser=pair[0], reasoning_parser=pair[1] or "none") as running:
         yield running
 
 
@@ -297,7 +300,7 @@ def test_a_cut_call_is_left_out_of_what_is_not_streamed(
     num_calls = len(fixture.expected.tool_calls)
     said = [{"role": "user", "content": f"recite {fixture.id}"}]
     fields = {"chat/completions": {"messages": said, "tools": [*fixture.tools]}}
-    fields["responses"] = {"input": said, "tools": [{"type": "function", **each["function"]} for each in fixture.tools]}  # type: ignore[dict-item]
+    fields["responses"] = {"input": said, "tools": [{"type": "function", **each["function"]} for each in fixture.tools]}
     fields["messages"] = {"messages": said, "tools": anthropic_tools(fixture.tools)}
     limit = "max_output_tokens" if path == "responses" else "max_tokens"
     for most in range(num_tokens // 2, num_tokens, 5):
