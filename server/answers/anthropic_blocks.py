@@ -75,6 +75,11 @@ class AnthropicBlocks:
                 events.append(block.delta(said))
         return events
 
+    def leave_out_cut_call(self) -> None:
+        """The last block is left out where it is a call whose arguments are no JSON."""
+        if self._open is not None and isinstance(self._open.part, ToolCall) and not self._open.part.is_json:
+            self._open = None
+
     def finish(self) -> list[Event]:
         """The events that end the last block, which is an empty text where nothing was said."""
         events: list[Event] = []

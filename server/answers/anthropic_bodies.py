@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.answers.anthropic_blocks import AnthropicBlocks
-from server.answers.chat_bodies import ChatBodies
+from server.answers.chat_bodies import ChatBodies, is_cut
 from server.running.generation import Choice, Generation
 
 
@@ -15,10 +15,12 @@ class AnthropicBodies(ChatBodies):
     id_prefix, object_name = "msg_", "message"
 
     def whole(self, generation: Generation) -> dict[str, Any]:
-        """The body of a message that is not streamed: what the events of a stream come to."""
+        """The body of a message that is not streamed: what the events of a stream come to, but for a cut call."""
         choice = generation.choices[0]
         blocks = self.blocks()
         blocks.push("".join(choice.text), ended=True)
+        if is_cut(choice):
+            blocks.leave_out_cut_call()
         blocks.finish()
         message = self.message(blocks.done)
         return {**message, **self.stopped(choice), "usage": usage_of(generation)}

@@ -17,6 +17,11 @@ _FEW_TOKENS = 512
 """A text of so many is taken apart in about a millisecond."""
 
 
+def is_cut(choice: Choice) -> bool:
+    """Whether ``max_tokens`` or a stop string ended a text, perhaps within a call."""
+    return choice.finish_reason == "length" or isinstance(choice.stop_reason, str)
+
+
 class ChatBodies(Bodies):
     """/v1/chat/completions."""
 
@@ -49,8 +54,7 @@ class ChatBodies(Bodies):
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._messages is not None:
-            is_cut = choice.finish_reason == "length"
-            message |= self._written(self._messages.whole(index, text, is_cut=is_cut))
+            message |= self._written(self._messages.whole(index, text, is_cut=is_cut(choice)))
         return {"message": message, "logprobs": None if self.logprobs is None else self.logprobs.chat(choice.logprobs)}
 
     def _written(self, message: Message) -> dict[str, Any]:

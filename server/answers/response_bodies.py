@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from server.answers.chat_bodies import ChatBodies
+from server.answers.chat_bodies import ChatBodies, is_cut
 from server.answers.response_items import ResponseItems, Status
 from server.base.errors import as_api_error
 from server.base.settings import ServerSettings
@@ -32,10 +32,12 @@ class ResponseBodies(ChatBodies):
         return self._is_small and super().is_short(generation)
 
     def whole(self, generation: Generation) -> dict[str, Any]:
-        """The body of a response that is not streamed: what the events of a stream come to."""
+        """The body of a response that is not streamed: what the events of a stream come to, but for a cut call."""
         choice = generation.choices[0]
         items = self.items()
         items.push("".join(choice.text), self.logprobs_of(choice.logprobs), ended=True)
+        if is_cut(choice):
+            items.leave_out_cut_call()
         items.finish(status_of(choice))
         return self.ended(generation, items)
 

@@ -169,6 +169,11 @@ class ResponseItems:
             events += self._say("")
         return events
 
+    def leave_out_cut_call(self) -> None:
+        """The last item is left out where it is a call whose arguments are no JSON."""
+        if isinstance(self._open, _Call) and not self._open.call.is_json:
+            self._open = None
+
     def finish(self, status: Status) -> list[Event]:
         """The events that end the last item, which is an empty message where nothing was said."""
         events: list[Event] = []

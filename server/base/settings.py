@@ -74,7 +74,7 @@ class ServerSettings:
     """Special tokens that messages spell out are control tokens; else they are text."""
 
     tool_call_parser: str = "auto"
-    """The format of the model's tool calls: a name of ``server.tools.registry``, "none", or "auto" by its template."""
+    """The format of the model's tool calls: a name of ``server.tools.formats``, "none", or "auto" by its template."""
 
     reasoning_parser: str = "auto"
     """The same for what it thinks."""

@@ -19,7 +19,7 @@ from server.observe.logs import LogFormat
 from server.tenants.rules_file import OPTION as TENANTS_OPTION
 from server.tenants.secret import OPTION as SECRET_OPTION
 from server.tenants.secret import VARIABLE as SECRET_VARIABLE
-from server.tools.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
+from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from ssd.config import (
     MAX_COUPLED_STREAMS,
     CacheConfig,
@@ -335,13 +335,13 @@ class ToolOptions:
         str,
         Parameter(
             help="how the model writes tool calls: auto (as its chat template says), none, or one of "
-            + ", ".join(TOOL_CALL_PARSERS)
+            + ", ".join(TOOL_FORMATS)
         ),
     ] = AUTO
     reasoning_parser: Annotated[
         str,
         Parameter(
-            help="how it writes what it thinks before it answers: auto, none, or one of " + ", ".join(REASONING_PARSERS)
+            help="how it writes what it thinks before it answers: auto, none, or one of " + ", ".join(REASONING_FORMATS)
         ),
     ] = AUTO
     exclude_tools_when_tool_choice_none: bool = False
@@ -350,8 +350,8 @@ class ToolOptions:
     def check(self) -> None:
         """Raise ConfigError."""
         for option, name, known in (
-            ("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS),
-            ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+            ("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS),
+            ("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS),
         ):
             if name not in (AUTO, OFF, *known):
                 raise ConfigError(f"{option}: no parser {name!r}: give {AUTO}, {OFF} or one of {', '.join(known)}")

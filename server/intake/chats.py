@@ -12,7 +12,7 @@ from server.intake.texts import Texts, codec_of
 from server.schema.chat import ChatBody
 from server.schema.messages import ChatTemplateFields
 from server.schema.tokenize import TokenizeChatBody
-from server.tools.call_ids import with_short_call_ids
+from server.tools.messages import with_short_call_ids
 from ssd.errors import RequestError
 
 if TYPE_CHECKING:

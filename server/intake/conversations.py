@@ -11,13 +11,10 @@ from server.base.limits import Limits
 from server.intake.message_formats import MessageFormat
 from server.schema.chat import ChatBody
 from server.schema.tool_fields import ToolUse
-from server.tools.call_grammars import call_grammar
-from server.tools.call_ids import call_id, short_call_id
-from server.tools.functions import Functions
-from server.tools.messages import Messages
-from server.tools.reasoning_grammar import reasoning_rule
-from server.tools.reasoning_tokens import count_reasoning_tokens
-from server.tools.registry import make_parser, special_tokens
+from server.tools.formats import make_parser, special_tokens
+from server.tools.grammars import call_grammar, count_reasoning_tokens, reasoning_rule
+from server.tools.messages import Messages, call_id, short_call_id
+from server.tools.values import Functions
 from ssd.config import StructuredOutput
 from ssd.errors import RequestError
 

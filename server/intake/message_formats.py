@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from server.tools.detection import detect
+from server.tools.formats import detect
 from ssd.text.messages import knows_tools
 
 if TYPE_CHECKING:

@@ -1,276 +1,350 @@
-"""The tables: what each model's format looks like, by vLLM's names."""
+"""The tables: what each model's format looks like, by vLLM's names. What reads them is in `readers` and `reasoning`.
+
+vLLM's names, parsers of our own: transformers' ``parse_response`` and parsers of partial JSON read a whole text
+anew for each piece, and openai-harmony reads tokens of a vocabulary that it loads from the network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
 
-from server.tools import harmony
-from server.tools.functions import Functions
-from server.tools.gemma_calls import GemmaFormat, gemma_calls
-from server.tools.json_calls import JsonFormat, json_calls
-from server.tools.kimi_k3 import CLOSE, OPEN, SEP, KimiK3Format, kimi_k3
-from server.tools.named_calls import CALL_ID, NamedFormat, named_calls
-from server.tools.pieces import Reader
-from server.tools.pythonic_calls import PythonicFormat, pythonic_calls
-from server.tools.reasoning import ReasoningFormat
-from server.tools.xml_calls import XmlFormat, xml_calls
-
-CallFormat = JsonFormat | NamedFormat | XmlFormat | PythonicFormat | GemmaFormat | KimiK3Format
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """``form`` : None for harmony. ``special`` : markers that may be special tokens."""
-
-    about: str
-    form: CallFormat | None
-    special: frozenset[str] = field(default_factory=frozenset)
-
-
-def _special(*tokens: str) -> frozenset[str]:
-    return frozenset(tokens)
-
-
-_DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
+from server.tools.message import MessageParser, Reader
+from server.tools.readers import CALL_ID, CallFormat, Written, calls
+from server.tools.reasoning import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    RETURN,
+    START,
+    ReasoningFormat,
+    channels,
 )
-_KIMI = (
-    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)  # fmt: skip
-_TOOL_CALL = _special("<tool_call>", "</tool_call>")
-_HERMES = JsonFormat(("<tool_call>",), end=("</tool_call>",))
-_QWEN = XmlFormat(
-    section=("<tool_call>",), call="<function=", after_name=">", key="<parameter=", after_key=(">",),
-    value_end="</parameter>", call_end="</function>", end=("</tool_call>",), on_lines=True,
-)  # fmt: skip
-_GLM = XmlFormat(
-    call="<tool_call>", key="<arg_key>", after_key=("</arg_key>", "<arg_value>"), value_end="</arg_value>",
-    call_end="</tool_call>",
-)  # fmt: skip
-_DSML = XmlFormat(
-    section=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"), call="<｜DSML｜invoke name=", after_name=">",
-    key="<｜DSML｜parameter name=", after_key=(">",), value_end="</｜DSML｜parameter>", call_end="</｜DSML｜invoke>",
-    end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
-)  # fmt: skip
-_DSML_SPACED = XmlFormat(
-    section=("<｜DSML｜ calls>",), call="<｜DSML｜ invoke name=", after_name=">", key="<｜DSML｜ parameter name=",
-    after_key=(">",), value_end="</｜DSML｜ parameter>", call_end="</｜DSML｜ invoke>", end=("</｜DSML｜ calls>",),
-)  # fmt: skip
+from server.tools.reasoning import (
+    reasoning as reasoning_reader,
+)
+from server.tools.values import Functions
+from ssd.errors import ConfigError
 
 JSON = "json"
 """What a model is made to write for a call where its format has no grammar, or it has none."""
 
-TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat("Hermes, Qwen 2.5 and 3: JSON in <tool_call>", _HERMES, _TOOL_CALL),
-    "qwen3_coder": ToolFormat(
-        "Qwen3-Coder, Qwen 3.5: <function=name> and <parameter=name>", _QWEN, _TOOL_CALL
+_OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
+_PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
+_LLAMA = CallFormat(
+    about="Llama 3.1 to 3.3: JSON at the beginning or after <|python_tag|>", call=("<|python_tag|>",),
+    bare=("{", "["), space_is_text=True, written=Written(call=_PARAMETERS, between="; "),
+    told_by=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
+)  # fmt: skip
+_HERMES = CallFormat(
+    about="Hermes, Qwen 2.5 and 3: JSON in <tool_call>", call=("<tool_call>",), end=("</tool_call>",),
+    written=Written(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"), told_by=(("<tool_call>",),),
+)  # fmt: skip
+_JAMBA = CallFormat(
+    about="Jamba 1.5: a JSON list in <tool_calls>", call=("<tool_calls>",), end=("</tool_calls>",),
+    written=Written(call=_OBJECT, before="<tool_calls>[", between=", ", after="]</tool_calls>"),
+    told_by=(("<tool_calls>",),),
+)  # fmt: skip
+_DEEPSEEK_V31 = CallFormat(
+    about="DeepSeek V3.1: name, separator, JSON", arguments="json", section=("<｜tool▁calls▁begin｜>",), closes=True,
+    call=("<｜tool▁call▁begin｜>",), after_name=(("<｜tool▁sep｜>",),),
+    end=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"), space_is_text=True,
+    written=Written(
+        call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>", before="<｜tool▁calls▁begin｜>",
+        between="", after="<｜tool▁calls▁end｜>",
     ),
-    "qwen3_xml": ToolFormat("the same as qwen3_coder", _QWEN, _TOOL_CALL),
-    "llama3_json": ToolFormat(
-        "Llama 3.1 to 3.3: JSON at the beginning or after <|python_tag|>",
-        JsonFormat(("<|python_tag|>",), bare=True), _special("<|python_tag|>"),
+    told_by=(("<｜tool▁calls▁begin｜>",),),
+)  # fmt: skip
+_DEEPSEEK_V32 = CallFormat(
+    about="DeepSeek V3.2: tags of DSML", arguments="tags",
+    section=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"), call=("<｜DSML｜invoke name=",), after_name=((">",),),
+    key="<｜DSML｜parameter name=", after_key=(">",), value_end="</｜DSML｜parameter>", call_end="</｜DSML｜invoke>",
+    end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"), special=("｜DSML｜",), told_by=(("｜DSML｜",),),
+)  # fmt: skip
+_GLM = CallFormat(
+    about="GLM 4.5: <arg_key> and <arg_value>", arguments="tags", call=("<tool_call>",), key="<arg_key>",
+    after_key=("</arg_key>", "<arg_value>"), value_end="</arg_value>", call_end="</tool_call>",
+    told_by=(("<arg_key>",),),
+)  # fmt: skip
+_QWEN = CallFormat(
+    about="Qwen3-Coder, Qwen 3.5: <function=name> and <parameter=name>", arguments="tags", section=("<tool_call>",),
+    call=("<function=",), after_name=((">",),), key="<parameter=", after_key=(">",), value_end="</parameter>",
+    call_end="</function>", end=("</tool_call>",), on_lines=True,
+    written=Written(
+        call="<tool_call>\n<function=NAME>\n", parameter="<parameter=KEY>\n", value_end="\n</parameter>\n",
+        call_end="</function>\n</tool_call>",
     ),
-    "llama4_json": ToolFormat(
-        "Llama 4: JSON at the beginning or after <|python_tag|>",
-        JsonFormat(("<|python_tag|>",), bare=True), _special("<|python_tag|>"),
+    told_by=(("<function=", "<parameter="),),
+)  # fmt: skip
+_MINIMAX = CallFormat(
+    about="MiniMax M2: <invoke> and <parameter>", arguments="tags", section=("<minimax:tool_call>",),
+    call=("<invoke name=",), after_name=((">",),), key="<parameter name=", after_key=(">",), value_end="</parameter>",
+    call_end="</invoke>", end=("</minimax:tool_call>",),
+    written=Written(
+        call='<invoke name="NAME">\n', parameter='<parameter name="KEY">', value_end="</parameter>\n",
+        call_end="</invoke>\n", before="<minimax:tool_call>\n", between="", after="</minimax:tool_call>",
     ),
-    "pythonic": ToolFormat("Llama 3.2, ToolACE: [f(a=1), g()] at the beginning", PythonicFormat(bare=True)),
-    "llama4_pythonic": ToolFormat(
-        "Llama 4: [f(a=1), g()] at the beginning or after <|python_start|>",
-        PythonicFormat(("<|python_start|>",), bare=True, end=("<|python_end|>",)),
-        _special("<|python_start|>", "<|python_end|>"),
-    ),
-    "mistral": ToolFormat(
-        "Mistral: a JSON list, or name[ARGS]{...}, after [TOOL_CALLS]",
-        NamedFormat("[TOOL_CALLS]", after_name=((CALL_ID, ""), ("[ARGS]", "")), or_json=True),
-        _special("[TOOL_CALLS]", CALL_ID, "[ARGS]"),
-    ),
-    "deepseek_v3": ToolFormat(
-        "DeepSeek V3 and R1: JSON in a block of code",
-        NamedFormat(
-            _DEEPSEEK[1], section=_DEEPSEEK[0], before_name=(("function",), (_DEEPSEEK[2],)),
-            after_name=(("```json",),), after=(("```",), (_DEEPSEEK[3],)), end=_DEEPSEEK[4],
+    told_by=(("<minimax:tool_call>",),),
+)  # fmt: skip
+_K3 = [f"<|{mark}|>{name}<|sep|>" for mark in ("open", "close") for name in ("response", "tools")]
+_PYTHONIC = CallFormat(
+    about="Llama 3.2, ToolACE: [f(a=1), g()] at the beginning", arguments="python", bare=("[",),
+    told_by=(("[func_name1(",), ("[func1(",)),
+)  # fmt: skip
+
+TOOL_FORMATS: Mapping[str, CallFormat] = {
+    "openai": CallFormat(
+        about="gpt-oss: harmony, the channel commentary", arguments="json", message_ends=(END,),
+        special=(START, CALL, RETURN),
+        written=Written(
+            call=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS", several=False
         ),
-        _special(*_DEEPSEEK),
+        told_by=(("<|channel|>", "commentary"),),
     ),
-    "deepseek_v31": ToolFormat(
-        "DeepSeek V3.1: name, separator, JSON",
-        NamedFormat(
-            _DEEPSEEK[1], section=_DEEPSEEK[0], after_name=((_DEEPSEEK[2],),), after=((_DEEPSEEK[3],),),
-            end=_DEEPSEEK[4],
+    "muse_glimmer": replace(
+        _MINIMAX, about="Muse Glimmer: <atem:invoke> in messages to=name", message_ends=("<|eom|>", "<|eot|>"),
+        section=("<atem:function_calls>",), call=("<atem:invoke name=",), key="<atem:parameter name=",
+        value_end="</atem:parameter>", call_end="</atem:invoke>", end=("</atem:function_calls>",),
+        special=(START, MESSAGE), written=None, told_by=(("<atem:function_calls>",),),
+    ),
+    "deepseek_v41": replace(
+        _DEEPSEEK_V32, about="DeepSeek V4.1: the same as V3.2, a space before each name", section=("<｜DSML｜ calls>",),
+        call=("<｜DSML｜ invoke name=",), key="<｜DSML｜ parameter name=", value_end="</｜DSML｜ parameter>",
+        call_end="</｜DSML｜ invoke>", end=("</｜DSML｜ calls>",), told_by=(("<｜DSML｜ ",),),
+    ),
+    "deepseek_v32": _DEEPSEEK_V32,
+    "deepseek_v3": replace(
+        _DEEPSEEK_V31, about="DeepSeek V3 and R1: JSON in a block of code",
+        head=(("function",), ("<｜tool▁sep｜>",)), after_name=(("```json",),),
+        written=Written(
+            call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
+            before="<｜tool▁calls▁begin｜>", after="<｜tool▁calls▁end｜>",
         ),
-        _special(*_DEEPSEEK),
+        told_by=(("<｜tool▁calls▁begin｜>", "```json"),),
     ),
-    "deepseek_v32": ToolFormat("DeepSeek V3.2: tags of DSML", _DSML, _special("｜DSML｜")),
-    "deepseek_v41": ToolFormat("DeepSeek V4.1: the same, a space before each name", _DSML_SPACED, _special("｜DSML｜")),
-    "openai": ToolFormat("gpt-oss: harmony, the channel commentary", None, harmony.SPECIAL_TOKENS),
-    "kimi_k2": ToolFormat(
-        "Kimi K2: functions.name:0, JSON",
-        NamedFormat(
-            _KIMI[1], section=_KIMI[0], before_name=(("functions.", ""),), after_name=((_KIMI[2],),),
-            after=((_KIMI[3],),), end=_KIMI[4],
+    "deepseek_v31": _DEEPSEEK_V31,
+    "kimi_k2": CallFormat(
+        about="Kimi K2: functions.name:0, JSON", arguments="json", section=("<|tool_calls_section_begin|>",),
+        closes=True, call=("<|tool_call_begin|>",), head=(("functions.", ""),),
+        after_name=(("<|tool_call_argument_begin|>",),), end=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        space_is_text=True,
+        written=Written(
+            call="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+            before="<|tool_calls_section_begin|>", between="", after="<|tool_calls_section_end|>",
         ),
-        _special(*_KIMI),
+        told_by=(("<|tool_calls_section_begin|>",),),
     ),
-    "kimi_k3": ToolFormat("Kimi K3: sections of <|open|> and <|close|>", KimiK3Format(), _special(OPEN, CLOSE, SEP)),
-    "gemma4": ToolFormat(
-        "Gemma 4: call:name{key:value} in <|tool_call>", GemmaFormat(),
-        _special("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "kimi_k3": CallFormat(
+        about="Kimi K3: sections of <|open|> and <|close|>", arguments="tags", call=("<|open|>call tool=",),
+        after_name=(("<|sep|>",),), key="<|open|>argument key=", after_key=("<|sep|>",),
+        value_end="<|close|>argument<|sep|>", call_end="<|close|>call<|sep|>", value_end_before_tag=True, escaped=True,
+        noise=(*_K3, "<|close|>message<|sep|>"), space_is_text=True,
+        told_by=(("<|open|>", "<|close|>", "<|sep|>"),),
     ),
-    "glm45": ToolFormat("GLM 4.5: <arg_key> and <arg_value>", _GLM, _TOOL_CALL),
-    "glm47": ToolFormat("GLM 4.7: the same as glm45", _GLM, _TOOL_CALL),
-    "granite": ToolFormat(
-        "Granite 3: a JSON list after <|tool_call|>",
-        JsonFormat(("<|tool_call|>", "<tool_call>")), _special("<|tool_call|>"),
+    "gemma4": CallFormat(
+        about="Gemma 4: call:name{key:value} in <|tool_call>", arguments="gemma", call=("<|tool_call>",),
+        head=(("call:",),), end=("<tool_call|>",), space_is_text=True, special=('<|"|>',),
+        told_by=(("<|tool_call>", "<tool_call|>"),),
     ),
-    "granite4": ToolFormat("Granite 4: the same as hermes", _HERMES, _TOOL_CALL),
-    "granite-20b-fc": ToolFormat(
-        "Granite 20B: JSON after <function_call>", JsonFormat(("<function_call>",)), _special("<function_call>")
+    "mistral": CallFormat(
+        about="Mistral: a JSON list, or name[ARGS]{...}, after [TOOL_CALLS]", arguments="json", call=("[TOOL_CALLS]",),
+        after_name=((CALL_ID, ""), ("[ARGS]", "")), space_is_text=True,
+        special=("[TOOL_CALLS]", CALL_ID, "[ARGS]"),
+        written=Written(call=_OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
+        told_by=(("[TOOL_CALLS]",),),
     ),
-    "internlm": ToolFormat(
-        "InternLM 2.5: JSON after <|action_start|><|plugin|>",
-        JsonFormat(("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), end=("<|action_end|>",)),
-        _special("<|action_start|>", "<|plugin|>", "<|action_end|>"),
-    ),
-    "jamba": ToolFormat(
-        "Jamba 1.5: a JSON list in <tool_calls>",
-        JsonFormat(("<tool_calls>",), end=("</tool_calls>",)), _special("<tool_calls>", "</tool_calls>"),
-    ),
-    "hunyuan_a13b": ToolFormat(
-        "Hunyuan A13B: the same as jamba",
-        JsonFormat(("<tool_calls>",), end=("</tool_calls>",)), _special("<tool_calls>", "</tool_calls>"),
-    ),
-    "longcat": ToolFormat(
-        "LongCat: JSON in <longcat_tool_call>",
-        JsonFormat(("<longcat_tool_call>",), end=("</longcat_tool_call>",)),
-        _special("<longcat_tool_call>", "</longcat_tool_call>"),
-    ),
-    "lfm2": ToolFormat(
-        "LFM2: [f(a=1)] after <|tool_call_start|>",
-        PythonicFormat(("<|tool_call_start|>",), end=("<|tool_call_end|>",)),
-        _special("<|tool_call_start|>", "<|tool_call_end|>"),
-    ),
-    "minimax_m2": ToolFormat(
-        "MiniMax M2: <invoke> and <parameter>",
-        XmlFormat(
-            section=("<minimax:tool_call>",), call="<invoke name=", after_name=">", key="<parameter name=",
-            after_key=(">",), value_end="</parameter>", call_end="</invoke>", end=("</minimax:tool_call>",),
+    "minimax_m2": _MINIMAX,
+    "seed_oss": replace(
+        _QWEN, about="Seed-OSS: <function=name> and <parameter=name> in <seed:tool_call>",
+        section=("<seed:tool_call>",), end=("</seed:tool_call>",), on_lines=False,
+        written=Written(
+            call="<seed:tool_call>\n<function=NAME>\n", parameter="<parameter=KEY>", value_end="</parameter>\n",
+            call_end="</function>\n</seed:tool_call>",
         ),
-        _special("<minimax:tool_call>", "</minimax:tool_call>"),
+        told_by=(("<seed:tool_call>",),),
     ),
-    "olmo3": ToolFormat(
-        "Olmo 3: f(a=1), one a line, in <function_calls>",
-        PythonicFormat(("<function_calls>",), end=("</function_calls>",)),
-        _special("<function_calls>", "</function_calls>"),
+    "longcat": replace(
+        _HERMES, about="LongCat: JSON in <longcat_tool_call>", call=("<longcat_tool_call>",),
+        end=("</longcat_tool_call>",), told_by=(("<longcat_tool_call>",),),
+        written=Written(call=f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"),
     ),
-    "phi4_mini_json": ToolFormat(
-        "Phi-4-mini: a JSON list after functools or <|tool_call|>",
-        JsonFormat(("functools", "<|tool_call|>"), end=("<|/tool_call|>",)),
-        _special("<|tool_call|>", "<|/tool_call|>"),
+    "glm45": _GLM,
+    "glm47": replace(_GLM, about="GLM 4.7: the same as glm45"),
+    "qwen3_coder": _QWEN,
+    "qwen3_xml": replace(_QWEN, about="the same as qwen3_coder"),
+    "internlm": CallFormat(
+        about="InternLM 2.5: JSON after <|action_start|><|plugin|>",
+        call=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), end=("<|action_end|>",),
+        told_by=(("<|action_start|>", "<|plugin|>"),),
+        written=Written(call=f"<|action_start|><|plugin|>\n{_PARAMETERS}<|action_end|>", several=False),
     ),
-    "seed_oss": ToolFormat(
-        "Seed-OSS: <function=name> and <parameter=name> in <seed:tool_call>",
-        XmlFormat(
-            section=("<seed:tool_call>",), call="<function=", after_name=">", key="<parameter=", after_key=(">",),
-            value_end="</parameter>", call_end="</function>", end=("</seed:tool_call>",),
-        ),
-        _special("<seed:tool_call>", "</seed:tool_call>"),
+    "lfm2": CallFormat(
+        about="LFM2: [f(a=1)] after <|tool_call_start|>", arguments="python", call=("<|tool_call_start|>",),
+        end=("<|tool_call_end|>",), told_by=(("<|tool_list_start|>",), ("<|tool_call_start|>",)),
     ),
-    "xlam": ToolFormat(
-        "xLAM: a JSON list at the beginning or after [TOOL_CALLS]", JsonFormat(("[TOOL_CALLS]",), bare=True)
+    "olmo3": CallFormat(
+        about="Olmo 3: f(a=1), one a line, in <function_calls>", arguments="python", call=("<function_calls>",),
+        end=("</function_calls>",), told_by=(("<function_calls>",),),
     ),
-    JSON: ToolFormat('[{"name": ..., "parameters": ...}], which any model can be made to write', JsonFormat(bare=True)),
+    "granite-20b-fc": CallFormat(
+        about="Granite 20B: JSON after <function_call>", call=("<function_call>",), told_by=(("<function_call>",),),
+        written=Written(call=f"<function_call> {_OBJECT}"),
+    ),
+    "granite": CallFormat(
+        about="Granite 3: a JSON list after <|tool_call|>", call=("<|tool_call|>", "<tool_call>"),
+        written=Written(call=_OBJECT, before="<|tool_call|>[", between=", ", after="]"),
+        told_by=(("<|tool_call|>", "<|start_of_role|>"),),
+    ),
+    "phi4_mini_json": CallFormat(
+        about="Phi-4-mini: a JSON list after functools or <|tool_call|>", call=("functools", "<|tool_call|>"),
+        end=("<|/tool_call|>",), told_by=(("<|tool|>",), ("functools[",)),
+        written=Written(call=_OBJECT, before="functools[", between=", ", after="]"),
+    ),
+    "hermes": _HERMES,
+    "granite4": replace(_HERMES, about="Granite 4: the same as hermes"),
+    "jamba": _JAMBA,
+    "hunyuan_a13b": replace(_JAMBA, about="Hunyuan A13B: the same as jamba"),
+    "llama4_pythonic": replace(
+        _PYTHONIC, about="Llama 4: [f(a=1), g()] at the beginning or after <|python_start|>",
+        call=("<|python_start|>",), end=("<|python_end|>",),
+        told_by=(("<|python_start|>",), ("<|header_start|>", "[func_name1(")),
+    ),
+    "pythonic": _PYTHONIC,
+    "llama4_json": replace(
+        _LLAMA, about="Llama 4: JSON at the beginning or after <|python_tag|>",
+        told_by=(("<|header_start|>", '"parameters": '),),
+    ),
+    "llama3_json": _LLAMA,
+    "xlam": CallFormat(
+        about="xLAM: a JSON list at the beginning or after [TOOL_CALLS]", call=("[TOOL_CALLS]",), bare=("{", "["),
+        written=Written(call=_OBJECT, before="[", between=", ", after="]"),
+    ),
+    JSON: CallFormat(
+        about='[{"name": ..., "parameters": ...}], which any model can be made to write', bare=("{", "["),
+        written=Written(call=_PARAMETERS, before="[", between=", ", after="]"),
+    ),
 }  # fmt: skip
+"""The most particular first: a chat template has the first that it tells of."""
 
+_INSIDE = ReasoningFormat("DeepSeek R1: <think>, the model begins inside unless the prompt closed it", inside=True)
 
-@dataclass(frozen=True)
-class Thinking:
-    """``form`` : None for harmony. ``special`` : markers that may be special tokens."""
-
-    about: str
-    form: ReasoningFormat | None
-    special: frozenset[str] = frozenset({"<think>", "</think>"})
-
-
-_THINK = ReasoningFormat(("<think>",), ("</think>",))
-_THINK_INSIDE = ReasoningFormat(("<think>",), ("</think>",), inside=True)
-
-REASONING_FORMATS: Mapping[str, Thinking] = {
-    "qwen3": Thinking("Qwen 3: <think>, where the model or the prompt begins it", _THINK),
-    "deepseek_r1": Thinking("DeepSeek R1: <think>, the model begins inside unless the prompt closed it", _THINK_INSIDE),
-    "deepseek_v3": Thinking("DeepSeek V3.1 and later: the same as qwen3", _THINK),
-    "openai_gptoss": Thinking("gpt-oss: harmony, the channel analysis", None, harmony.SPECIAL_TOKENS),
-    "granite": Thinking(
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "openai_gptoss": ReasoningFormat(
+        "gpt-oss: harmony, the channel analysis", (f"{CHANNEL}analysis{MESSAGE}",), (END,),
+        also_ends=(CALL, RETURN), header=f"{START}assistant", told_by=(("<|channel|>", "analysis"),),
+    ),
+    "muse_glimmer": ReasoningFormat(
+        "Muse Glimmer: messages to=self", (f" to=self{MESSAGE}", f"to=self{MESSAGE}"), ("<|eom|>", "<|eot|>"),
+        header=f"{START}assistant", told_by=(("<atem:function_calls>",),),
+    ),
+    "kimi_k3": ReasoningFormat(
+        "Kimi K3: the section think", ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",),
+        also_ends=tuple(_K3[:2]), told_by=(("<|open|>", "<|close|>", "<|sep|>"),),
+    ),
+    "gemma4": ReasoningFormat(
+        "Gemma 4: <|channel>thought", ("<|channel>thought\n", "<|channel>thought"), ("<channel|>",),
+        also_ends=("<|tool_call>",), told_by=(("<|channel>", "<channel|>"),),
+    ),
+    "mistral": ReasoningFormat(
+        "Magistral: [THINK]", ("[THINK]", "<think>"), ("[/THINK]", "</think>"), told_by=(("[THINK]",),)
+    ),
+    "seed_oss": ReasoningFormat(
+        "Seed-OSS: <seed:think>", ("<seed:think>",), ("</seed:think>",), told_by=(("<seed:think>",),)
+    ),
+    "granite": ReasoningFormat(
         "Granite 3.2: from 'Here is my thought process:' to 'Here is my response:'",
-        ReasoningFormat(
-            ("Here is my thought process:", "Here's my thought process:"),
-            ("Here is my response: ", "Here's my response: ", "Here is my response:", "Here's my response:"),
-        ),
-        frozenset(),
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response: ", "Here's my response: ", "Here is my response:", "Here's my response:"),
+        told_by=(("Here is my thought process:",),),
     ),
-    "mistral": Thinking(
-        "Magistral: [THINK]", ReasoningFormat(("[THINK]", "<think>"), ("[/THINK]", "</think>")),
-        _special("[THINK]", "[/THINK]"),
+    "kimi_k2": ReasoningFormat(
+        "Kimi K2: <think>; calls end it, too", also_ends=("<|tool_calls_section_begin|>",), inside=True,
+        told_by=(("<|tool_calls_section_begin|>", "<think>"),),
     ),
-    "glm45": Thinking("GLM 4.5: the same as qwen3", _THINK),
-    "glm47": Thinking("GLM 4.7: the same as qwen3", _THINK),
-    "holo2": Thinking("Holo2: the same as deepseek_r1", _THINK_INSIDE),
-    "kimi_k2": Thinking(
-        "Kimi K2: <think>; calls end it, too",
-        ReasoningFormat(("<think>",), ("</think>",), also_ends=_KIMI[:1], inside=True),
+    "deepseek_r1": replace(_INSIDE, told_by=(("<｜Assistant｜><think>",),)),
+    "deepseek_v3": ReasoningFormat(
+        "DeepSeek V3.1 and later: the same as qwen3", told_by=(("<｜Assistant｜>", "<think>"),)
     ),
-    "kimi_k3": Thinking(
-        "Kimi K3: the section think",
-        ReasoningFormat(
-            (f"{OPEN}think{SEP}",), (f"{CLOSE}think{SEP}",), also_ends=(f"{OPEN}response{SEP}", f"{OPEN}tools{SEP}")
-        ),
-        _special(OPEN, CLOSE, SEP),
+    "minimax_m2": replace(
+        _INSIDE, about="MiniMax M2: the same as deepseek_r1", told_by=(("<minimax:tool_call>", "<think>"),)
     ),
-    "gemma4": Thinking(
-        "Gemma 4: <|channel>thought",
-        ReasoningFormat(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), also_ends=("<|tool_call>",)),
-        _special("<|channel>", "<channel|>"),
-    ),
-    "minimax_m2": Thinking("MiniMax M2: the same as deepseek_r1", _THINK_INSIDE),
-    "nemotron_v3": Thinking("Nemotron 3: the same as qwen3", _THINK),
-    "olmo3": Thinking("Olmo 3: the same as deepseek_r1", _THINK_INSIDE),
-    "seed_oss": Thinking(
-        "Seed-OSS: <seed:think>", ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
-        _special("<seed:think>", "</seed:think>"),
-    ),
-    "step3": Thinking("Step 3: the same as deepseek_r1", _THINK_INSIDE),
-    "step3p5": Thinking("Step 3.5: the same as deepseek_r1", _THINK_INSIDE),
+    "glm45": ReasoningFormat("GLM 4.5: the same as qwen3", told_by=(("<arg_key>", "<think>"),)),
+    "glm47": ReasoningFormat("GLM 4.7: the same as qwen3"),
+    "olmo3": replace(_INSIDE, about="Olmo 3: the same as deepseek_r1", told_by=(("<function_calls>", "<think>"),)),
+    "qwen3": ReasoningFormat("Qwen 3: <think>, where the model or the prompt begins it", told_by=(("<think>",),)),
+    "nemotron_v3": ReasoningFormat("Nemotron 3: the same as qwen3"),
+    "holo2": replace(_INSIDE, about="Holo2: the same as deepseek_r1", told_by=(("</think>",),)),
+    "step3": replace(_INSIDE, about="Step 3: the same as deepseek_r1"),
+    "step3p5": replace(_INSIDE, about="Step 3.5: the same as deepseek_r1"),
 }  # fmt: skip
+"""The most particular first, as above."""
+
+_MARKER = re.compile(r"<[^<>\s]*(?:\||｜|tool_call|function_call|think)[^<>\s]*>|\[/?THINK\]")
+"""Of the texts of a row: what may be a special token."""
 
 
-def begins_of_calls(form: CallFormat | None) -> tuple[str, ...]:
-    """What begins a call, on a line of its own, in reasoning that the model forgot to end; prose hardly has that."""
-    if isinstance(form, XmlFormat):
-        return tuple(f"\n{section}\n" for section in form.section) or (f"\n{form.call}",)
-    if isinstance(form, JsonFormat):
-        return tuple(f"\n{marker}\n" for marker in form.begin if marker.startswith("<"))
-    return ()
+def detect(chat_template: str) -> tuple[str | None, str | None]:
+    """Names of the tool-call and the reasoning format that a chat template speaks of; None where it speaks of none."""
+    tables: tuple[Mapping[str, CallFormat | ReasoningFormat], ...] = (TOOL_FORMATS, REASONING_FORMATS)
+    tool_call, reasoning = (
+        next((name for name, row in table.items() if _is_told(row.told_by, chat_template)), None) for table in tables
+    )
+    return tool_call, reasoning
 
 
-def calls_reader(form: CallFormat, functions: Functions) -> Reader:
-    """Reads calls of a format. Where no marker is needed only a function of the request is called, else any name."""
-    accepts: Callable[[str], bool] = bool
-    if functions and isinstance(form, (JsonFormat, PythonicFormat)) and form.bare:
-        accepts = functions.__contains__
-    if isinstance(form, JsonFormat):
-        return json_calls(form, accepts)
-    if isinstance(form, NamedFormat):
-        return named_calls(form, accepts)
-    if isinstance(form, XmlFormat):
-        return xml_calls(form, functions, accepts)
-    if isinstance(form, GemmaFormat):
-        return gemma_calls(form, accepts)
-    if isinstance(form, KimiK3Format):
-        return kimi_k3(accepts)
-    return pythonic_calls(form, accepts)
+def _is_told(told_by: tuple[tuple[str, ...], ...], chat_template: str) -> bool:
+    return any(all(string in chat_template for string in strings) for strings in told_by)
+
+
+def make_parser(
+    tool_call: str | None, reasoning: str | None, *, functions: Functions | None = None, prompt: str = ""
+) -> MessageParser:
+    """What takes one message apart; None where the message has no such parts. ``reasoning`` comes first, then calls.
+
+    ``functions`` : of the request; formats without types read values by their schemas, those without markers take for
+    calls only what calls one of them. ``prompt`` : the end of what the model continues, 64 characters are enough:
+    templates that open or close the reasoning themselves are known by it. Raises ConfigError for a name not in
+    `TOOL_FORMATS` or `REASONING_FORMATS`. O(1).
+    """
+    check_names(tool_call, reasoning)
+    functions = functions or {}
+    form = None if tool_call is None else TOOL_FORMATS[tool_call]
+    thinking = None if reasoning is None else REASONING_FORMATS[reasoning]
+    readers: list[Reader] = []
+    if form is not None and form.message_ends:
+        readers.append(channels(form, functions, form.message_ends))
+        if thinking is not None and not thinking.header:
+            readers.insert(0, reasoning_reader(thinking, prompt))
+        return MessageParser(*readers)
+    if thinking is not None and thinking.header:
+        readers.append(channels(None, functions, thinking.end))
+    elif thinking is not None:
+        readers.append(reasoning_reader(thinking, prompt, () if form is None else form.in_reasoning))
+    if form is not None:
+        readers.append(calls(form, functions))
+    return MessageParser(*readers)
+
+
+def check_names(tool_call: str | None, reasoning: str | None) -> None:
+    """Raise ConfigError where one is no format's name; None is none."""
+    if tool_call is not None and tool_call not in TOOL_FORMATS:
+        raise ConfigError(f"no tool-call parser {tool_call!r}: give auto, none or one of {', '.join(TOOL_FORMATS)}")
+    if reasoning is not None and reasoning not in REASONING_FORMATS:
+        raise ConfigError(
+            f"no reasoning parser {reasoning!r}: give auto, none or one of {', '.join(REASONING_FORMATS)}"
+        )
+
+
+@cache
+def special_tokens(tool_call: str | None, reasoning: str | None) -> frozenset[str]:
+    """Markers that may be special tokens of the vocabulary and must stay in the text that a parser is given."""
+    found: set[str] = set()
+    if tool_call is not None:
+        found |= {*TOOL_FORMATS[tool_call].special, *_MARKER.findall(repr(TOOL_FORMATS[tool_call]))}
+    if reasoning is not None:
+        found |= {*_MARKER.findall(repr(REASONING_FORMATS[reasoning]))}
+    return frozenset(found)

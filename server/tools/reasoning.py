@@ -1,4 +1,4 @@
-"""Reasoning before the content, between markers: most models that think aloud."""
+"""What was thought before the content: between markers, or as a message of its own with a header."""
 
 from __future__ import annotations
 
@@ -6,23 +6,38 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from server.tools.pieces import Pieces, Reader
-from server.tools.scanner import Markers, Scanner, Steps
+from server.tools.message import Pieces, Reader
+from server.tools.readers import CallFormat, Calls
+from server.tools.scanner import Markers, Scanner, Sink, Steps
+from server.tools.values import Functions
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 
 _LINE_ENDS = re.compile(r"[\r\n]+")
+_HEADER_TEXT = re.compile(r"[^<]+")
+_CUT_HEADER = re.compile(
+    r"(?=<)(<\|start\|>\s*\w*)?\s*(to=[^\s<]*)?\s*(<\|channel\|>\s*\w*)?\s*(to=[^\s<]*)?\s*(<\|constrain\|>)?\s*\w*"
+)
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
     """``begin``, ``end`` : markers around it. ``also_ends`` : markers that end it and belong to what follows.
 
-    ``inside`` : the model begins inside unless the prompt says otherwise, with or without the marker.
+    ``inside`` : the model begins inside unless the prompt says otherwise, with or without the marker. ``header`` : what
+    it is followed by, of a model whose messages have headers. ``told_by`` : strings of chat templates, all of one.
     """
 
-    begin: tuple[str, ...]
-    end: tuple[str, ...]
+    about: str
+    begin: tuple[str, ...] = ("<think>",)
+    end: tuple[str, ...] = ("</think>",)
     also_ends: tuple[str, ...] = ()
     inside: bool = False
+    header: str = ""
+    told_by: tuple[tuple[str, ...], ...] = ()
 
 
 def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
@@ -48,11 +63,12 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
         if inside is None:
             return
         yield from scanner.space()
-        if not (yield from scanner.literal(*form.begin)) and not inside:
+        begun = yield from scanner.literal(*form.begin)
+        if not begun and not inside:
             return
-        if inside:
-            pieces.reasoning(_without_marker(scanner.trail(), form))
-        scanner.forget()
+        space = scanner.trail()
+        if inside and not begun:  # white space that was written instead of the marker
+            pieces.reasoning(space.lstrip())
         yield from scanner.space()
         scanner.forget()
         marker = yield from scanner.until(markers, pieces.reasoning, read_marker=False)
@@ -65,6 +81,125 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
     return read
 
 
-def _without_marker(text: str, form: ReasoningFormat) -> str:
-    """White space that was written before the marker, or instead of it."""
-    return "" if text.endswith(form.begin) else text.lstrip()
+def channels(form: CallFormat | None, functions: Functions, ends: Collection[str]) -> Reader:
+    """Reads messages with headers, up to one without.
+
+    ``form`` : of what is for a function, which is content where it is None. ``ends`` : of a message.
+    """
+    return lambda scanner, pieces: _Channels(form, functions, ends, scanner, pieces).read()
+
+
+class _Channels:
+    def __init__(
+        self, form: CallFormat | None, functions: Functions, ends: Collection[str], scanner: Scanner, pieces: Pieces
+    ) -> None:
+        self._form = form
+        self._functions = functions
+        self._ends = ends
+        self._body_ends = Markers(*ends, CALL, RETURN, START, CHANNEL)
+        self._scanner = scanner
+        self._pieces = pieces
+
+    def read(self) -> Steps[None]:
+        seen: set[str] = set()
+        header = yield from self._first_header()
+        while header:
+            name = self._function(header)
+            if name:
+                header = yield from self._read_call(name)
+            else:
+                kind = self._kind(header)
+                sink: Sink = self._pieces.reasoning if kind == "reasoning" else self._pieces.content
+                if kind in seen:
+                    sink("\n")
+                seen.add(kind)
+                header = yield from self._read_body(sink)
+                if kind == "reasoning":
+                    self._pieces.end_reasoning(complete=False)
+            header = header or (yield from self._first_header())
+
+    def _first_header(self) -> Steps[str]:
+        """Empty where there is none."""
+        scanner = self._scanner
+        yield from scanner.space()
+        marker = yield from scanner.literal(START, CHANNEL, MESSAGE, "to=")
+        if marker == MESSAGE:
+            return scanner.trail()
+        return (yield from self._rest_of_header()) if marker else ""
+
+    def _rest_of_header(self) -> Steps[str]:
+        """All of it from its beginning in the trail; empty where it is none. One that is cut is nothing at all."""
+        scanner = self._scanner
+        while True:
+            yield from scanner.run(_HEADER_TEXT)
+            marker = yield from scanner.literal(CHANNEL, CONSTRAIN, MESSAGE)
+            if marker == MESSAGE:
+                return scanner.trail()
+            if not marker:
+                break
+        if not (yield from scanner.peek()):
+            written = scanner.trail()
+            scanner.keep("" if _CUT_HEADER.fullmatch(written) else written)
+        return ""
+
+    def _function(self, header: str) -> str:
+        recipient = _RECIPIENT.search(header)
+        if recipient is None or self._form is None:
+            return ""
+        name = recipient[1].removeprefix("functions.")
+        if self._form.arguments == "tags":
+            return "" if name in ("self", "user") else name
+        return name if name != recipient[1] or name in self._functions else ""
+
+    def _kind(self, header: str) -> str:
+        """Analysis and what is for tools that are no functions is thought; so is what is for the model itself."""
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        if recipient is not None and recipient[1] in ("self", "user"):
+            return "reasoning" if recipient[1] == "self" else "content"
+        private = channel is not None and (channel[1] == "analysis" or recipient is not None)
+        return "reasoning" if private and (self._form is not None or recipient is None) else "content"
+
+    def _read_call(self, name: str) -> Steps[str]:
+        """The header of the message after it, where that has begun."""
+        scanner, pieces, form = self._scanner, self._pieces, self._form
+        yield from scanner.space()
+        if form is not None and form.arguments == "tags":
+            if marker := (yield from scanner.literal(*form.section, *form.call)):
+                yield from Calls(form, self._functions, scanner, pieces).read_group(marker)
+            pieces.content(scanner.trail())
+            return (yield from self._read_body(pieces.content))
+        scanner.forget()
+        begun = False
+
+        def arguments(text: str) -> None:
+            nonlocal begun
+            if not begun:
+                pieces.call(name)
+            begun = True
+            pieces.arguments(text)
+
+        if (yield from scanner.peek()) == "{":  # in its strings the markers are text
+            yield from scanner.value(arguments)
+        elif (yield from scanner.literal(*self._ends, CALL, RETURN)):
+            scanner.forget()
+            arguments("{}")
+            return ""
+        return (yield from self._read_body(arguments))
+
+    def _read_body(self, sink: Sink) -> Steps[str]:
+        """Up to its end; the header that follows where one does without an end. A body may speak of markers."""
+        scanner = self._scanner
+        while marker := (yield from scanner.until(self._body_ends, sink)):
+            if marker in (START, CHANNEL):
+                header = yield from self._rest_of_header()
+                if header:
+                    return header
+            elif marker not in self._ends:
+                yield from scanner.space()
+                if (yield from scanner.ahead(len(START))) in ("", START):
+                    marker = END
+            if marker in (END, *self._ends):
+                scanner.forget()
+                return ""
+            sink(scanner.trail())
+        return ""

@@ -86,12 +86,13 @@ class Scanner:
                 return found
             yield
 
-    def word(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """All characters that ``pattern``, a repeated set, matches."""
+    def word(self, pattern: re.Pattern[str], *, kept: bool = True) -> Steps[str]:
+        """All characters that ``pattern``, a repeated set, matches; ``kept`` : in the trail, too."""
         letters: list[str] = []
         yield from self.run(pattern, letters.append)
         word = "".join(letters)
-        self.keep(word)
+        if kept:
+            self.keep(word)
         return word
 
     def space(self) -> Steps[bool]:
@@ -113,7 +114,10 @@ class Scanner:
         return self._text[self._at : self._at + count]
 
     def literal(self, *options: str, sink: Sink | None = None) -> Steps[str]:
-        """The longest of ``options`` that comes next; empty, and nothing is read, where none does."""
+        """The longest of ``options`` that comes next; empty, and nothing is read, where none does.
+
+        Where the text ends within one, its beginning is read, into the trail.
+        """
         while True:
             rest = self._text[self._at : self._at + max(map(len, options))]
             longer = [option for option in options if len(option) > len(rest) and option.startswith(rest)]
@@ -121,13 +125,21 @@ class Scanner:
                 break
             yield
         found = max((option for option in options if rest.startswith(option)), key=len, default="")
-        self._take(self._at + len(found), sink)
+        if found or not longer:
+            self._take(self._at + len(found), sink)
+        else:
+            self._take(len(self._text))
         return found
 
-    def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True) -> Steps[str]:
-        """All text before the first marker, and into the trail the marker itself; empty where the text ends first."""
+    def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
+        """All text before the first marker, and into the trail the marker itself; empty where the text ends first.
+
+        ``last`` : the beginning of a marker, which is one where only white space follows it and the text ends.
+        """
         while True:
             match = markers.pattern.search(self._text, self._at)
+            if last and self._ended and not match:
+                match = re.compile(re.escape(last) + r"(?=\s*\Z)").search(self._text, self._at)
             unsure = len(self._text) if self._ended else self._unsure_from(markers)
             if match and match.start() < unsure:
                 self._take(match.start(), sink)

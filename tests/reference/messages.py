@@ -12,7 +12,7 @@ class Hermes:
     """``content``, ``reasoning`` and ``calls``, each a name and its arguments, of a whole text."""
 
     def __init__(self, text: str) -> None:
-        found = re.match(r"\s*<think>\s*(.*?)(?:\n*</think>[\r\n]*|\Z)", text, re.DOTALL)
+        found = re.match(r"\s*<think>\s*+(.*?)(?:\n*</think>[\r\n]*|\n*(?=\n<tool_call>\n)|\Z)", text, re.DOTALL)
         self.reasoning = found[1] if found else ""
         self.calls: list[tuple[str, str]] = []
         self._text = text
@@ -21,8 +21,17 @@ class Hermes:
         while (begin := text.find(BEGIN, self._at)) >= 0:
             self._claim_text(begin)
             self._at = self._space(begin + len(BEGIN))
-            if self._objects() and text.startswith(END, self._at):
-                self._at = self._unclaimed = self._at + len(END)
+            num_items, within_line = len(self._items), self._is_within_line()
+            self._objects()
+            begun = None in self._items[num_items:]
+            if self._at == len(text) and (begun or not within_line):  # the beginning of a call is nothing
+                self._unclaimed = self._at
+            elif begun:
+                self._claim_text(self._at)
+                while self._next(END):
+                    self._unclaimed = self._at
+                if END.startswith(text[self._at :]):  # or what it is
+                    self._unclaimed = self._at = len(text)
             self._claim_text(self._at)
         self._claim_text(len(text))
         self.content = _joined(self._items)
@@ -31,6 +40,11 @@ class Hermes:
         """What belongs to nobody up to here is content."""
         self._items.append(self._text[self._unclaimed : end])
         self._unclaimed = end
+
+    def _is_within_line(self) -> bool:
+        """Whether there is text since the last call, and no line end behind it."""
+        texts = "".join("\0" if item is None else item for item in self._items).split("\0")
+        return bool(texts[-1].strip()) and "\n" not in texts[-1][len(texts[-1].rstrip()) :]
 
     def _space(self, at: int) -> int:
         while self._text[at : at + 1] in (" ", "\t", "\r", "\n"):
@@ -46,21 +60,16 @@ class Hermes:
                 return True
         return False
 
-    def _objects(self) -> bool:
-        """A list of calls or several; whether what ends them may come next."""
+    def _objects(self) -> None:
+        """A list of calls or several."""
         in_list = self._next("[")
-        while True:
-            if not self._object():
-                return False
+        while self._object():
             if in_list and not self._next(","):
-                if not self._next("]"):
-                    return False
-                self._unclaimed = self._at
-                break
+                if self._next("]"):
+                    self._unclaimed = self._at
+                return
             if not in_list and not self._next(";", ",") and self._text[self._at : self._at + 1] != "{":
-                break
-        self._at = self._space(self._at)
-        return True
+                return
 
     def _object(self) -> bool:
         if not self._next("{"):
@@ -144,8 +153,10 @@ class Hermes:
                 open_marks = open_marks[:-1]
             elif mark in "{[":
                 open_marks += mark
-            else:
+            elif re.match(r'["\s,:\w.+-]', mark):
                 in_string = mark == '"'
+            else:
+                return False
             self._at += 1
             if not open_marks and not in_string:
                 return True

@@ -9,8 +9,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from server.tools.call_grammars import call_grammar
-from server.tools.registry import TOOL_CALL_PARSERS, make_parser, special_tokens
+from server.tools.formats import TOOL_FORMATS, make_parser, special_tokens
+from server.tools.grammars import call_grammar
 from tests.tokenizers_for_tests import byte_level_tokenizer
 
 SCHEMA = {
@@ -128,8 +128,8 @@ def test_a_grammar_allows_what_the_model_writes_and_the_parser_reads_it(name: st
 
 def test_every_format_has_a_grammar_or_is_known_to_have_none() -> None:
     without = {"pythonic", "llama4_pythonic", "olmo3", "lfm2", "glm45", "glm47", "deepseek_v32", "deepseek_v41"}
-    without |= {"gemma4", "kimi_k3"}
-    assert {name for name in TOOL_CALL_PARSERS if call_grammar(name, FUNCTIONS) is None} == without
+    without |= {"gemma4", "kimi_k3", "muse_glimmer"}
+    assert {name for name in TOOL_FORMATS if call_grammar(name, FUNCTIONS) is None} == without
 
 
 def test_references_in_a_schema_stay_within_their_function() -> None:

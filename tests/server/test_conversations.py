@@ -14,8 +14,8 @@ from server.base.limits import Limits
 from server.intake.conversations import AnswerPlan, plan_answer
 from server.intake.message_formats import MessageFormat, MessageFormats
 from server.schema.chat import ChatBody
-from server.tools.call_ids import with_short_call_ids
-from server.tools.registry import REASONING_PARSERS
+from server.tools.formats import REASONING_FORMATS
+from server.tools.messages import with_short_call_ids
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.text.codec import TextCodec
@@ -85,7 +85,7 @@ def test_forced_calls_may_follow_what_is_thought(
     assert [accepts(found, text) for text in allowed + refused] == [True] * len(allowed) + [False] * len(refused)
 
 
-@pytest.mark.parametrize("reasoning", [*REASONING_PARSERS])
+@pytest.mark.parametrize("reasoning", [*REASONING_FORMATS])
 def test_every_kind_of_reasoning_can_go_before_a_call(reasoning: str) -> None:
     found = plan(MessageFormat("hermes", reasoning), tools=[TOOL], tool_choice="required")
     assert found.output is not None

@@ -19,8 +19,8 @@ from server.answers.anthropic_blocks import AnthropicBlocks
 from server.answers.stream import PADDED_BYTES
 from server.base.limits import Limits
 from server.schema.anthropic_input import messages_of
+from server.tools.formats import make_parser
 from server.tools.messages import Messages
-from server.tools.registry import make_parser
 from ssd.bundled import MODEL_PATH
 from ssd.errors import RequestError
 from tests.server.bundled_engine import load_bundled

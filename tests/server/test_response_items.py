@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from server.answers.response_items import ResponseItems
 from server.schema.response_input import messages_of
+from server.tools.formats import make_parser
 from server.tools.messages import Messages
-from server.tools.registry import make_parser
 from ssd.errors import RequestError
 from tests.server.test_responses import require_official
 

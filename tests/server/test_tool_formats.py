@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.tools.detection import detect
-from server.tools.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, make_parser, special_tokens
+from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS, detect, make_parser, special_tokens
 from ssd.errors import ConfigError
 from tests.reference.messages import Hermes
 
@@ -218,9 +217,70 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
     ("xlam", None, '[{"name": "get_weather", "arguments": {"city": "Paris"}}]', "", "", [WEATHER]),
     # what tool_choice makes any model write
     ("json", None, '[{"name": "get_weather", "parameters": {"city": "Paris"}}]', "", "", [WEATHER]),
+    # Gemma 4, Kimi K3, DeepSeek V4.1
+    (
+        "gemma4", "gemma4", "<|channel>thought\nTwo.\n<channel|>See: <|tool_call>call:get_weather{city:<|\"|>Paris"
+        "<|\"|>}<tool_call|><|tool_call>call:get_weather{city:<|\"|>Rome<|\"|>,days:2}<tool_call|>",
+        "See: ", "Two.", TWICE,
+    ),
+    (
+        "kimi_k3", "kimi_k3", "<|open|>think<|sep|>Look.<|close|>think<|sep|><|open|>response<|sep|>So.<|close|>"
+        'response<|sep|><|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument '
+        'key="city" type="string"<|sep|>Rome<|close|>argument<|sep|><|open|>argument key="days" type="integer"<|sep|>2'
+        "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+        "So.", "Look.", TWICE[1:],
+    ),
+    (
+        "deepseek_v41", "deepseek_v3", "<think>Look.</think>\n\n<｜DSML｜ calls>\n"
+        '<｜DSML｜ invoke name="get_weather">\n'
+        '<｜DSML｜ parameter name="city" string="true">Paris</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
+        '<｜DSML｜ invoke name="now"/>\n</｜DSML｜ calls>', "", "Look.", [WEATHER, ("now", "{}")],
+    ),
+    # Muse Glimmer, by its template: messages to itself, to functions, to the user
+    (
+        "muse_glimmer", "muse_glimmer", " to=self<|message|>Two.<|eom|><|start|>assistant to=get_weather<|message|>"
+        '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Paris</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Asked.<|eom|><|start|>"
+        'assistant to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter '
+        'name="city">Rome</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n'
+        "</atem:function_calls><|eot|>", "Asked.", "Two.", TWICE,
+    ),
+    (None, "muse_glimmer", " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.", "Yes.", "Hm.", []),
+    # what models do wrong, and what speaks of markers
+    (
+        "hermes", None, '<tool_call>\n{"name": "now", "arguments": {"a": 1\n</tool_call>\n<tool_call>\n{"name": "now", '
+        '"arguments": {}\n</tool_call>', "", "", [("now", '{"a": 1\n'), ("now", "{}")],
+    ),
+    (
+        "qwen3_coder", "qwen3", "<think>\nI look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n"
+        "</parameter>\n</function>\n</tool_call>", "", "I look.", [WEATHER],
+    ),
+    (
+        "qwen3_coder", None, "<function=get_weather>\n<parameter=city>\nParis\n<parameter=note>\n</parameter> and "
+        "</function>\n</parameter>\n</function>", "", "",
+        [("get_weather", '{"city": "Paris", "note": "</parameter> and </function>"}')],
+    ),
+    ("glm47", None, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</tool_call>", "", "", [WEATHER]),
+    (
+        "glm47", None, "<tool_call>get_weather<arg_key>city</arg_key><arg_value> x\n</arg_value></tool_call>", "", "",
+        [("get_weather", '{"city": " x\\n"}')],
+    ),
+    (
+        "kimi_k2", None, "So.<|tool_calls_section_begin|> noise <|tool_call_begin|>now:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>", "So.", "", [("now", "{}")],
+    ),
+    (
+        "openai", "openai_gptoss", "<|channel|>analysis<|message|>Not <|call|> or <|channel|>final yet.<|end|><|start|>"
+        'assistant to=functions.now<|channel|>commentary<|message|>{"a": "<|call|>"}<|call|>',
+        "", "Not <|call|> or <|channel|>final yet.", [("now", '{"a": "<|call|>"}')],
+    ),
+    (
+        "openai", "openai_gptoss", "<|channel|>analysis<|message|>So.<|end|><|start|>assistant to=functions.now"
+        "<|channel|>commentary <|constrain|>json", "", "So.", [],
+    ),
     # what is no call, or none yet
     ("hermes", None, "Write <tool_call> and </tool_call>.", "Write <tool_call> and </tool_call>.", "", []),
-    ("hermes", None, '<tool_call>\n{"name": "now"', '<tool_call>\n{"name": "now"', "", []),
+    ("hermes", None, 'So:\n<tool_call>\n{"name": "now"', "So:\n", "", []),  # cut
     ("hermes", None, '<tool_call>{"name": "now", "arguments": {"a": [', "", "", [("now", '{"a": [')]),
     ("hermes", None, '<tool_call>{"name": "now", "arguments": {"a": ]}', "]}", "", [("now", '{"a": ')]),
     ("hermes", None, '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}', "", "", [("now", '{"a": 1}')]),
@@ -287,7 +347,7 @@ def test_a_message_is_what_its_twin_reads(text: str, places: list[float]) -> Non
     assert message("hermes", "qwen3", cut(text, places)) == (twin.content, twin.reasoning, twin.calls)
 
 
-@given(st.sampled_from([*TOOL_CALL_PARSERS]), st.sampled_from([None, *REASONING_PARSERS]), TEXTS, CUTS)
+@given(st.sampled_from([*TOOL_FORMATS]), st.sampled_from([None, *REASONING_FORMATS]), TEXTS, CUTS)
 def test_cuts_change_nothing_and_no_text_is_lost(
     tool_call: str, reasoning: str, text: str, places: list[float]
 ) -> None:
@@ -345,9 +405,9 @@ def test_the_prompt_says_where_reasoning_begins(prompt: str, inside: bool) -> No
 
 
 def test_unknown_names_are_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="no tool-call parser 'x': give auto, none or one of hermes, qwen3_coder"):
+    with pytest.raises(ConfigError, match="no tool-call parser 'x': give auto, none or one of openai, "):
         make_parser("x", None)
-    with pytest.raises(ConfigError, match="no reasoning parser 'x': give auto, none or one of qwen3"):
+    with pytest.raises(ConfigError, match="no reasoning parser 'x': give auto, none or one of openai_gptoss, "):
         make_parser(None, "x")
 
 

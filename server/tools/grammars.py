@@ -1,100 +1,27 @@
-"""Grammars of calls in the formats that models were trained to write, in llguidance's dialect of Lark."""
+"""Grammars of calls in the formats that models were trained to write, after what they may think before, in
+llguidance's dialect of Lark; and how many tokens of an output were thought.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from server.tools.formats import JSON
-from server.tools.functions import Functions
-from server.tools.harmony import CHANNEL, CONSTRAIN, MESSAGE
+from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
+from server.tools.readers import Written
+from server.tools.reasoning import begins_inside
+from server.tools.values import Functions
 
 _WHITE_SPACE = r"[\x20\n\r\t]{1,40}"
 """What may stand between two tokens of JSON; without a bound small models write it for ever."""
 _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const"})
 """Keywords of a string's schema that a string without quotation marks can be held to."""
-
-
-@dataclass(frozen=True)
-class _Written:
-    """How a message of calls is written; ``call`` has NAME, ARGUMENTS and NUMBER where those stand.
-
-    The lexer of the grammar never goes back, so nothing may begin with all of what may stand in its place.
-    """
-
-    call: str
-    before: str = ""
-    between: str = "\n"
-    after: str = ""
-    several: bool = True
-
-
-@dataclass(frozen=True)
-class _Tagged:
-    """The same for parameters between tags; ``parameter`` has KEY where it stands, and its value follows."""
-
-    call: str
-    parameter: str
-    value_end: str
-    call_end: str
-    before: str = ""
-    between: str = "\n"
-    after: str = ""
-    several: bool = True
-
-
-_OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
-_PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
-_HERMES = _Written(f"<tool_call>\n{_OBJECT}\n</tool_call>")
-_QWEN = _Tagged(
-    "<tool_call>\n<function=NAME>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"
-)  # fmt: skip
-
-_FORMATS: Mapping[str, _Written | _Tagged] = {
-    JSON: _Written(_PARAMETERS, "[", ", ", "]"),
-    "hermes": _HERMES,
-    "granite4": _HERMES,
-    "longcat": _Written(f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"),
-    "qwen3_coder": _QWEN,
-    "qwen3_xml": _QWEN,
-    "seed_oss": _Tagged(
-        "<seed:tool_call>\n<function=NAME>\n", "<parameter=KEY>", "</parameter>\n", "</function>\n</seed:tool_call>"
-    ),
-    "minimax_m2": _Tagged(
-        '<invoke name="NAME">\n', '<parameter name="KEY">', "</parameter>\n", "</invoke>\n",
-        before="<minimax:tool_call>\n", between="", after="</minimax:tool_call>",
-    ),
-    "llama3_json": _Written(_PARAMETERS, between="; "),
-    "llama4_json": _Written(_PARAMETERS, between="; "),
-    "granite": _Written(_OBJECT, "<|tool_call|>[", ", ", "]"),
-    "granite-20b-fc": _Written(f"<function_call> {_OBJECT}"),
-    "internlm": _Written(f"<|action_start|><|plugin|>\n{_PARAMETERS}<|action_end|>", several=False),
-    "jamba": _Written(_OBJECT, "<tool_calls>[", ", ", "]</tool_calls>"),
-    "hunyuan_a13b": _Written(_OBJECT, "<tool_calls>[", ", ", "]</tool_calls>"),
-    "phi4_mini_json": _Written(_OBJECT, "functools[", ", ", "]"),
-    "xlam": _Written(_OBJECT, "[", ", ", "]"),
-    "mistral": _Written(_OBJECT, "[TOOL_CALLS][", ", ", "]"),
-    "deepseek_v3": _Written(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
-        before="<｜tool▁calls▁begin｜>", after="<｜tool▁calls▁end｜>",
-    ),
-    "deepseek_v31": _Written(
-        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>",
-    ),
-    "kimi_k2": _Written(
-        "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
-        "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>",
-    ),
-    "openai": _Written(
-        f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS",
-        several=False,
-    ),
-}  # fmt: skip
-_MISTRAL_NAMED = _Written("[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="")
+_ANYTHING = "/(?s:.*)/"
+_BEGINNING = 16
+"""Tokens among which the marker that begins what is thought must be."""
 
 
 def call_grammar(
@@ -107,12 +34,12 @@ def call_grammar(
     that are not "special" to the tokenizer as well. Values follow the schemas of ``functions``, of which there is at
     least one. O(characters) of the schemas; nothing is compiled here.
     """
-    form = _FORMATS.get(tool_call or "")
+    form = TOOL_FORMATS[tool_call].written if tool_call is not None else None
     special = special or {}
-    if tool_call == "mistral" and "[ARGS]" in special:
-        form = _MISTRAL_NAMED
     if form is None:
         return None
+    if tool_call == "mistral" and "[ARGS]" in special:
+        form = Written(call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="")
     rules: dict[str, str] = {}
     for number, (name, schema) in enumerate(functions.items()):
         call = _call(form, number, name, schema, special, rules)
@@ -129,11 +56,11 @@ def call_grammar(
 
 
 def _call(
-    form: _Written | _Tagged, number: int, name: str, schema: Mapping[str, Any], special: Mapping[str, int],
+    form: Written, number: int, name: str, schema: Mapping[str, Any], special: Mapping[str, int],
     rules: dict[str, str],
 ) -> str | None:  # fmt: skip
     """The rule of one function; what it is made of goes into ``rules``."""
-    if isinstance(form, _Written):
+    if not form.parameter:
         rules[f"arguments_{number}"] = _json({**schema, "type": "object"})
         return " ".join(_parts(form.call, name, number, special, rules))
     parameters = _tagged(form, number, schema, special, rules)
@@ -167,7 +94,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _tagged(
-    form: _Tagged, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
+    form: Written, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
 ) -> str | None:
     """Rules of one function's parameters, in their order; None where tags cannot be held to the schema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -202,3 +129,44 @@ def _tagged(
             return None
         names.append(name if key in required else f"{name}?")
     return " ".join(names)
+
+
+def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> str | None:
+    """Lark rules for llguidance, of which ``reasoning`` is all that may come before; None where nothing does.
+
+    ``name`` : of the reasoning's format. ``prompt`` : the end of what the model continues, which may have opened or
+    closed it. ``added`` : the tokens added beside the vocabulary and their ids, which a grammar's texts never
+    spell, be they special or not.
+    """
+    form = REASONING_FORMATS[name] if name is not None else None
+    inside = None if form is None else begins_inside(form, prompt)
+    if form is None or inside is None:
+        return None
+    end, after = _text(form.end[0], added), _text(form.header, added) or "SPACE?"
+    is_token = any(token in form.end[0] for token in added)
+    thought = f"thought: {_ANYTHING} {end}" if is_token else f"thought[suffix={end}]: {_ANYTHING}"
+    rules = thought + "\n" + ("" if form.header else "SPACE: /[ \\n]{1,4}/\n")
+    opening = " | ".join(_text(begin, added) for begin in form.begin)
+    if prompt.rstrip().endswith(form.begin):
+        return f"reasoning: thought {after}\n{rules}"
+    if inside:
+        return f"reasoning: ({opening})? thought {after}\n{rules}"
+    return f"reasoning: (({opening}) thought {after})?\n{rules}"
+
+
+def count_reasoning_tokens(
+    name: str, prompt: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> int:
+    """Tokens up to the one that completes the marker that ends it, which counts; all, where it does not end.
+
+    ``name`` : of the reasoning's format. ``prompt`` : the end of what was continued. ``decode`` : with special tokens.
+    What counts is a matter of the output alone, not of the steps it came in. O(n log n).
+    """
+    form = REASONING_FORMATS[name]
+    beginning, inside = decode(token_ids[:_BEGINNING]).lstrip(), begins_inside(form, prompt)
+    if not inside and (inside is None or not beginning.startswith(tuple(begin.lstrip() for begin in form.begin))):
+        return 0
+    ends_within = bisect_left(
+        range(len(token_ids)), True, key=lambda last: form.end[0] in decode(token_ids[: last + 1])
+    )
+    return min(ends_within + 1, len(token_ids))

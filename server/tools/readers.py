@@ -1,0 +1,457 @@
+"""Reading messages by the rows of the tables: what is a call, and where it begins and ends."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from server.tools.message import Pieces, Reader
+from server.tools.scanner import Markers, Scanner, Steps
+from server.tools.values import (
+    GEMMA,
+    PYTHON,
+    Functions,
+    Plain,
+    is_object,
+    json_string,
+    read_gemma_key,
+    read_literal,
+    types_of,
+)
+
+_NAME = re.compile(r"[\w.:/-]+")
+_TAG_NAME = re.compile(r"""[^\s<>"'{}\[\]]+""")
+_PYTHON_NAME = re.compile(r"[\w.]+")
+_GEMMA_NAME = re.compile(r"[^\s{}<>:,]+")
+_NUMBER = re.compile(r":\d+$")
+_TO_LINE_END = re.compile(r"[^<>\n]+")
+_KEY_OF_XML = re.compile(r"[^<]+")
+_ATTRIBUTE = r"""\s+\w+=(?:"[^"]*"|'[^']*')"""
+_ATTRIBUTES = re.compile(rf"""(?:{_ATTRIBUTE})*(?:\s+\w*(?:=(?:["'][^"']*)?)?)?\s*/?""")
+"""The last may be cut."""
+_KEY = re.compile(rf"""\s*(?:"(?P<quoted>[^"]*)"|["']?(?P<bare>[^"'\s]+)["']?)(?P<rest>(?:{_ATTRIBUTE})*)\s*""")
+_TYPE = re.compile(r"""\s(string|type)=["']([^"']*)""")
+_IS_TOKEN = re.compile(r"[|｜]|^\[")
+"""What prose does not have."""
+_ARGUMENTS = ("arguments", "parameters")
+
+CALL_ID = "[CALL_ID]"
+"""A word follows that names the call; ours have other names."""
+
+Sequence = tuple[tuple[str, ...], ...]
+"""Literals one after the other, white space between them; of each the alternatives, an empty one where it may lack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """How a message of calls is written; ``call`` has NAME, ARGUMENTS and NUMBER where those stand.
+
+    ``parameter`` : has KEY where that stands, and its value follows, up to ``value_end``; such a call has no ARGUMENTS
+    and ends with ``call_end``. The lexer of grammars never goes back, so nothing may begin with all of what may stand
+    in its place.
+    """
+
+    call: str
+    before: str = ""
+    between: str = "\n"
+    after: str = ""
+    several: bool = True
+    parameter: str = ""
+    value_end: str = ""
+    call_end: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFormat:
+    """How a model writes calls.
+
+    ``told_by`` : strings of chat templates, all of one of these. ``arguments`` : what stands behind a call's beginning:
+    an "object" of name and arguments, or a list of those; a name and "json"; a name and "tags"; calls of "python"; a
+    name and "gemma"'s literals. ``message_ends`` : of a model whose messages have headers, some of which name one.
+
+    ``section`` : begins several calls; where that ``closes``, nothing in it is content. ``call`` : begins one. ``bare``
+    : with what a message may begin with calls at once. ``head``, ``after_name`` : around the name. ``end`` : what may
+    follow; a model often leaves it out. ``noise`` : says nothing itself. ``space_is_text`` : before a call, too.
+
+    ``key``, ``after_key``, ``value_end``, ``call_end`` : of tags. ``on_lines`` : values stand on lines of their own,
+    whose ends are not part of them. ``value_end_before_tag`` : the end of a value is one only before another tag.
+    ``escaped`` : keys as in XML. ``written`` : for grammars.
+    """
+
+    about: str
+    told_by: tuple[tuple[str, ...], ...] = ()
+    arguments: Literal["object", "json", "tags", "python", "gemma"] = "object"
+    message_ends: tuple[str, ...] = ()
+    section: tuple[str, ...] = ()
+    closes: bool = False
+    call: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+    head: Sequence = ()
+    after_name: Sequence = ()
+    end: tuple[str, ...] = ()
+    noise: tuple[str, ...] = ()
+    space_is_text: bool = False
+    key: str = ""
+    after_key: tuple[str, ...] = ()
+    value_end: str = ""
+    call_end: str = ""
+    on_lines: bool = False
+    value_end_before_tag: bool = False
+    escaped: bool = False
+    special: tuple[str, ...] = ()
+    written: Written | None = None
+
+    @cached_property
+    def starts(self) -> Markers:
+        """What begins calls, and noise."""
+        return Markers(*self.section, *self.call, *self.noise)
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """What may follow a call, in any order."""
+        return (*self.end, *filter(None, (self.value_end, self.call_end)))
+
+    @cached_property
+    def stops(self) -> Markers:
+        """What ends what a section holds instead of a call."""
+        return Markers(*self.call, *self.end)
+
+    @cached_property
+    def value_ends(self) -> Markers:
+        """What ends a value that begins beside its tag; a tag of the call ends it where a model forgot its own."""
+        if self.value_end_before_tag:
+            return Markers(*(self.value_end + tag for tag in (self.key, self.call_end)))
+        if self.on_lines:
+            return Markers(f"\n{self.value_end}", self.value_end)
+        forgotten = [f"{self.call_end}{between}{call}" for between in ("", "\n") for call in self.call]
+        return Markers(self.value_end, *(forgotten if not self.section else ()))
+
+    @cached_property
+    def line_ends(self) -> Markers:
+        """The same for a value on lines of its own: where its tag begins a line, for it may speak of the tag."""
+        following = [between + tag for between in ("", "\n") for tag in (self.key, self.call_end)]
+        return Markers(
+            f"\n{self.value_end}", *(self.value_end + tag for tag in following), f"\n{self.key}", f"\n{self.call_end}"
+        )
+
+    @cached_property
+    def in_reasoning(self) -> tuple[str, ...]:
+        """What begins a call, on a line of its own, in reasoning that a model forgot to end; prose hardly has that."""
+        if self.arguments not in ("object", "tags"):
+            return ()
+        after = "" if self.arguments == "tags" and not self.section else "\n"
+        return tuple(f"\n{begin}{after}" for begin in self.section or self.call if begin.startswith("<"))
+
+
+def calls(form: CallFormat, functions: Functions) -> Reader:
+    """Reads a message with calls; values without types are read by the schemas of ``functions``.
+
+    Where no marker is needed only one of ``functions`` is called, else any name.
+    """
+    return lambda scanner, pieces: Calls(form, functions, scanner, pieces).read()
+
+
+class Calls:
+    """The calls of one message. One begins when its first argument does; until then all is in the trail."""
+
+    def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: Pieces) -> None:
+        self._form = form
+        self._functions = functions
+        self._scanner = scanner
+        self._pieces = pieces
+        self._accepts: Callable[[str], bool] = functions.__contains__ if functions and form.bare else bool
+        self._read_one: Callable[[], Steps[None]] = getattr(self, f"_read_{form.arguments}")
+
+    def read(self) -> Steps[None]:
+        """All of the message."""
+        form, scanner, pieces = self._form, self._scanner, self._pieces
+        if form.bare:
+            yield from scanner.space()
+            if (yield from scanner.peek()) in form.bare:
+                yield from self.read_group("")
+            pieces.content(scanner.trail())
+        while form.call and (marker := (yield from scanner.until(form.starts, pieces.content))):
+            yield from self.read_group(marker)
+            pieces.content(scanner.trail())
+
+    def read_group(self, marker: str) -> Steps[None]:
+        """A call, or a list of them, behind ``marker``; what is none of it stays in the trail or unread."""
+        form, scanner, pieces = self._form, self._scanner, self._pieces
+        if marker in form.noise:
+            scanner.forget()
+            return
+        num_calls = pieces.num_calls
+        is_prose = not marker or (pieces.is_within_line and not _IS_TOKEN.search(marker))
+        yield from scanner.space()
+        if marker not in form.section or (yield from scanner.literal(*form.call)) or (yield from self._skip(marker)):
+            yield from scanner.space()
+            yield from self._read_one()
+        has_begun = pieces.num_calls > num_calls
+        if (has_begun or not is_prose) and not (yield from scanner.peek()):
+            scanner.forget()  # the text ends where a call begins
+        if has_begun:
+            pieces.content(scanner.trail())
+            yield from scanner.space()
+            while form.ends and (yield from scanner.literal(*form.ends)):
+                scanner.forget()
+                yield from scanner.space()
+            if not (yield from scanner.peek()):
+                scanner.forget()
+
+    def _skip(self, marker: str) -> Steps[bool]:
+        """Up to a call, in a section that does not begin with one; whether there is one."""
+        scanner, form = self._scanner, self._form
+        if not form.closes:
+            return False
+        stop = yield from scanner.until(form.stops, scanner.keep)
+        skipped = scanner.trail()
+        if not stop and skipped.strip() != marker:
+            self._pieces.content(skipped)
+        return stop in form.call
+
+    def _begin(self, name: str) -> None:
+        self._scanner.forget()
+        self._pieces.call(name, space_is_text=self._form.space_is_text)
+
+    def _argument(self, name: str, key: str, *, first: bool) -> None:
+        """Another argument, whose value follows."""
+        if first:
+            self._begin(name)
+        self._scanner.forget()
+        self._pieces.arguments(f"{'{' if first else ', '}{json_string(key)}: ")
+
+    def _end(self, name: str, *, first: bool) -> None:
+        """All arguments were read, or there was none."""
+        if first:
+            self._begin(name)
+        self._scanner.forget()
+        self._pieces.arguments("{}" if first else "}")
+
+    def _literals(self, sequence: Sequence) -> Steps[bool]:
+        scanner = self._scanner
+        for options in sequence:
+            yield from scanner.space()
+            literal = yield from scanner.literal(*options)
+            if not literal and "" not in options:
+                return False
+            if literal == CALL_ID:
+                yield from scanner.space()
+                yield from scanner.word(_NAME)
+        return True
+
+    # -- a JSON object of name and arguments -------------------------------------------------------------------------
+
+    def _read_object(self) -> Steps[None]:
+        scanner = self._scanner
+        in_list = bool((yield from scanner.literal("[")))
+        while True:
+            yield from scanner.space()
+            if not (yield from self._object()):
+                return
+            yield from scanner.space()
+            if in_list:
+                if not (yield from scanner.literal(",")):
+                    break
+            elif not (yield from scanner.literal(";", ",")) and (yield from scanner.peek()) != "{":
+                break
+        if in_list and (yield from scanner.literal("]")):
+            scanner.forget()
+
+    def _object(self) -> Steps[bool]:
+        """Whether it is complete. It begins when name and arguments are known, in either order."""
+        scanner = self._scanner
+        if not (yield from scanner.literal("{")):
+            return False
+        name: str | None = None
+        held: str | None = None  # arguments that came before the name
+        begun = False
+        while True:
+            yield from scanner.space()
+            key = yield from scanner.string()
+            yield from scanner.space()
+            if key is None or not (yield from scanner.literal(":")):
+                return False
+            yield from scanner.space()
+            if key == "name" and name is None:
+                name = yield from scanner.string()
+                if not name or not self._accepts(name):
+                    return False
+            elif key in _ARGUMENTS and held is None and not begun:
+                if name is not None and (yield from scanner.peek()) == "{":
+                    begun = True
+                    self._begin(name)
+                    if not (yield from scanner.value(self._pieces.arguments)):
+                        return False
+                else:
+                    held = yield from self._held_arguments()
+                    if held is None:
+                        return False
+            elif not (yield from scanner.value()):
+                return False
+            if name is not None and held is not None and not begun:
+                begun = True
+                self._begin(name)
+                self._pieces.arguments(held)
+            yield from scanner.space()
+            if not (yield from scanner.literal(",")):
+                break
+        if name is None or not (yield from scanner.literal("}")):
+            return False
+        if begun:
+            scanner.forget()
+        else:
+            self._end(name, first=True)
+        return True
+
+    def _held_arguments(self) -> Steps[str | None]:
+        """An object, an object that is written as a string, or null; None where there is none of them."""
+        scanner = self._scanner
+        if (yield from scanner.literal("null")):
+            return "{}"
+        if (yield from scanner.peek()) == '"':
+            text = yield from scanner.string()
+            return text if text and is_object(text) else None
+        if (yield from scanner.peek()) != "{":
+            return None
+        pieces: list[str] = []
+        complete = yield from scanner.value(pieces.append)
+        scanner.keep("".join(pieces))
+        return "".join(pieces) if complete else None
+
+    # -- a name, and arguments in several ways of writing ------------------------------------------------------------
+
+    def _read_json(self) -> Steps[None]:
+        scanner = self._scanner
+        if not self._form.section and (yield from scanner.peek()) in ("{", "["):  # older models of Mistral
+            yield from self._read_object()
+        elif (yield from self._literals(self._form.head)):
+            name = _NUMBER.sub("", (yield from scanner.word(_NAME)))
+            if name and self._accepts(name) and (yield from self._literals(self._form.after_name)):
+                yield from scanner.space()
+                if (yield from scanner.peek()) == "{":
+                    self._begin(name)
+                    yield from scanner.value(self._pieces.arguments)
+
+    def _read_gemma(self) -> Steps[None]:
+        scanner = self._scanner
+        if not (yield from self._literals(self._form.head)):
+            return
+        name = yield from scanner.word(_GEMMA_NAME)
+        if not name or not self._accepts(name) or not (yield from scanner.literal("{")):
+            return
+        first = True
+        yield from scanner.space()
+        while not (yield from scanner.literal("}")):
+            key = yield from read_gemma_key(scanner)
+            if key is None or not (yield from scanner.peek()):
+                return
+            self._argument(name, key, first=first)
+            first = False
+            if not (yield from read_literal(scanner, self._pieces.arguments, GEMMA)):
+                return
+            yield from scanner.space()
+            if not (yield from scanner.literal(",")) and (yield from scanner.peek()) != "}":
+                return
+            yield from scanner.space()
+        self._end(name, first=first)
+
+    def _read_python(self) -> Steps[None]:
+        scanner = self._scanner
+        in_list = bool((yield from scanner.literal("[")))
+        while True:
+            yield from scanner.space()
+            if not (yield from self._python_call()):
+                return
+            yield from scanner.space()
+            if not (yield from scanner.literal(",")) and (in_list or (yield from scanner.peek()) in ("", "<")):
+                break
+        if in_list and (yield from scanner.literal("]")):
+            scanner.forget()
+
+    def _python_call(self) -> Steps[bool]:
+        """Whether it is complete."""
+        scanner = self._scanner
+        name = yield from scanner.word(_PYTHON_NAME)
+        if not name or not self._accepts(name):
+            return False
+        yield from scanner.space()
+        if not (yield from scanner.literal("(")):
+            return False
+        first = True
+        yield from scanner.space()
+        while not (yield from scanner.literal(")")):
+            key = yield from scanner.word(_PYTHON_NAME)
+            yield from scanner.space()
+            if not key or not (yield from scanner.literal("=")) or not (yield from scanner.peek()):
+                return False
+            self._argument(name, key, first=first)
+            first = False
+            if not (yield from read_literal(scanner, self._pieces.arguments, PYTHON)):
+                return False
+            yield from scanner.space()
+            if not (yield from scanner.literal(",")) and (yield from scanner.peek()) != ")":
+                return False
+            yield from scanner.space()
+        self._end(name, first=first)
+        return True
+
+    # -- tags --------------------------------------------------------------------------------------------------------
+
+    def _read_tags(self) -> Steps[None]:
+        scanner, form = self._scanner, self._form
+        yield from scanner.literal('"', "'")
+        name = yield from scanner.word(_TAG_NAME)
+        yield from scanner.literal('"', "'")
+        attributes = yield from scanner.word(_TO_LINE_END)
+        if not name or not self._accepts(name):
+            return
+        if not _ATTRIBUTES.fullmatch(attributes):
+            self._pieces.content(scanner.trail())
+            return
+        if not (yield from self._literals(form.after_name)):
+            return
+        yield from scanner.space()
+        if not form.after_name and (yield from scanner.peek()) != "<":
+            return
+        first = True
+        if not attributes.endswith("/"):
+            while tag := (yield from scanner.literal(form.key, form.call_end)):
+                if tag == form.call_end:
+                    break
+                if not (yield from self._parameter(name, first=first)):
+                    return
+                first = False
+                yield from scanner.space()
+            else:
+                return
+        self._end(name, first=first)
+
+    def _parameter(self, name: str, *, first: bool) -> Steps[bool]:
+        scanner, form = self._scanner, self._form
+        written = yield from scanner.word(_KEY_OF_XML if form.escaped else _TO_LINE_END)
+        match = _KEY.fullmatch(written)
+        if match is None or not (yield from self._literals(tuple((literal,) for literal in form.after_key))):
+            return False
+        on_lines = form.on_lines and bool((yield from scanner.literal("\n")))
+        if not (yield from scanner.peek()):
+            return False
+        key = match["bare"] if match["quoted"] is None else match["quoted"]
+        key = html.unescape(key) if form.escaped else key
+        self._argument(name, key, first=first)
+        types = types_of(self._functions, name, key)
+        if (told := _TYPE.search(match["rest"])) and told[1] == "type":
+            types = frozenset({told[2]})
+        elif told:
+            types = frozenset({"string"}) if told[2] == "true" else types - {"string"}
+        value = Plain(self._pieces.arguments, types)
+        ends = form.line_ends if on_lines else form.value_ends
+        last = form.call_end if not form.section and not form.value_end_before_tag else ""
+        complete = bool((yield from scanner.until(ends, value.add, read_marker=False, last=last)))
+        value.end(complete=complete)
+        yield from scanner.literal(f"\n{form.value_end}", form.value_end)
+        scanner.forget()
+        return complete

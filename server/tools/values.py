@@ -1,0 +1,275 @@
+"""Values of arguments as JSON, by the schemas of a request's functions, however a model writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from server.tools.scanner import Markers, Scanner, Sink, Steps
+
+Functions = Mapping[str, Mapping[str, Any]]
+"""Names of the functions that may be called, each with the JSON schema of its parameters."""
+
+_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number",
+          type(None): "null"}  # fmt: skip
+_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_TEXT = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
+_ESCAPES |= {mark: mark for mark in "\\'\""}
+_ESCAPE_LENGTHS = {"x": 4, "u": 6, "U": 10}
+_CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}))")
+
+
+def types_of(functions: Functions, name: str, parameter: str) -> frozenset[str]:
+    """JSON types a parameter may have by its schema, ``anyOf`` and the like looked into once; empty: unknown."""
+    properties = _mapping(functions.get(name)).get("properties")
+    return frozenset(_types(_mapping(_mapping(properties).get(parameter)), 1))
+
+
+def _types(schema: Mapping[str, Any], levels: int) -> set[str]:
+    given = schema.get("type")
+    given = given if isinstance(given, list) else [given]
+    found = {kind for kind in _TYPES.values() if kind in given}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not found and isinstance(values, list):
+        found |= {"number" if isinstance(value, float) else _TYPES.get(type(value), "object") for value in values}
+    for name in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(name)
+        if levels and isinstance(parts, list):
+            for part in parts:
+                found |= _types(_mapping(part), levels - 1)
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def is_json(text: str, *, strict: bool = True) -> bool:
+    """Whether it is one value; without ``strict`` its strings may hold line ends and other control characters."""
+    try:
+        json.loads(text, strict=strict, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def is_object(text: str) -> bool:
+    """Whether it is JSON of an object."""
+    return is_json(text) and text.lstrip()[0] == "{"
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """A value that was written without quotation marks as JSON of one of ``types``; as a string where it is none.
+
+    Where the type is unknown, lists and objects are taken for what they are and all else is a string.
+    """
+    written = text.strip()
+    written = _CONSTANTS.get(written, written)
+    if not is_json(written):
+        return json_string(text)
+    kind = _TYPES[type(json.loads(written))]
+    allowed = types or {"object", "array"}
+    fits = kind in allowed or (kind == "integer" and "number" in allowed)
+    return written if fits or (types and "string" not in types) else json_string(text)
+
+
+def json_string(text: str) -> str:
+    """``text`` as a JSON string."""
+    return '"' + json_characters(text) + '"'
+
+
+def json_characters(text: str) -> str:
+    """``text`` as it stands between the quotation marks of JSON; halves of surrogate pairs are escaped."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(text)[1:-1]
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class Plain:
+    """A value without quotation marks: a string is passed on while it arrives, what may be another type at its end."""
+
+    def __init__(self, sink: Sink, types: frozenset[str]) -> None:
+        self._sink = sink
+        self._types = types
+        self._text: list[str] | None = [] if types != {"string"} else None
+        if self._text is None:
+            sink('"')
+
+    def add(self, text: str) -> None:
+        """The next characters."""
+        if self._text is None:
+            self._sink(json_characters(text))
+        else:
+            self._text.append(text)
+
+    def end(self, *, complete: bool) -> None:
+        """All has come; where the value is cut off it is passed on as it is."""
+        if self._text is not None:
+            text = "".join(self._text)
+            self._sink(json_of(text, self._types) if complete else text)
+        elif complete:
+            self._sink('"')
+
+
+class Dialect(NamedTuple):
+    """How a language writes literals. ``word`` : a number or constant; ``key`` : the same before a colon."""
+
+    brackets: Mapping[str, tuple[str, str]]
+    read_string: Callable[[Scanner, Sink], Steps[bool | None]]
+    """None where none comes next, else whether it ended."""
+    word: re.Pattern[str]
+    key: re.Pattern[str]
+    json_of_word: Callable[[str], str]
+
+
+def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
+    """A literal, passed on as JSON while it arrives. Whether it is complete; what it cannot be is not read."""
+    closes: list[str] = []  # what ends the lists and mappings that are open, the innermost last
+    comma = after_item = is_key = False
+    while True:
+        yield from scanner.space()
+        mark = yield from scanner.peek()
+        if after_item and mark == (":" if is_key else ","):
+            yield from scanner.literal(mark, sink=nowhere)
+            comma, after_item, is_key = mark == ",", False, mark == "," and closes[-1] == "}"
+            if mark == ":":
+                sink(": ")
+            continue
+        if closes and mark == closes[-1] and not (is_key and after_item):
+            yield from scanner.literal(mark, sink=nowhere)
+            sink("}" if closes.pop() == "}" else "]")
+            comma = is_key = False
+        elif after_item:
+            return False
+        else:
+            if comma:
+                sink(", ")
+                comma = False
+            if mark in dialect.brackets:
+                yield from scanner.literal(mark, sink=nowhere)
+                opened, close = dialect.brackets[mark]
+                closes.append(close)
+                sink(opened)
+                is_key = close == "}"
+                continue
+            ended = yield from dialect.read_string(scanner, sink)
+            if ended is None:
+                word = yield from scanner.word(dialect.key if is_key else dialect.word, kept=False)
+                if not word.strip():
+                    return False
+                sink(json_string(word.strip()) if is_key else dialect.json_of_word(word.strip()))
+            elif not ended:
+                return False
+        after_item = True
+        if not closes:
+            return True
+
+
+def nowhere(_text: str) -> None:
+    """What stands for nothing of JSON."""
+
+
+def _json_of_python(word: str) -> str:
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    if _NUMBER.fullmatch(word):
+        return word
+    readings: tuple[Callable[[str], int | float], ...] = (lambda text: int(text, 0), float)
+    for read in readings:
+        try:
+            number = read(word)
+        except ValueError:
+            continue
+        if math.isfinite(number):
+            return repr(number)
+    return json_string(word)
+
+
+def _read_python_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
+    """Line ends in it are taken as they are, unlike by Python."""
+    quote = yield from scanner.literal('"', "'", '"""', "'''", sink=nowhere)
+    if not quote:
+        return None
+    empty = len(quote) == 1 and (yield from scanner.literal(quote, sink=nowhere))
+    sink('"')
+    while not empty:
+        yield from scanner.run(_TEXT[quote[0]], lambda text: sink(json_characters(text)))
+        if (yield from scanner.literal(quote, sink=nowhere)):
+            break
+        mark = yield from scanner.peek()
+        if not mark:
+            return False
+        if mark == "\\":
+            yield from _read_escape(scanner, sink)
+        else:  # one quotation mark where three end it
+            yield from scanner.literal(mark, sink=lambda text: sink(json_characters(text)))
+    sink('"')
+    return True
+
+
+def _read_escape(scanner: Scanner, sink: Sink) -> Steps[None]:
+    letter = (yield from scanner.ahead(2))[1:]
+    written = yield from scanner.ahead(_ESCAPE_LENGTHS.get(letter, 2))
+    if match := _CODE.fullmatch(written):
+        text = chr(int(match[1] or match[2] or match[3], 16))
+    else:
+        written = written[:2]
+        text = _ESCAPES.get(letter, written)
+    yield from scanner.literal(written, sink=nowhere)
+    sink(json_characters(text))
+
+
+def _read_gemma_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
+    if not (yield from scanner.literal(GEMMA_QUOTE, sink=nowhere)):
+        return None
+    sink('"')
+    ended = yield from scanner.until(_GEMMA_STRING_END, lambda text: sink(json_characters(text)), read_marker=False)
+    yield from scanner.literal(GEMMA_QUOTE, sink=nowhere)
+    sink('"' if ended else "")
+    return bool(ended)
+
+
+GEMMA_QUOTE = '<|"|>'
+_GEMMA_STRING_END = Markers(GEMMA_QUOTE)
+
+_PYTHON_WORD = re.compile(r"""[^\s,:()\[\]{}"'=]+""")
+PYTHON = Dialect(
+    {"[": ("[", "]"), "(": ("[", ")"), "{": ("{", "}")},
+    _read_python_string,
+    word=_PYTHON_WORD,
+    key=_PYTHON_WORD,
+    json_of_word=_json_of_python,
+)
+GEMMA = Dialect(
+    {"[": ("[", "]"), "{": ("{", "}")},
+    _read_gemma_string,
+    word=re.compile(r"[^,{}\[\]<>]+"),
+    key=re.compile(r"[^:{}\[\]<>,]+"),
+    json_of_word=lambda word: word if is_json(word) else json_string(word),
+)
+
+
+def read_gemma_key(scanner: Scanner) -> Steps[str | None]:
+    """A name and the colon behind it; None where there is none."""
+    written: list[str] = []
+    if (yield from scanner.literal(GEMMA_QUOTE)):
+        yield from scanner.until(_GEMMA_STRING_END, written.append)
+        scanner.keep("".join(written))
+    else:
+        written.append((yield from scanner.word(GEMMA.key)).strip())
+    if not (yield from scanner.literal(":")):
+        return None
+    yield from scanner.space()
+    return "".join(written)

@@ -1,0 +1,315 @@
+"""Recorded outputs through real clients: a model recites them, and every call arrives as canitoolcall says.
+
+Chat completions, responses and messages, whole and streamed; loops of five turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from canitoolcall import checks
+from canitoolcall.fixtures import Fixture, load_fixtures
+from canitoolcall.results import ParsedToolCall, ParseResult
+
+from tests.server.client import official_client, post
+from tests.server.failing_engine import RunningServer, serving
+from tests.server.reciting_target import reciting
+from tests.server.test_recorded_calls import FAMILIES, FORMATS, formats_of, prompt_of
+from tests.tokenizers_for_tests import real_tokenizers
+from tests.waiting import PATIENCE_S
+
+MODEL = "test-model"
+QUICK = [("hermes", "qwen3"), ("openai", "openai_gptoss"), ("kimi_k3", "kimi_k3"), ("deepseek_v41", "deepseek_v3")]
+PAIRS = [
+    pytest.param(pair, id="-".join(filter(None, pair)), marks=() if pair in QUICK else pytest.mark.slow)
+    for pair in dict.fromkeys(FORMATS.values())
+]
+FEW = 3
+"""Outputs of each pair of formats, unless all are asked for."""
+
+
+def recorded(pair: tuple[str, str | None]) -> list[Fixture]:
+    """Outputs that have an answer; those with much in them first."""
+
+    def richness(fixture: Fixture) -> int:
+        expected = fixture.expected
+        assert expected is not None
+        calls = expected.tool_calls
+        return -(2 * (len(calls) > 1) + bool(expected.content and calls) + bool(expected.reasoning_content and calls))
+
+    found = [each for each in load_fixtures() if formats_of(each) == pair and each.expected and not each.truncated]
+    return sorted(found, key=richness)
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request: pytest.FixtureRequest) -> tuple[str, str | None]:
+    found: tuple[str, str | None] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(pair: tuple[str, str | None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    fixtures = [each for each in load_fixtures() if formats_of(each) == pair]
+    markers = {marker for each in fixtures for marker in FAMILIES[each.family].markers if "=" not in marker}
+    special = {marker for marker in markers if re.search(r"\||｜|^\[", marker)} - {"<|assistant|>", "<|user|>"}
+    outputs = {each.id: (prompt_of(each), each.raw_output) for each in fixtures}
+    load = reciting(tmp_path_factory.mktemp("model"), outputs, special, sorted(markers - special))
+    with serving(load, tool_call_parser=pair[0], reasoning_parser=pair[1] or "none") as running:
+        yield running
+
+
+def arguments(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def result(content: str, reasoning: str, calls: list[Any]) -> ParseResult:
+    return ParseResult(content, reasoning, tuple(ParsedToolCall(name, arguments(given)) for name, given in calls))
+
+
+def chat_of(client: openai.OpenAI, messages: Any, tools: Any, stream: bool) -> tuple[ParseResult, dict[str, Any]]:
+    """What was found, and the message to go on with."""
+    fields: Any = {"model": MODEL, "messages": messages, "tools": tools}
+    if not stream:
+        said: Any = client.chat.completions.create(**fields).choices[0].message
+        called = [(call.function.name, call.function.arguments) for call in said.tool_calls or ()]
+        return result(said.content or "", getattr(said, "reasoning", ""), called), said.model_dump(exclude_none=True)
+    content = reasoning = ""
+    calls: dict[int, Any] = {}
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        delta: Any = chunk.choices[0].delta
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning", None) or ""
+        for call in delta.tool_calls or ():
+            if call.id is not None:
+                begun = {"name": call.function.name, "arguments": ""}
+                calls[call.index] = {"id": call.id, "type": "function", "function": begun}
+            calls[call.index]["function"]["arguments"] += call.function.arguments
+    in_order = [calls[index] for index in sorted(calls)]
+    whole = {"role": "assistant", "content": content, **({"tool_calls": in_order} if calls else {})}
+    return result(content, reasoning, [[*call["function"].values()] for call in in_order]), whole
+
+
+def response_of(client: openai.OpenAI, given: Any, tools: Any, stream: bool) -> tuple[ParseResult, list[Any]]:
+    """What was found, and the items to go on with."""
+    functions = [{"type": "function", **tool["function"]} for tool in tools]
+    fields: Any = {"model": MODEL, "input": given, "tools": functions, "store": False}
+    if stream:
+        with client.responses.stream(**fields) as events:
+            for _ in events:
+                pass
+            output: Any = events.get_final_response().output
+    else:
+        output = client.responses.create(**fields).output
+    texts = {
+        kind: [part.text for item in output if item.type == kind for part in item.content]
+        for kind in ("message", "reasoning")
+    }
+    calls = [(item.name, item.arguments) for item in output if item.type == "function_call"]
+    return result("".join(texts["message"]), "\n".join(texts["reasoning"]), calls), output
+
+
+def claude(port: int) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+
+def anthropic_tools(tools: Any) -> list[Any]:
+    functions = [tool["function"] for tool in tools]
+    names = {"name": "name", "description": "description", "parameters": "input_schema"}
+    empty = {"parameters": {"type": "object", "properties": {}}}
+    return [{names[key]: value for key, value in {**empty, **each}.items() if key in names} for each in functions]
+
+
+def message_of(client: anthropic.Anthropic, messages: Any, tools: Any, stream: bool) -> tuple[ParseResult, list[Any]]:
+    """What was found, and the blocks to go on with."""
+    fields: Any = {"model": MODEL, "messages": messages, "tools": anthropic_tools(tools), "max_tokens": 2048}
+    if stream:
+        with client.messages.stream(**fields) as events:
+            blocks: Any = events.get_final_message().content
+    else:
+        blocks = client.messages.create(**fields).content
+    content = "".join(block.text for block in blocks if block.type == "text")
+    reasoning = "\n".join(block.thinking for block in blocks if block.type == "thinking")
+    called = [(block.name, block.input) for block in blocks if block.type == "tool_use"]
+    return result(content, reasoning, called), blocks
+
+
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("kind", ["chat", "responses", "messages"])
+def test_every_call_arrives_as_the_suite_says(
+    server: RunningServer, pair: tuple[str, str | None], kind: str, many: bool
+) -> None:
+    with official_client(server.port) as client, claude(server.port) as other:
+        for fixture in recorded(pair)[FEW if many else 0 : None if many else FEW]:
+            said = [{"role": "user", "content": f"recite {fixture.id}"}]
+            for stream in (False, True):
+                if kind == "chat":
+                    found: ParseResult = chat_of(client, said, fixture.tools, stream)[0]
+                elif kind == "responses":
+                    found = response_of(client, said, fixture.tools, stream)[0]
+                else:
+                    found = message_of(other, said, fixture.tools, stream)[0]
+                assert_is(found, fixture)
+
+
+def turns_of(pair: tuple[str, str | None], *, parallel: bool = True) -> list[Fixture]:
+    """Five turns with one set of tools: four that call, and an answer."""
+    with_calls = [
+        each
+        for each in recorded(pair)
+        if each.expected and (each.expected.tool_calls if parallel else len(each.expected.tool_calls) == 1)
+    ]
+    tools = Counter(json.dumps(each.tools) for each in with_calls).most_common(1)[0][0]
+    calling = [each for each in with_calls if json.dumps(each.tools) == tools]
+    plain = [
+        each for each in recorded(pair) if each.expected and not each.expected.tool_calls and each.expected.content
+    ]
+    return [*(calling * 4)[:4], *(plain or calling)[:1]]
+
+
+REAL = {"Llama-3.3-70B-Instruct": "llama3-128k", "Mistral-7B-Instruct-v0.3": "mistral-v3-32k"}
+"""Models whose vocabulary may be there: their outputs are recited by the ids that were recorded."""
+
+
+@pytest.mark.parametrize("model", REAL)
+def test_calls_arrive_from_the_ids_of_a_real_vocabulary(model: str, tmp_path: Path) -> None:
+    known = [path for path in real_tokenizers() if path.name == REAL[model]]
+    if not known:
+        pytest.skip(f"no {REAL[model]} below $SSD_TOKENIZERS")
+    tool_call, _ = FORMATS[model]
+    fixtures = [each for each in recorded((tool_call, None)) if each.reference_model.endswith(model)]
+    outputs = {each.id: ("", each.output_token_ids or ()) for each in fixtures}
+    load = reciting(tmp_path, outputs, tokenizer_file=known[0] / "tokenizer.json")
+    served = serving(load, tool_call_parser=tool_call, reasoning_parser="none")
+    with served as running, official_client(running.port) as client:
+        for fixture in fixtures:
+            said = [{"role": "user", "content": f"recite {fixture.id}"}]
+            for stream in (False, True):
+                assert_is(chat_of(client, said, fixture.tools, stream)[0], fixture)
+
+
+def assert_is(found: ParseResult, fixture: Fixture) -> None:
+    assert fixture.expected is not None
+    wanted = checks.expected_as_result(fixture.expected)
+    difference = checks.describe_difference(wanted, found)
+    assert checks.compare(wanted, found).value in ("pass", "soft_pass"), (fixture.id, difference)
+
+
+def results_for(num_calls: int, following: Fixture | None) -> list[str]:
+    """What the functions return; the last one asks for the next turn."""
+    return ["done"] * (num_calls - 1) + [f"recite {following.id}" if following else "done"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_five_turns_of_chat_completions(server: RunningServer, pair: tuple[str, str | None], stream: bool) -> None:
+    turns = turns_of(pair)
+    messages: list[Any] = [{"role": "user", "content": f"recite {turns[0].id}"}]
+    with official_client(server.port) as client:
+        for fixture, following in zip(turns, [*turns[1:], None], strict=True):
+            found, said = chat_of(client, messages, fixture.tools, stream)
+            assert_is(found, fixture)
+            messages.append(said)
+            calls = said.get("tool_calls", ())
+            for call, returned in zip(calls, results_for(len(calls), following), strict=bool(calls)):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": returned})
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_five_turns_of_responses(server: RunningServer, pair: tuple[str, str | None], stream: bool) -> None:
+    turns = turns_of(pair)
+    given: list[Any] = [{"role": "user", "content": f"recite {turns[0].id}"}]
+    with official_client(server.port) as client:
+        for fixture, following in zip(turns, [*turns[1:], None], strict=True):
+            found, output = response_of(client, given, fixture.tools, stream)
+            assert_is(found, fixture)
+            given += [item.model_dump(exclude_none=True) for item in output]
+            calls = [item for item in output if item.type == "function_call"]
+            for call, returned in zip(calls, results_for(len(calls), following), strict=bool(calls)):
+                given.append({"type": "function_call_output", "call_id": call.call_id, "output": returned})
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_five_turns_of_messages(server: RunningServer, pair: tuple[str, str | None], stream: bool) -> None:
+    turns = turns_of(pair)
+    messages: list[Any] = [{"role": "user", "content": f"recite {turns[0].id}"}]
+    with claude(server.port) as client:
+        for fixture, following in zip(turns, [*turns[1:], None], strict=True):
+            found, blocks = message_of(client, messages, fixture.tools, stream)
+            assert_is(found, fixture)
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in blocks]})
+            calls = [block.id for block in blocks if block.type == "tool_use"]
+            results = zip(calls, results_for(len(calls), following), strict=bool(calls))
+            content = [{"type": "tool_result", "tool_use_id": call, "content": said} for call, said in results]
+            messages.append({"role": "user", "content": content or "done"})
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_an_agent_of_openai_agents_runs_five_turns(
+    server: RunningServer, pair: tuple[str, str | None], kind: str, streamed: bool
+) -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
+    agents.set_tracing_disabled(True)
+    turns = turns_of(pair, parallel=False)
+    called: list[tuple[str, str]] = []
+
+    def tool(function: Any) -> Any:
+        async def invoke(_context: Any, given: str) -> str:
+            called.append((function["name"], given))
+            return results_for(1, turns[len(called)])[0]
+
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        about = function.get("description", "")
+        return agents.FunctionTool(function["name"], about, schema, invoke, strict_json_schema=False)
+
+    async def run() -> Any:
+        url = f"http://127.0.0.1:{server.port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            model = getattr(agents, kind)(model=MODEL, openai_client=client)
+            tools = [tool(each["function"]) for each in turns[0].tools]
+            agent = agents.Agent(name="reciter", model=model, tools=tools)
+            if not streamed:
+                return (await agents.Runner.run(agent, f"recite {turns[0].id}", max_turns=6)).final_output
+            running = agents.Runner.run_streamed(agent, f"recite {turns[0].id}", max_turns=6)
+            async for _ in running.stream_events():
+                pass
+            return running.final_output
+
+    answer = asyncio.run(run())
+    wanted = [call for each in turns[:4] if each.expected for call in each.expected.tool_calls]
+    assert [(name, json.loads(given)) for name, given in called] == [(call.name, call.arguments) for call in wanted]
+    assert turns[4].expected is not None and answer.strip() == (turns[4].expected.content or "").strip()
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_a_cut_call_is_left_out_of_what_is_not_streamed(
+    server: RunningServer, pair: tuple[str, str | None], path: str
+) -> None:
+    fixture = next(each for each in recorded(pair) if each.expected and each.expected.tool_calls)
+    codec = server.engine_thread.engine.codec
+    assert codec is not None and fixture.expected is not None
+    num_tokens = len(codec.encode_completion(fixture.raw_output))
+    num_calls = len(fixture.expected.tool_calls)
+    said = [{"role": "user", "content": f"recite {fixture.id}"}]
+    fields = {"chat/completions": {"messages": said, "tools": [*fixture.tools]}}
+    fields["responses"] = {"input": said, "tools": [{"type": "function", **each["function"]} for each in fixture.tools]}
+    fields["messages"] = {"messages": said, "tools": anthropic_tools(fixture.tools)}
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    for most in range(num_tokens // 2, num_tokens, 5):
+        answer = post(server.port, f"/v1/{path}", {"model": MODEL, **fields[path], limit: most}).json
+        if path == "chat/completions":
+            calls = [each["function"]["arguments"] for each in answer["choices"][0]["message"].get("tool_calls") or ()]
+        elif path == "responses":
+            calls = [each["arguments"] for each in answer["output"] if each["type"] == "function_call"]
+        else:
+            calls = [json.dumps(each["input"]) for each in answer["content"] if each["type"] == "tool_use"]
+        wanted = [call.arguments for call in fixture.expected.tool_calls]
+        assert [json.loads(each) for each in calls] == wanted[: len(calls)] and len(calls) <= num_calls
