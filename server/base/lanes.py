@@ -18,6 +18,9 @@ T = TypeVar("T")
 LONG_CHARACTERS = 1 << 14
 """Text beyond this is tokenised among the long ones: about 10 ms of work."""
 
+LONG_GRAMMAR = 1 << 12
+"""A grammar that is expected to cost more is compiled among the long ones: 10 ms of work and more."""
+
 LARGE_BODY_BYTES = 1 << 20
 """A body beyond this is parsed among the large ones: up to 0.2 s of work."""
 
@@ -117,7 +120,7 @@ class Lanes:
     """The lanes of a server.
 
     Tokenizers written in Rust work on several texts at once. Texts of usual length have two threads, so that one can be
-    at the edge of what is short; long ones have one.
+    at the edge of what is short; long ones have one. So it is with grammars.
     """
 
     def __init__(self) -> None:
@@ -125,7 +128,8 @@ class Lanes:
         self._large_bodies = Lane("reading large bodies", num_threads=1, max_waiting=64)
         self._short_texts = Lane("tokenising", num_threads=2, max_waiting=1024)
         self._long_texts = Lane("tokenising long texts", num_threads=1, max_waiting=64, unit=1 << 17)
-        self.grammars = Lane("compiling grammars", num_threads=1, max_waiting=16)
+        self._short_grammars = Lane("compiling grammars", num_threads=1, max_waiting=64)
+        self._long_grammars = Lane("compiling long grammars", num_threads=1, max_waiting=16)
         self.tools = Lane("/tokenize and /detokenize", num_threads=1, max_waiting=16)
         """What belongs to no generation."""
         self.management = Lane("managing tenants", num_threads=1, max_waiting=16)
@@ -138,6 +142,10 @@ class Lanes:
         if num_characters <= LONG_CHARACTERS:
             return await self._short_texts.run(call)
         return await self._long_texts.run_priced(num_characters, call)
+
+    def grammar(self, cost: int) -> Lane:
+        """Where a grammar of this expected cost is compiled."""
+        return self._short_grammars if cost <= LONG_GRAMMAR else self._long_grammars
 
     def body(self, num_bytes: int) -> Lane:
         """Where a body of this length is parsed and checked."""

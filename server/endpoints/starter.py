@@ -24,6 +24,7 @@ from server.tenants.account import Account, Admission
 from server.tenants.registry import CacheUse, Tenants
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
+from ssd.text.grammar_compiler import expected_cost
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -74,7 +75,8 @@ class Starter:
         output = plan.output
         if output is not None and engine.grammars is not None:
             name = None if tenant is None else tenant.name
-            await self._lanes.grammars.run(engine.grammars.compile, output, name)  # and kept there
+            if not engine.grammars.knows(output, name):
+                await self._lanes.grammar(expected_cost(output)).run(engine.grammars.compile, output, name)
         num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
         self._latencies.num_choices.observe(body.n)
         record = current_record()
