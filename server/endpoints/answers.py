@@ -13,12 +13,12 @@ from server.answers.response_bodies import ResponseBodies
 from server.answers.response_stream import ResponseEventWriter
 from server.answers.stream import EventWriter, events
 from server.base.json_text import json_text
-from server.base.lanes import Lanes
 from server.base.settings import ServerSettings
 from server.intake.texts import codec_of
 from server.running.engine_thread import Worker
 from server.running.generation import Generation
 from server.schema.generate import StreamOptions
+from server.tenants.turns import Lanes
 from ssd.text.stream import TextStream
 
 
