@@ -28,6 +28,9 @@ class Limits:
     max_bodies_bytes: int = 128 << 20
     """Bytes of all bodies above 64 KiB that are arriving or being checked."""
 
+    max_answers_bytes: int = 1 << 30
+    """Bytes of all answers above 256 KiB that are not streamed and not yet taken by their clients."""
+
     max_choices: int = 1024
     """Choices of a request: prompts times ``n``."""
 

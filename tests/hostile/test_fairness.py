@@ -89,6 +89,30 @@ def test_one_tenants_slow_bodies_leave_room_for_anothers(tmp_path: Path) -> None
         assert answer.status != 503, answer.error
 
 
+def test_long_answers_that_nobody_takes_leave_room_for_others(tmp_path: Path) -> None:
+    """Clients that ask and do not read; what the system takes of an answer for them is not the server's memory."""
+    text = "\u20ac" * 250_000  # some 4 MB of token ids and texts
+    body = json.dumps({"prompt": text, "return_token_strs": True}).encode()
+    head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nauthorization: Bearer "
+    limits = Limits(max_answers_bytes=16 << 20)
+    with (
+        serving(lambda _: FailingEngine(), tenants=tenants_in(tmp_path), limits=limits) as server,
+        ExitStack() as stack,
+    ):
+
+        def ask_slowly(key: str) -> bytes:
+            """The beginning of an answer of which no more is read."""
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(f"{head}{key}\r\n\r\n".encode() + body)
+            return connection.recv(12)
+
+        greedy = [ask_slowly("bobs-key") for _ in range(8)]
+        assert b"HTTP/1.1 200" in greedy and greedy[-1] == b"HTTP/1.1 503"
+        assert ask_slowly("alices-key") == b"HTTP/1.1 200"
+
+
 class WatchedCodec(CharCodec):
     """Notes what it is given, and waits with it; its tokens are few."""
 
