@@ -66,7 +66,7 @@ def test_large_grammars_wait_for_room_and_small_ones_do_not() -> None:
 
 def test_costly_masks_are_made_for_tenants_in_turn_the_shortest_first() -> None:
     threads, gate, order = MaskThreads(lambda: None), threading.Event(), list[Any]()
-    made = [threads.submit_costly("greedy", 0.1, lambda: gate.wait(20) and None)]
+    made = [threads.submit_costly("greedy", 0.1, lambda: order.extend([] if gate.wait(20) else ["late"]))]
     time.sleep(0.05)
     for number, (tenant, costs_s) in enumerate(
         [("greedy", 9.0), ("greedy", 5.0), ("greedy", 0.1), ("honest", 0.5), ("honest", 0.1), (None, 3.0)]
