@@ -26,10 +26,10 @@ class Limits:
     """Longest a body may stall; see ``min_bytes_per_second``."""
 
     max_bodies_bytes: int = 128 << 20
-    """Bytes of all bodies above 64 KiB that are arriving or being checked."""
+    """Bytes of all bodies above 64 KiB that are arriving or being checked; a tenant has half of what others leave."""
 
     max_answers_bytes: int = 1 << 30
-    """Bytes of all answers above 256 KiB that are not streamed and not yet taken by their clients."""
+    """Bytes of all whole answers above 256 KiB that their clients have not taken yet, shared as those of bodies."""
 
     max_choices: int = 1024
     """Choices of a request: prompts times ``n``."""
@@ -38,7 +38,7 @@ class Limits:
     """Prompt tokens of a request; the context where that is more."""
 
     max_queued_tokens: int = 1 << 23
-    """Tokens of prompts, predictions and outputs to come of all requests in the service; one always has room."""
+    """Tokens of prompts and predictions, for each choice, of all requests in the service, shared as bytes of bodies."""
 
     max_logprob_entries: int = 1 << 20
     """Log-probabilities of an answer, alternatives included."""

@@ -45,6 +45,16 @@ def test_what_fails_or_makes_no_text_is_counted_too(method: str, path: str, body
         assert post(server.port, "/v1/completions", {"prompt": "x"}, headers=bearer("bobs-key")).status == 200
 
 
+def test_a_clock_that_jumps_gives_no_tenant_another_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with quota_server(tmp_path) as (server, _):
+        statuses = []
+        for now in (1e9, 9e9, 0.0, 1e9):
+            monkeypatch.setattr(time, "time", lambda now=now: now)
+            answer = post(server.port, "/v1/completions", {"prompt": "x"}, headers=bearer("rated-key"))
+            statuses.append(answer.status)
+        assert statuses == [200, 200, 429, 429]  # the key may send two a minute
+
+
 def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of_it() -> None:
     budget = Budget(100, "things")
 
