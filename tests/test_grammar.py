@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from ssd.model.loading.load_target import load_model, open_target
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
 from ssd.text.grammar_compiler import GrammarCompiler
+from ssd.text.grammar_memory import GrammarMemory
 from tests.tokenizers_for_tests import byte_level_tokenizer, real_tokenizers, sentencepiece_like_tokenizer
 from tests.whole_answers import Answer, whole
 
@@ -445,10 +447,15 @@ def test_late_masks_change_no_token(target: Any, monkeypatch: pytest.MonkeyPatch
     assert all_of(many_of(target, 3, k=6)[0]) == expected
 
 
-def test_requests_that_wait_hold_no_compiled_grammar(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compiled for 40 is kept for 32: those that were put out are compiled again when their turn comes."""
+@pytest.mark.parametrize("most_bytes", [1 << 30, 1 << 18, 1])
+def test_requests_that_wait_hold_no_compiled_grammar(
+    target: Any, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """What is kept is within the budget, what was put out is compiled again in its turn; none waits for ever."""
     pytest.importorskip("llguidance")
     engine = Engine(target, drafter=make_drafter("none", DraftConfig()), codec=CODEC)
+    assert engine.grammars is not None
+    engine.grammars.memory = memory = GrammarMemory(most_bytes)
     compiled: list[str] = []
     compile_one = GrammarCompiler._matcher
 
@@ -461,9 +468,36 @@ def test_requests_that_wait_hold_no_compiled_grammar(target: Any, monkeypatch: p
         sampling = SamplingParams(max_tokens=8, temperature=0.0, structured_output=StructuredOutput("regex", f"a{i}b"))
         engine.submit(Request(request_id=f"{i}", prompt_token_ids=(5, 6), sampling=sampling))
     assert len(compiled) == 40
+    assert memory.num_bytes <= most_bytes // 2
     outputs: dict[str, str] = {}
     while engine.has_work():
         for output in engine.step():
             outputs[output.request_id] = outputs.get(output.request_id, "") + output.text
     assert outputs == {f"{i}": f"a{i}b" for i in range(40)}
-    assert len(compiled) > 40
+    assert (len(compiled) > 40) == (most_bytes < 1 << 30)
+    assert memory.num_bytes <= most_bytes // 2
+
+
+def test_a_grammar_weighs_what_the_allocator_gave_out_for_it() -> None:
+    """Where nothing else allocates: a process of its own."""
+    pytest.importorskip("llguidance")
+    program = """
+import json
+from tests.test_grammar import StructuredOutput, compiler
+from ssd.text.grammar_memory import allocated_bytes
+made, kept = compiler(), []
+made._matcher(StructuredOutput("regex", "a"))
+for output in (
+    StructuredOutput("regex", "(a{900}){1000}"),
+    StructuredOutput("regex", "a?" * 2700 + "a" * 2700),
+    StructuredOutput("json_schema", '{"type": "integer", "multipleOf": 9973}'),
+    StructuredOutput("choice", json.dumps([f"choice {i}" for i in range(2000)])),
+):
+    before = allocated_bytes()
+    kept.append(made._compile(output, None))
+    print(json.dumps([allocated_bytes() - before, kept[-1].weight.num_bytes]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        grown, weight = json.loads(line)
+        assert grown == 0 or 0.5 * grown < weight < 2 * grown + (1 << 20)  # 0: a C library that does not say

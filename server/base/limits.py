@@ -26,7 +26,10 @@ class Limits:
     """Longest a body may stall; see ``min_bytes_per_second``."""
 
     max_bodies_bytes: int = 128 << 20
-    """Bytes of all bodies above 64 KiB that are arriving or being checked."""
+    """Bytes of all bodies above 64 KiB that are arriving or being checked; a tenant has half of what others leave."""
+
+    max_answers_bytes: int = 1 << 30
+    """Bytes of all whole answers above 256 KiB that their clients have not taken yet, shared as those of bodies."""
 
     max_choices: int = 1024
     """Choices of a request: prompts times ``n``."""
@@ -35,7 +38,7 @@ class Limits:
     """Prompt tokens of a request; the context where that is more."""
 
     max_queued_tokens: int = 1 << 23
-    """Tokens of prompts, predictions and outputs to come of all requests in the service; one always has room."""
+    """Tokens of prompts and predictions, for each choice, of all requests in the service, shared as bytes of bodies."""
 
     max_logprob_entries: int = 1 << 20
     """Log-probabilities of an answer, alternatives included."""
@@ -90,3 +93,19 @@ class Limits:
         for field in fields(self):
             if getattr(self, field.name) < 1:
                 raise ConfigError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+
+
+class Patience:
+    """A bucket of seconds that leaks all the time and is filled by bytes that moved.
+
+    Who stalls has ``seconds``; who moves ``bytes_per_s`` is waited for as long as it takes. All times are of one clock.
+    """
+
+    def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:
+        self._seconds, self._bytes_per_s = seconds, bytes_per_s
+        self.until = now + seconds
+        """When patience ends."""
+
+    def moved(self, num_bytes: int, now: float) -> None:
+        """So many bytes have come, or gone, since the last call. O(1)."""
+        self.until = min(now + self._seconds, self.until + num_bytes / self._bytes_per_s)

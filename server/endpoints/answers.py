@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
 from server.answers.anthropic_bodies import AnthropicBodies
 from server.answers.anthropic_stream import AnthropicEventWriter
 from server.answers.bodies import Bodies
@@ -13,13 +16,35 @@ from server.answers.response_bodies import ResponseBodies
 from server.answers.response_stream import ResponseEventWriter
 from server.answers.stream import EventWriter, events
 from server.base.json_text import json_text
-from server.base.lanes import Lanes
 from server.base.settings import ServerSettings
 from server.intake.texts import codec_of
 from server.running.engine_thread import Worker
 from server.running.generation import Generation
 from server.schema.generate import StreamOptions
+from server.tenants.turns import Budget, Lanes, Share
 from ssd.text.stream import TextStream
+
+_PIECE_BYTES = 1 << 18
+"""Of a whole answer so much is handed to the connection at once: what it holds beyond that is paid for."""
+
+
+class _PaidAnswer(Response):
+    """A long answer, sent as it is taken: who reads slowly holds a share of what all may."""
+
+    def __init__(self, content: bytes, share: Share) -> None:
+        super().__init__(media_type="application/json", headers={"content-length": str(len(content))})
+        self._content, self._share = content, share
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; the share is given back at the end, whatever that is."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for at in range(0, len(self._content), _PIECE_BYTES):
+                piece = self._content[at : at + _PIECE_BYTES]
+                more = at + _PIECE_BYTES < len(self._content)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+        finally:
+            self._share.give_back()
 
 
 class Answers:
@@ -27,6 +52,7 @@ class Answers:
 
     def __init__(self, worker: Worker, settings: ServerSettings, lanes: Lanes) -> None:
         self._worker, self._settings, self._lanes = worker, settings, lanes
+        self._unsent = Budget(settings.limits.max_answers_bytes, "long answers")
 
     def events(self, generation: Generation, bodies: Bodies, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """The events of a stream."""
@@ -69,3 +95,11 @@ class Answers:
             return padded(content) if self._settings.obfuscation == "always" else content
 
         return write() if bodies.is_short(generation) else await self._lanes.answers.run(write)
+
+    def response(self, content: bytes) -> Response:
+        """An answer of JSON; raises QueueFull where too many long ones wait to be taken."""
+        if len(content) <= _PIECE_BYTES:
+            return Response(content, media_type="application/json")
+        share = self._unsent.share()
+        share.grow(len(content))
+        return _PaidAnswer(content, share)

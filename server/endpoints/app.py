@@ -30,7 +30,7 @@ from server.observe.metrics import NamespaceStats
 from server.page.files import docs_files, page_files
 from server.page.routes import add_files, add_page
 from server.running.engine_thread import Worker
-from server.tenants.allowance import RATE_HEADERS
+from server.tenants.account import RATE_HEADERS
 from server.tenants.opening import tenants_of
 from server.tenants.registry import Tenants
 from ssd.errors import SSDError

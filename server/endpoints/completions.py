@@ -49,7 +49,7 @@ async def generate(
         return EventStream(generation, service.answers.events(generation, bodies, options))
     try:
         await until_disconnect(request.receive, service.answers.finish(generation))
-        return Response(await service.answers.whole(generation, bodies), media_type="application/json")
+        return service.answers.response(await service.answers.whole(generation, bodies))
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     finally:

@@ -14,7 +14,6 @@ from server.answers.chat_bodies import ChatBodies
 from server.answers.logprobs import LogprobsWriter
 from server.answers.response_bodies import ResponseBodies
 from server.base.errors import model_not_found
-from server.base.lanes import Lanes
 from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.endpoints.answers import Answers
@@ -36,6 +35,7 @@ from server.schema.responses import ResponsesBody
 from server.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.tenants.account import Account
 from server.tenants.registry import Tenants
+from server.tenants.turns import Lanes
 from ssd.text.token_text import TokenTexts
 
 if TYPE_CHECKING:

@@ -9,8 +9,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from server.answers.bodies import Bodies
-from server.base.budget import Budget
-from server.base.lanes import Lanes
 from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.intake.conversations import AnswerPlan
@@ -20,10 +18,12 @@ from server.running.generation import Generation
 from server.running.latencies import Latencies
 from server.schema.completions import CompletionBody
 from server.schema.generate import GenerateBody
-from server.tenants.account import Account, Admission
+from server.tenants.account import Account, admit
 from server.tenants.registry import CacheUse, Tenants
+from server.tenants.turns import Budget, Lanes
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
+from ssd.text.grammar_compiler import expected_cost
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -74,18 +74,20 @@ class Starter:
         output = plan.output
         if output is not None and engine.grammars is not None:
             name = None if tenant is None else tenant.name
-            await self._lanes.grammars.run(engine.grammars.compile, output, name)  # and kept there
+            if not engine.grammars.knows(output, name):
+                await self._lanes.grammar(expected_cost(output)).run(engine.grammars.compile, output, name)
         num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
         self._latencies.num_choices.observe(body.n)
         record = current_record()
         record.response_id, record.is_stream = bodies.id, body.stream
-        share = self._queued.share()
-        share.grow(num_tokens)
-        try:
-            admission = _admitted(tenant, engine, body.n * len(prompts), sum(map(len, prompts)))
-        except BaseException:
-            share.give_back()
-            raise
+        ticket = admit(
+            tenant,
+            self._queued.share(),
+            num_tokens=num_tokens,
+            num_choices=body.n * len(prompts),
+            num_prompt_tokens=sum(map(len, prompts)),
+            num_slots=engine.target.num_slots,
+        )
         prompt_ids = [tuple(prompt) for prompt in prompts]
         generation = Generation(
             self._worker,
@@ -93,9 +95,8 @@ class Starter:
             prompt_ids,
             prediction,
             aside=self._lanes.answers,
-            share=share,
+            ticket=ticket,
             only_scores=body.only_scores,
-            admission=admission,
         )
         generation.messages, generation.count_reasoning = plan.messages, plan.count_reasoning
 
@@ -211,12 +212,6 @@ class Starter:
             learn=body.store is not False,
             keeps_steps=self._settings.spec_decode_metrics != "none",
         )
-
-
-def _admitted(tenant: Account | None, engine: Engine, num_choices: int, num_prompt_tokens: int) -> Admission | None:
-    if tenant is None:
-        return None
-    return tenant.admit(num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, num_slots=engine.target.num_slots)
 
 
 def _streams(engine: Engine, num_choices: int) -> Sequence[int | None]:

@@ -27,4 +27,4 @@ def add_tokenizer(app: FastAPI, service: Service) -> None:
 
     async def answer(work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
         content = await service.lanes.answers.run(json_text, await work)
-        return Response(content, media_type="application/json")
+        return service.answers.response(content)

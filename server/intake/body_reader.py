@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 import pydantic_core
 from starlette.requests import ClientDisconnect, Request
 
-from server.base.budget import Budget, Share
 from server.base.errors import ApiError
-from server.base.lanes import Lanes
-from server.base.limits import SMALL_BODY_BYTES, Limits
-from server.base.patience import Patience
+from server.base.limits import SMALL_BODY_BYTES, Limits, Patience
 from server.base.record import current_record
+from server.tenants.turns import Budget, Lanes, Share
 from ssd.errors import RequestError
 
 T = TypeVar("T")

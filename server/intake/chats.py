@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from server.base.lanes import Lanes
 from server.base.settings import ServerSettings
 from server.intake.conversations import AnswerPlan, plan_answer
 from server.intake.message_formats import MessageFormat, MessageFormats
@@ -12,6 +11,7 @@ from server.intake.texts import Texts, codec_of
 from server.schema.chat import ChatBody
 from server.schema.messages import ChatTemplateFields
 from server.schema.tokenize import TokenizeChatBody
+from server.tenants.turns import Lanes
 from server.tools.messages import with_short_call_ids
 from ssd.errors import RequestError
 

@@ -12,8 +12,7 @@ import logging
 import random
 from typing import TYPE_CHECKING, ClassVar
 
-from server.base.limits import Limits
-from server.base.patience import Patience
+from server.base.limits import Limits, Patience
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from server.base.lanes import LONG_CHARACTERS, Lanes
 from server.base.limits import Limits
 from server.intake.json_size import num_values
 from server.schema.messages import ChatTemplateFields
 from server.schema.tokenize import TokenizeTextBody
+from server.tenants.turns import LONG_CHARACTERS, Lanes
 from ssd.errors import ContextTooLong, RequestError
 from ssd.text.codec import encode_bad_words
 

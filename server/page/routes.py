@@ -8,13 +8,13 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.base.lanes import Lane
 from server.base.settings import ServerSettings
 from server.intake.gate import tenant_of
 from server.page.files import SECURITY_HEADERS, PageFile
 from server.page.stats import page_stats
 from server.running.engine_thread import Worker
 from server.tenants.registry import Tenants
+from server.tenants.turns import Lane
 
 
 def add_files(app: FastAPI, files: Mapping[str, PageFile]) -> None:

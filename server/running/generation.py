@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from server.base.budget import Share
 from server.base.errors import RequestFailed
-from server.base.lanes import Lane
 from server.base.record import current_record
 from server.running.account import note_counts, note_submitted
 from server.running.engine_thread import Inbox, Worker
 from server.running.latencies import Latencies
-from server.tenants.account import Admission
+from server.tenants.account import Ticket
+from server.tenants.turns import Lane
 from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
@@ -88,20 +87,17 @@ class Generation:
         prediction: tuple[int, ...] | None,
         *,
         aside: Lane,
-        share: Share,
-        admission: Admission | None = None,
+        ticket: Ticket,
         only_scores: bool = False,
     ) -> None:
-        """``aside`` : runs what takes long. ``share`` : what the request takes of a budget, given back at its end.
+        """``aside`` : runs what takes long. ``ticket`` : what the request takes of what others want too, ended with it.
 
-        ``admission`` : what it takes of its tenant's quotas, ended with it. ``only_scores`` : the prompts'
-        log-probabilities are wanted, the one token computed with them is left out.
+        ``only_scores`` : the prompts' log-probabilities are wanted, the one token computed with them is left out.
         """
         self.prompts = prompts
         self.aside = aside
         self._only_scores = only_scores
-        self._share = share
-        self._admission = admission
+        self._ticket = ticket
         self.prediction = prediction
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
@@ -134,8 +130,7 @@ class Generation:
 
     def take_back(self) -> None:
         """Close what could not be submitted as a whole: it counts for nobody."""
-        if self._admission is not None:
-            self._admission.take_back()
+        self._ticket.end(0, was_begun=False)
         self.close()
 
     def close(self) -> None:
@@ -149,10 +144,7 @@ class Generation:
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
-        self._share.give_back()
-        if self._admission is not None:
-            self._admission.end(self._num_completion_tokens + self._num_not_taken())
-            self._admission = None
+        self._ticket.end(self._num_completion_tokens + self._num_not_taken())
 
     def _num_not_taken(self) -> int:
         """Tokens that were made and not looked at: the client went away."""

@@ -11,14 +11,66 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from server.base.errors import TenantLimit
-from server.tenants.allowance import Allowance
 from server.tenants.rules import Tenant
+from server.tenants.turns import Share
 from ssd.errors import RequestError
 
 _QUEUE_RETRY_S: Final = 1
+_MINUTE_S: Final = 60.0
+
+RATE_HEADERS: Final = tuple(
+    f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")
+)
+"""What answers say of an account's rates."""
 
 REFUSALS: Final = ("queue", "requests", "tokens")
 """Why a tenant's request is refused: too many in flight, too many requests or tokens a minute."""
+
+
+class Allowance:
+    """A token bucket that holds a minute's worth and is full at first. What is taken may leave a debt.
+
+    Times are seconds of one clock that does not go back. No locks.
+    """
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._left = float(per_minute)
+        self._at = now
+
+    def left(self, now: float) -> float:
+        """How much may be taken; below 0 what was taken too much."""
+        gained = (now - self._at) * self.per_minute / _MINUTE_S
+        return min(float(self.per_minute), self._left + gained)
+
+    def take(self, amount: float, now: float) -> None:
+        """Take ``amount``, whether it is there or not; below 0 gives back."""
+        self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until ``amount``, at most a minute's worth, is there."""
+        return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
+
+    def change(self, per_minute: int, now: float) -> None:
+        """Another amount from now on; what was used of the old one is used of the new one."""
+        used = self.per_minute - self.left(now)
+        self._left, self._at, self.per_minute = per_minute - used, now, per_minute
+
+    def headers(self, name: str, now: float) -> dict[str, str]:
+        """As OpenAI says it, of ``name``: the limit, what is left of it, and when all of it is there again."""
+        return {
+            f"x-ratelimit-limit-{name}": str(self.per_minute),
+            f"x-ratelimit-remaining-{name}": str(max(0, math.floor(self.left(now)))),
+            f"x-ratelimit-reset-{name}": duration(self.wait_s(self.per_minute, now)),
+        }
+
+
+def duration(seconds: float) -> str:
+    """A time as OpenAI writes it: ``12ms``, ``7s``, ``1m30s``; never too short."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
 @dataclass(slots=True)
@@ -76,7 +128,7 @@ class Account:
         with self._lock:
             self._require_place(num_choices, num_slots, self._clock())
 
-    def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int) -> Admission:
+    def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int) -> Ticket:
         """Let a request in that has entered and wants so much; what comes back must be ended.
 
         ``num_slots`` : of the server. Raises TenantLimit, and RequestError for what can never be admitted.
@@ -96,7 +148,7 @@ class Account:
             self.use.num_in_flight += num_choices
             self.use.num_requests += 1
             self.use.num_prompt_tokens += num_prompt_tokens
-        return Admission(self, num_choices, num_prompt_tokens)
+        return Ticket(self, num_choices, num_prompt_tokens, None)
 
     def headers(self) -> dict[str, str]:
         """What is left of this minute, for every answer; empty where there are no rates."""
@@ -104,7 +156,7 @@ class Account:
             return self._headers(self._clock())
 
     def end(self, num_choices: int, num_output_tokens: int, taken_back: int | None) -> None:
-        """As ``Admission`` says. ``taken_back`` : prompt tokens of a request that was not begun; None of others."""
+        """As ``Ticket`` says. ``taken_back`` : prompt tokens of a request that was not begun; None of others."""
         with self._lock:
             now = self._clock()
             self.use.num_in_flight -= num_choices
@@ -148,26 +200,38 @@ class Account:
         return found
 
 
-class Admission:
-    """What one request holds of its tenant's quotas, until ``end``, which may be called more than once."""
+class Ticket:
+    """What one request holds of its account and of what all share until ``end``, which may be called more than once."""
 
-    def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int) -> None:
-        self._account: Account | None = account
-        self._num_choices = num_choices
-        self._num_prompt_tokens = num_prompt_tokens
+    def __init__(self, account: Account | None, num_choices: int, num_prompt_tokens: int, share: Share | None) -> None:
+        """``account`` : None where there are no keys."""
+        self._account, self._share = account, share
+        self._num_choices, self._num_prompt_tokens = num_choices, num_prompt_tokens
 
-    def end(self, num_output_tokens: int) -> None:
-        """Its choices have ended, with so many tokens in all."""
-        self._end(num_output_tokens, None)
-
-    def take_back(self) -> None:
-        """It was not begun, the server refused it: its tokens count for nobody."""
-        self._end(0, self._num_prompt_tokens)
-
-    def _end(self, num_output_tokens: int, taken_back: int | None) -> None:
+    def end(self, num_output_tokens: int, *, was_begun: bool = True) -> None:
+        """Its choices have ended, with so many tokens in all; what the server refused, not begun, counts for nobody."""
+        if self._share is not None:
+            self._share.give_back()
         account, self._account = self._account, None
         if account is not None:
-            account.end(self._num_choices, num_output_tokens, taken_back)
+            account.end(self._num_choices, num_output_tokens, None if was_begun else self._num_prompt_tokens)
+
+
+def admit(
+    account: Account | None, share: Share, *, num_tokens: int, num_choices: int, num_prompt_tokens: int, num_slots: int
+) -> Ticket:
+    """Let in a request that has entered: ``num_tokens`` of what all share, and what `Account.admit` says.
+
+    Raises QueueFull, TenantLimit or RequestError; then nothing is taken.
+    """
+    share.grow(num_tokens)
+    try:
+        if account is not None:
+            account.admit(num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, num_slots=num_slots)
+    except BaseException:
+        share.give_back()
+        raise
+    return Ticket(account, num_choices, num_prompt_tokens, share)
 
 
 def _changed(allowance: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:

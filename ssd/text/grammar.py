@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,25 @@ from ssd.errors import RequestError
 
 Mask = npt.NDArray[np.bool_]
 
-_one_by_one = threading.Lock()
-"""Held by a thread that makes masks that take long in themselves, and are not late only since others were busy: many at
-once would take the passes' processors."""
+PATIENCE_S = 0.02
+"""How long a pass waits for masks that have not been late before: far more than they take. What takes longer in itself,
+and is not late only since others were busy, is costly: many at once would take the passes' processors."""
 
-_PATIENCE_S = 0.02
-"""How long a pass waits for masks that have not been late before: far more than they take."""
+
+_YIELDS = 4
+"""A costly mask lets shorter ones go first that come within so many times of what it takes."""
+_IDLE_S = 1.0
+_MOST_REMEMBERED = 1024
+
+
+class OpenGrammar(Protocol):
+    """A compiled grammar that somebody uses; its memory is theirs while they hold it."""
+
+    costs_s: float
+    """What it takes to begin, of a processor's time."""
+
+    def start(self) -> Any:
+        """A matcher at the beginning."""
 
 
 class _Trial:
@@ -42,6 +56,7 @@ class _Trial:
         self.too_complex_at = too_complex_at
         """The tokens of the draft behind which the grammar is too complex to go on."""
         self.may_stop = False
+        self.is_abandoned = False
         self.taken: list[Mask] | None = None
         """Those that the pass uses."""
 
@@ -61,17 +76,20 @@ class GrammarState:
 
     def __init__(
         self,
-        start: Callable[[], Any],
+        open_it: Callable[[bool], OpenGrammar | None],
         eos_token_ids: Sequence[int],
         vocab_size: int,
         param: str,
-        threads: ThreadPoolExecutor,
+        threads: MaskThreads,
+        tenant: str | None,
     ) -> None:
-        """``start`` : makes a matcher that is at the beginning. ``param`` : the client's name for the grammar.
+        """``open_it`` : takes the memory of the compiled grammar, None where there is none left and it may be refused.
 
-        ``threads`` : see `mask_threads`.
+        ``param`` : the client's name for the grammar. ``tenant`` : whose turn it is to make masks.
         """
-        self._start = start
+        self._open_it = open_it
+        self._open: OpenGrammar | None = None
+        self._tenant = tenant
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
         self._token_ids: list[int] = []
@@ -87,7 +105,7 @@ class GrammarState:
         # Of the thread that makes masks, while one does.
         self._matcher: Any = None
         self._num_followed = 0
-        self._is_costly = False
+        self._costs_s = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -96,17 +114,27 @@ class GrammarState:
 
     def is_ready(self) -> bool:
         """Whether a pass may take this row: not while its masks are made, and where it has been late, or is not opened
-        yet, only when the first is there. Begins what is missing."""
+        yet, only when the first is there. Begins what is missing, once there is memory for it."""
         if self.is_busy:
             return False
         if self._trial is None and (self.was_late or self._matcher is None):
+            if self._open is None:
+                self._open = self._open_it(True)
+                if self._open is None:
+                    return False
+                self._costs_s = self._open.costs_s
             self.begin([])
             return False
         return True
 
     def begin(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Have the masks made along a draft; only while none are."""
-        self._try(draft, self._threads.submit)
+        self._try(draft, self._run)
+
+    def _run(self, make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
+        if self._costs_s > PATIENCE_S:
+            return self._threads.submit_costly(self._tenant, self._costs_s, lambda: make(trial))
+        return self._threads.submit(make, trial)
 
     def settle(self) -> int:
         """Take the masks that there are by now: of how many positions. Any other is too late for this pass."""
@@ -164,9 +192,9 @@ class GrammarState:
     def put_down(self) -> None:
         """Give back the memory of what can be made again: the output has ended, or waits."""
         if self._trial is not None:
-            self._trial.may_stop = True
+            self._trial.may_stop = self._trial.is_abandoned = True
         if not self.is_busy:
-            self._matcher = None
+            self._matcher = self._open = None
 
     def _try(
         self,
@@ -192,13 +220,14 @@ class GrammarState:
     def _make(self, trial: _Trial) -> None:
         started = time.thread_time()
         try:
-            with _one_by_one if self._is_costly else nullcontext():
-                self._follow(trial)
+            self._follow(trial)
         except BaseException:  # a panic, say: where the matcher stands is not known
             self._matcher = None
             raise
         finally:
-            self._is_costly = time.thread_time() - started > _PATIENCE_S
+            self._costs_s = time.thread_time() - started
+            if trial.is_abandoned:
+                self._matcher = self._open = None
 
     def _follow(self, trial: _Trial) -> None:
         """Make the masks along a draft; the matcher ends where the output does."""
@@ -228,7 +257,10 @@ class GrammarState:
 
     def _begin_again(self, trial: _Trial, tried: Sequence[int]) -> None:
         """Go where the output and some tokens after it are, from the beginning."""
-        self._matcher = self._start()
+        if self._open is None:
+            self._open = self._open_it(False)
+        assert self._open is not None
+        self._matcher = self._open.start()
         if trial.num_output or tried:
             self._matcher.consume_tokens([*self._token_ids[: trial.num_output], *tried])
 
@@ -251,35 +283,88 @@ def settle_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]
     rows that were late before, unless there are no others."""
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]
-    wait_for(_making(trusted if trusted or len(found) < len(states) else found), _PATIENCE_S)
+    wait_for(_making(trusted if trusted or len(found) < len(states) else found), PATIENCE_S)
     unbounded = np.iinfo(np.int64).max
     return np.array([unbounded if state is None else state.settle() for state in states])
 
 
 def await_masks(states: Iterable[GrammarState]) -> None:
     """Wait a little for masks of one of them."""
-    wait_for(_making(states), _PATIENCE_S, return_when=FIRST_COMPLETED)
+    wait_for(_making(states), PATIENCE_S, return_when=FIRST_COMPLETED)
 
 
 def _making(states: Iterable[GrammarState]) -> list[Future[None]]:
     return [state._made for state in states if state._made is not None]
 
 
-def mask_threads() -> ThreadPoolExecutor:
-    """Threads that make masks, one for each row that has some to make, so that none waits for another's."""
-    return ThreadPoolExecutor(1024, "ssd-masks", _step_back)
+class MaskThreads:
+    """Threads that make masks, one for each row that has some to make, so that none waits for another's.
+
+    Costly ones are made one after the other, on a thread that takes what others leave: tenants in turn, of each the
+    shortest first.
+    """
+
+    def __init__(self, when_idle: Callable[[], None]) -> None:
+        """``when_idle`` : called a second after the last that was costly."""
+        self._when_idle = when_idle
+        self.submit = ThreadPoolExecutor(1024, "ssd-masks", lambda: _step_back(10)).submit
+        self._changed = threading.Condition()
+        self._waiting: list[_Costly] = []
+        self._last_turn: dict[str | None, int] = {}
+        self._is_begun = False
+
+    def submit_costly(self, tenant: str | None, costs_s: float, call: Callable[[], None]) -> Future[None]:
+        """``costs_s`` : expected. One that waits goes before shorter ones that came far later."""
+        costly = _Costly(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
+        with self._changed:
+            self._waiting.append(costly)
+            self._changed.notify()
+            if not self._is_begun:
+                self._is_begun = True
+                threading.Thread(target=self._make_costly, name="ssd-costly-masks", daemon=True).start()
+        return costly.made
+
+    def _make_costly(self) -> None:
+        _step_back(15)
+        is_dirty = False
+        for turn in count():
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._waiting, _IDLE_S if is_dirty else None):
+                    costly = None
+                else:
+                    costly = min(self._waiting, key=lambda each: (self._last_turn.get(each.tenant, -1), each.due))
+                    self._waiting.remove(costly)
+                    self._last_turn[costly.tenant] = turn
+                    if len(self._last_turn) > _MOST_REMEMBERED:
+                        del self._last_turn[min(self._last_turn, key=self._last_turn.__getitem__)]
+            is_dirty = costly is not None
+            if costly is None:
+                self._when_idle()
+            else:
+                _settle(costly.made, costly.call)
 
 
-def _step_back() -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Costly:
+    tenant: str | None
+    due: float
+    call: Callable[[], None]
+    made: Future[None]
+
+
+def _step_back(by: int) -> None:
     """Let the passes of others go first, where a thread can be told to: it is as long as many masks are late."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), by)
 
 
 def _at_once(make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
-    made = Future[None]()
+    return _settle(Future(), lambda: make(trial))
+
+
+def _settle(made: Future[None], call: Callable[[], None]) -> Future[None]:
     try:
-        make(trial)
+        call()
         made.set_result(None)
     except BaseException as error:
         made.set_exception(error)

@@ -1,4 +1,9 @@
-"""Compiles grammars that requests ask for: what takes out of all proportion is refused, the latest are kept."""
+"""Compiles grammars that requests ask for: what takes out of all proportion is refused, all share a budget of bytes.
+
+llguidance does not say what a grammar takes. It is weighed by what the C library's allocator has given out while it was
+compiled. That counts what other threads allocate and free meanwhile, so it is held between two rates of the processor
+time that compiling took: ten sources of all kinds grew by 5 to 151 MB a second.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -14,13 +20,15 @@ from typing import Any, TypeVar
 from ssd.config import StructuredOutput
 from ssd.errors import RequestError, first_line, shown
 from ssd.text.codec import TextCodec
-from ssd.text.grammar import GrammarState, mask_threads
+from ssd.text.grammar import GrammarState, MaskThreads
+from ssd.text.grammar_memory import MOST_GRAMMAR_BYTES, Compiled, GrammarMemory, Weight, allocated_bytes
 
 INSTALL = "pip install 'ssd-serving[structured]'"
 
-# 50 MB each at worst; that a source compiles is remembered in 32 bytes.
-_MAX_COMPILED = 32
+# That a source compiles is remembered in some 200 bytes.
 _MAX_TRIED = 1 << 14
+# Bytes of any grammar, and a second of compiling, least and most: see above.
+_LEAST_BYTES, _LEAST_RATE, _MOST_RATE = 16 << 10, 2 << 20, 256 << 20
 # Half a second and 50 MB for the worst of short sources: what is out of all proportion is refused.
 _LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
 # States of the parser at one place of the output. A place costs about as many times those before it: an ambiguous
@@ -36,20 +44,46 @@ _MOST_MULTIPLE = 10_000
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
 
 
+def expected_cost(output: StructuredOutput) -> int:
+    """About how long it takes to compile, in characters of usual sources, some 10 us each.
+
+    Only from the source's length and from how often a regular expression repeats: a few take far more.
+    """
+    cost = len(output.source)
+    if output.kind != "json_schema":
+        for repeats in _REPEATS.findall(output.source)[:_MOST_LOOKED_AT]:
+            cost = min(cost * max(1, int(repeats[-6:])), 1 << 30)
+    return cost
+
+
+_REPEATS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}")
+_MOST_LOOKED_AT = 64
+
+
 class GrammarCompiler:
     """Compiles what requests ask for, and keeps the latest. Safe to use from several threads."""
 
-    def __init__(self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``vocab_size`` : of the model's logits, at least the tokenizer's. ``eos_token_ids`` : end a text."""
+    def __init__(
+        self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int], max_bytes: int = MOST_GRAMMAR_BYTES
+    ) -> None:
+        """``vocab_size`` : of the model's logits, at least the tokenizer's. ``eos_token_ids`` : end a text.
+
+        ``max_bytes`` : of all compiled grammars, as they are weighed; see `GrammarMemory`.
+        """
         self._codec = codec
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._tokenizer: Any = None
-        self._threads = mask_threads()
-        self._compiled: OrderedDict[tuple[str | None, StructuredOutput], Any] = OrderedDict()
-        self._tried: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of what compiled, the latest last."""
+        self.memory = GrammarMemory(max_bytes)
+        self._threads = MaskThreads(self.memory.give_back)
+        self._tried: OrderedDict[bytes, Weight] = OrderedDict()
+        """What compiled, by digest, the latest last."""
+
+    def knows(self, output: StructuredOutput, tenant: str | None) -> bool:
+        """Whether `compile` has nothing to try."""
+        with self._lock:
+            return _digest(output, tenant) in self._tried
 
     def compile(self, output: StructuredOutput, tenant: str | None = None) -> GrammarState:
         """The grammar's beginning; a few milliseconds to a second the first time that a tenant asks for it.
@@ -59,38 +93,39 @@ class GrammarCompiler:
         ``tenant`` : for whom; how long it takes is to tell nobody what another has asked for.
         Raises RequestError where it is wrong, cannot be used with this tokenizer, or llguidance is not installed.
         """
-        digest = hashlib.sha256(repr((tenant, output.kind, output.source)).encode()).digest()
+        digest = _digest(output, tenant)
         with self._lock:
-            is_tried = digest in self._tried
-        if not is_tried:
-            self._compile(output, tenant)
+            weight = self._tried.get(digest)
+        if weight is None:
+            weight = self._compile(output, tenant).weight
         with self._lock:
-            self._tried[digest] = None
+            self._tried[digest] = weight
             self._tried.move_to_end(digest)
             if len(self._tried) > _MAX_TRIED:
                 self._tried.popitem(last=False)
+        found = weight
         return GrammarState(
-            lambda: self._compile(output, tenant).deep_copy(),
+            lambda may_refuse: self.memory.open(found, lambda: self._compile(output, tenant), may_refuse),
             self._eos_token_ids,
             self._vocab_size,
             output.param,
             self._threads,
+            tenant,
         )
 
-    def _compile(self, output: StructuredOutput, tenant: str | None) -> Any:
-        """A matcher at the beginning, which is to be left there."""
-        with self._lock:
-            start = self._compiled.get((tenant, output))
-        if start is None:  # outside the lock, so that nobody waits for another's grammar
-            start = self._matcher(output)
-        with self._lock:
-            self._compiled[tenant, output] = start
-            self._compiled.move_to_end((tenant, output))
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return start
+    def _compile(self, output: StructuredOutput, tenant: str | None) -> Compiled:
+        kept = self.memory.find(tenant, output)
+        if kept is None:  # outside any lock, so that nobody waits for another's grammar
+            before = allocated_bytes()
+            start, seconds = self._matcher(output)
+            grown = allocated_bytes() - before
+            least = _LEAST_BYTES + 4 * len(output.source) + int(_LEAST_RATE * seconds)
+            kept = Compiled(start, Weight(max(least, min(grown, int(_MOST_RATE * seconds))), seconds))
+            self.memory.keep(tenant, output, kept)
+        return kept
 
-    def _matcher(self, output: StructuredOutput) -> Any:
+    def _matcher(self, output: StructuredOutput) -> tuple[Any, float]:
+        """At the beginning, and the seconds of a processor that it took."""
         try:
             from llguidance import LLTokenizer
         except ImportError:
@@ -108,7 +143,7 @@ class GrammarCompiler:
                 self._tokenizer = LLTokenizer(
                     self._codec.to_json(), n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
                 )
-            matcher = on_deep_stack(lambda: _new_matcher(self._tokenizer, output))
+            matcher, seconds = on_deep_stack(lambda: _new_matcher(self._tokenizer, output))
             complaint = matcher.get_error() if matcher.is_error() else ""
         except ValueError as error:
             complaint = str(error)
@@ -119,12 +154,18 @@ class GrammarCompiler:
         if complaint:
             reason = first_line(ValueError(complaint))
             raise RequestError(f"{output.param} cannot be used: {reason:.300}", param=output.param)
-        return matcher
+        return matcher, seconds
 
 
-def _new_matcher(tokenizer: Any, output: StructuredOutput) -> Any:
+def _digest(output: StructuredOutput, tenant: str | None) -> bytes:
+    return hashlib.sha256(repr((tenant, output.kind, output.source)).encode()).digest()
+
+
+def _new_matcher(tokenizer: Any, output: StructuredOutput) -> tuple[Any, float]:
     """A matcher at the beginning, which may be in an error state; raises ValueError where the source is malformed."""
     from llguidance import LLMatcher, LLParserLimits
+
+    began = time.thread_time()
 
     limits = LLParserLimits(
         initial_lexer_fuel=_LEXER_FUEL,
@@ -135,7 +176,7 @@ def _new_matcher(tokenizer: Any, output: StructuredOutput) -> Any:
     matcher = LLMatcher(tokenizer, _grammar_of(output, LLMatcher), log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # much is compiled only now, and may be too complex
-    return matcher
+    return matcher, time.thread_time() - began
 
 
 def _grammar_of(output: StructuredOutput, matcher: Any) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.base.lanes import Lane
+from server.base.limits import Limits
 from server.base.record import begin_record
 from server.tenants.account import Account
+from server.tenants.turns import Budget, Lane, Share
 from ssd.errors import QueueFull
 from tests.server.client import ask, post
 from tests.server.failing_engine import CharCodec, FailingEngine, RunningServer, serving
@@ -39,6 +43,84 @@ def test_what_fails_or_makes_no_text_is_counted_too(method: str, path: str, body
         assert 429 not in [answer.status for answer in answers[:2]]  # the key may send two a minute
         assert [answer.status for answer in answers[2:]] == [429, 429]
         assert post(server.port, "/v1/completions", {"prompt": "x"}, headers=bearer("bobs-key")).status == 200
+
+
+def test_a_clock_that_jumps_gives_no_tenant_another_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with quota_server(tmp_path) as (server, _):
+        statuses = []
+        for now in (1e9, 9e9, 0.0, 1e9):
+            monkeypatch.setattr(time, "time", lambda now=now: now)
+            answer = post(server.port, "/v1/completions", {"prompt": "x"}, headers=bearer("rated-key"))
+            statuses.append(answer.status)
+        assert statuses == [200, 200, 429, 429]  # the key may send two a minute
+
+
+def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of_it() -> None:
+    budget = Budget(100, "things")
+
+    def share_of(tenant: str | None) -> Share:
+        begin_record().tenant = tenant
+        return budget.share()
+
+    greedy, more, other = share_of("greedy"), share_of("greedy"), share_of("other")
+    greedy.grow(40)
+    with pytest.raises(QueueFull):
+        more.grow(11)  # half of 100
+    more.grow(10)
+    other.grow(30)
+    with pytest.raises(QueueFull):
+        more.grow(1)
+    with pytest.raises(QueueFull):
+        share_of("other").grow(6)  # half of 50
+    greedy.give_back()
+    more.give_back()
+    other.grow(70)
+    other.give_back()
+    nobody = [share_of(None) for _ in range(4)]  # without keys all are one
+    for share in nobody:
+        share.grow(25)
+    for share in nobody:
+        share.give_back()
+    assert budget.used == 0
+
+
+def test_one_tenants_slow_bodies_leave_room_for_anothers(tmp_path: Path) -> None:
+    engine, limits = FailingEngine(), Limits(max_bodies_bytes=1_000_000, max_body_bytes=300_000)
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "x" * 200_000}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer bobs-key\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    with serving(lambda _: engine, tenants=tenants_in(tmp_path), limits=limits) as server, ExitStack() as opened:
+        for _ in range(8):
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            with suppress(OSError):  # it is refused, and need not be read
+                connection.sendall(head.encode() + body[:-1])
+        time.sleep(0.3)
+        answer = post(server.port, "/v1/completions", body, headers=bearer("alices-key"))
+        assert answer.status != 503, answer.error
+
+
+def test_long_answers_that_nobody_takes_leave_room_for_others(tmp_path: Path) -> None:
+    """Clients that ask and do not read; what the system takes of an answer for them is not the server's memory."""
+    text = "\u20ac" * 250_000  # some 4 MB of token ids and texts
+    body = json.dumps({"prompt": text, "return_token_strs": True}).encode()
+    head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nauthorization: Bearer "
+    limits = Limits(max_answers_bytes=16 << 20)
+    with (
+        serving(lambda _: FailingEngine(), tenants=tenants_in(tmp_path), limits=limits) as server,
+        ExitStack() as stack,
+    ):
+
+        def ask_slowly(key: str) -> bytes:
+            """The beginning of an answer of which no more is read."""
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(f"{head}{key}\r\n\r\n".encode() + body)
+            return connection.recv(12)
+
+        greedy = [ask_slowly("bobs-key") for _ in range(8)]
+        assert b"HTTP/1.1 200" in greedy and greedy[-1] == b"HTTP/1.1 503"
+        assert ask_slowly("alices-key") == b"HTTP/1.1 200"
 
 
 class WatchedCodec(CharCodec):

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.base.limits import Limits
-from server.base.patience import Patience
+from server.base.limits import Limits, Patience
 from tests.server.client import get, post, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 from tests.waiting import PATIENCE_S

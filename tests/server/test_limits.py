@@ -18,9 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.base.budget import Budget
 from server.base.json_text import json_text
-from server.base.lanes import Lane
 from server.base.limits import Limits
 from server.command.arguments import parse_arguments
 from server.intake.json_size import num_values
@@ -28,6 +26,7 @@ from server.intake.texts import require_fits
 from server.running.prediction import common_tokens
 from server.schema.chat import ChatBody
 from server.schema.completions import CompletionBody
+from server.tenants.turns import Budget, Lane
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
 from ssd.errors import ConfigError, ContextTooLong, QueueFull, RequestError, shown

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from server.base.errors import ApiError, TenantLimit
 from server.base.settings import ServerSettings
-from server.tenants.account import Account, Admission
-from server.tenants.allowance import Allowance, duration
+from server.tenants.account import Account, Allowance, Ticket, duration
 from server.tenants.generations import Generations
 from server.tenants.namespace_names import NamespaceNames
 from server.tenants.opening import TenantSources, open_tenants
@@ -136,7 +135,7 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
     watch = Watch(tenants, [rules], interval_s=0.02)
     alice = tenants.find("alices-key")
     assert alice is not None
-    admission = alice.admit(num_choices=1, num_prompt_tokens=3, num_slots=4)
+    ticket = alice.admit(num_choices=1, num_prompt_tokens=3, num_slots=4)
     watch.start()
     try:
         rules.write_text(RULES.replace("alices-key", "alices-new-key").replace("requests_per_minute = 60", ""))
@@ -155,7 +154,7 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
         wait_until(lambda: "no key left" in caplog.text)
         rules.write_text(RULES.replace("tenants.alice", "tenants.carol"))
         wait_until(lambda: tenants.find("bobs-key") is not None and tenants.find("alices-new-key") is None)
-        admission.end(5)  # of a tenant that is gone
+        ticket.end(5)  # of a tenant that is gone
         assert (alice.use.num_in_flight, alice.use.num_output_tokens) == (0, 5)
     finally:
         watch.stop()
@@ -188,14 +187,14 @@ def test_every_quota_comes_back_however_requests_end(given_steps: list[tuple[str
     """Against a list of what is in flight and a log of what was used when."""
     clock = Clock()
     tenant = account(clock, max_running=2, max_waiting=3, tokens_per_minute=100, requests_per_minute=4)
-    most, flying, used, sent = 5, list[tuple[Admission, int, int, int]](), 0, 0
+    most, flying, used, sent = 5, list[tuple[Ticket, int, int, int]](), 0, 0
     for what, number, amount in given_steps:
         if what == "admit":
             assert tenant._tokens is not None
             left = tenant._tokens.left(clock())
             try:
                 tenant.enter()
-                admission = tenant.admit(num_choices=1 + number, num_prompt_tokens=amount, num_slots=2)
+                ticket = tenant.admit(num_choices=1 + number, num_prompt_tokens=amount, num_slots=2)
             except RequestError:
                 assert 1 + number > most
             except TenantLimit as limit:
@@ -203,17 +202,17 @@ def test_every_quota_comes_back_however_requests_end(given_steps: list[tuple[str
             else:
                 assert sum(choices for _, choices, _, _ in flying) + 1 + number <= most
                 assert amount <= left + 1e-6
-                flying.append((admission, 1 + number, amount, sent))
+                flying.append((ticket, 1 + number, amount, sent))
                 used, sent = used + amount, sent + 1
         elif what in ("end", "take back") and flying:
-            admission, _, prompt, _ = flying.pop(number % len(flying))
+            ticket, _, prompt, _ = flying.pop(number % len(flying))
             if what == "end":
-                admission.end(amount)
+                ticket.end(amount)
                 used += amount
             else:
-                admission.take_back()
+                ticket.end(0, was_begun=False)
                 used, sent = used - prompt, sent - 1
-            admission.end(50)  # again: nothing
+            ticket.end(50)  # again: nothing
         elif what == "wait":
             clock.now += amount
         elif what == "change":
@@ -230,8 +229,8 @@ def test_every_quota_comes_back_however_requests_end(given_steps: list[tuple[str
         assert tenant.use.num_prompt_tokens + tenant.use.num_output_tokens == used
         assert tenant.use.num_requests == sent
         assert used <= 100 * (1 + clock.now / 60) + 90 * len(given_steps)  # prompts wait, outputs may leave a debt
-    for admission, *_ in flying:
-        admission.end(0)
+    for ticket, *_ in flying:
+        ticket.end(0)
     assert tenant.use.num_in_flight == 0
     clock.now += 10_000
     tenant.admit(num_choices=5, num_prompt_tokens=100, num_slots=2)

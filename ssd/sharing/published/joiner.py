@@ -50,6 +50,8 @@ class Fetched:
         """Fetches them; raises what the store raises."""
         self.head = head
         self.num_missing = 0
+        self.was_emptied = False
+        """Whether the store was emptied meanwhile: somebody publishes anew."""
         self.learned = _learned(store, head)
         self._owner = store.owner
         self._chunks: list[tuple[bytes, bytes]] = []
@@ -77,6 +79,8 @@ def fetch(store: Store, max_tokens: int, *, layer: bool = False) -> Fetched | No
     fetched = None
     for _ in range(_MOST_ATTEMPTS):
         head = store.head(layer=layer)
+        if head is None and fetched is not None:
+            fetched.was_emptied = True
         if head is None or (fetched is not None and head.chunks == fetched.head.chunks):
             break
         fetched = Fetched(store, head, newest_within(head.chunks, max_tokens))
@@ -187,6 +191,7 @@ class Joiner:
         try:
             self._store(each, cache, fetched)
             each.num_gaps_closed = num_gaps
+            each.lacks_head = fetched.was_emptied
         finally:
             if stream is not None and reader is not None:
                 stream.forget()

@@ -69,6 +69,8 @@ class Namespace:
         self.num_gaps_closed = 0
         self.tag = b""
         """Of the head that was taken last."""
+        self.lacks_head = False
+        """Whether the store was emptied while it was taken."""
         self.layer_tag = b""
         self.layer: tuple[Segment, ...] = ()
         self.take_at = self.publish_at = 0.0
@@ -91,7 +93,7 @@ class Namespace:
     @property
     def has_gap(self) -> bool:
         """Whether the log may have lost what was not read here, since a head was taken last."""
-        return self.stream is None or self.num_gaps > self.num_gaps_closed
+        return self.stream is None or self.lacks_head or self.num_gaps > self.num_gaps_closed
 
     def remove_unnamed(self, unnamed: set[bytes]) -> None:
         """Remove chunks that have been unnamed for so long that nobody is fetching them."""

@@ -1,0 +1,156 @@
+"""The memory of compiled grammars: all that are kept or used share a budget, and tenants share what is kept."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+from weakref import WeakSet
+
+from ssd.config import StructuredOutput
+
+MOST_GRAMMAR_BYTES: Final = 512 << 20
+_MOST_KEPT: Final = 256
+_SMALL_PARTS: Final = 128
+"""A grammar of at most such a part of the budget waits for nobody."""
+_COPY_PARTS: Final = 8
+"""A request's own part of a grammar is such a part of it, or less: 1.5 to 4 MB of 43."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What a compiled grammar takes of memory, and of a processor's time to be made."""
+
+    num_bytes: int
+    seconds: float
+
+
+class Compiled:
+    """A matcher at the beginning, which is to be left there: its copies share what was compiled."""
+
+    def __init__(self, start: Any, weight: Weight) -> None:
+        self.start, self.weight = start, weight
+
+
+class Opened:
+    """A place in the budget for one request, given back when nobody holds it any more."""
+
+    def __init__(self, weight: Weight, compiled: Callable[[], Compiled]) -> None:
+        self._find = compiled
+        self.weight = weight
+        self.compiled: Compiled | None = None
+        self.costs_s = 0.0
+
+    def start(self) -> Any:
+        """A matcher at the beginning; compiled anew where it is not kept."""
+        if self.compiled is None:
+            self.compiled = self._find()
+        return self.compiled.start.deep_copy()
+
+    @property
+    def num_bytes(self) -> int:
+        """Beside what was compiled, which others may hold as well."""
+        return self.weight.num_bytes // (1 if self.compiled is None else _COPY_PARTS)
+
+
+class GrammarMemory:
+    """Counts grammars as they are weighed. Safe to use from several threads."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._lock = threading.Lock()
+        self._kept: dict[str | None, OrderedDict[StructuredOutput, Compiled]] = {}  # of each tenant the latest last
+        self._compiled: WeakSet[Compiled] = WeakSet()
+        self._opened: WeakSet[Opened] = WeakSet()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that are kept or used."""
+        with self._lock:
+            return self._used()
+
+    def find(self, tenant: str | None, output: StructuredOutput) -> Compiled | None:
+        """One that is kept."""
+        with self._lock:
+            kept = self._kept.get(tenant, OrderedDict())
+            if output in kept:
+                kept.move_to_end(output)
+            return kept.get(output)
+
+    def keep(self, tenant: str | None, output: StructuredOutput, compiled: Compiled) -> None:
+        """Keep it for whoever asks next, as long as there is room: half of the budget for all that nobody uses."""
+        with self._lock:
+            self._compiled.add(compiled)
+            self._kept.setdefault(tenant, OrderedDict())[output] = compiled
+            while sum(self._weights().values()) > self._most // 2 or sum(map(len, self._kept.values())) > _MOST_KEPT:
+                self._forget_one()
+            while self._used() > self._most and self._kept:
+                self._forget_one()
+
+    def open(self, weight: Weight, compiled: Callable[[], Compiled], may_refuse: bool) -> Opened | None:
+        """A place for one that weighs so much; what is only kept leaves for it.
+
+        None where those in use leave no room, but never for a small one, or where none is in use.
+        """
+        with self._lock:
+            while self._used() + weight.num_bytes > self._most and self._kept:
+                self._forget_one()
+            is_large = weight.num_bytes > self._most // _SMALL_PARTS
+            if may_refuse and is_large and self._opened and self._used() + weight.num_bytes > self._most:
+                return None
+            opened = Opened(weight, compiled)
+            self._opened.add(opened)
+            return opened
+
+    def give_back(self) -> None:
+        """Have the C library return to the system what nobody uses; it keeps it else. Takes milliseconds."""
+        if (libc := _glibc()) is not None:
+            libc.malloc_trim(0)
+
+    def _used(self) -> int:
+        opened = list(self._opened)
+        return sum(each.weight.num_bytes for each in list(self._compiled)) + sum(each.num_bytes for each in opened)
+
+    def _weights(self) -> Counter[str | None]:
+        """Bytes that each tenant has kept."""
+        kept = {tenant: sum(each.weight.num_bytes for each in of.values()) for tenant, of in self._kept.items()}
+        return Counter(kept)
+
+    def _forget_one(self) -> None:
+        """Of who keeps most, what was used longest ago: so nobody loses what is within an equal share."""
+        tenant = self._weights().most_common(1)[0][0]
+        self._kept[tenant].popitem(last=False)
+        if not self._kept[tenant]:
+            del self._kept[tenant]
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ord", "sm", "h", "hblkhd", "usm", "fsm", "uordblks", "ford", "keepcost")
+    ]
+
+
+@cache
+def _glibc() -> Any:
+    """None with another C library; those give pages back themselves, and do not say what is given out."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    if getattr(libc, "mallinfo2", None) is None:
+        return None
+    libc.mallinfo2.restype = _Mallinfo2
+    return libc
+
+
+def allocated_bytes() -> int:
+    """What the allocator has given out to all threads; 0 where it does not say."""
+    if (libc := _glibc()) is None:
+        return 0
+    info = libc.mallinfo2()
+    return int(info.uordblks + info.hblkhd)

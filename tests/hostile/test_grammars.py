@@ -1,0 +1,127 @@
+"""Grammars: their memory is within a budget that tenants share, and who asks for costly ones waits for them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssd.bundled import MODEL_PATH
+from ssd.config import StructuredOutput
+from ssd.text.codec import TextCodec
+from ssd.text.grammar import MaskThreads
+from ssd.text.grammar_compiler import GrammarCompiler, expected_cost
+from ssd.text.grammar_memory import Compiled, GrammarMemory, Opened, Weight
+
+MB = 1 << 20
+
+
+def regex(number: int) -> StructuredOutput:
+    return StructuredOutput("regex", f"{number}")
+
+
+def compiled(num_bytes: int) -> Compiled:
+    return Compiled(object(), Weight(num_bytes, 0.1))
+
+
+def test_nobody_loses_a_kept_grammar_to_who_keeps_more() -> None:
+    memory = GrammarMemory(64 * MB)
+    for number in range(3):
+        memory.keep("honest", regex(number), compiled(5 * MB))
+    for number in range(100):
+        memory.keep("greedy", regex(number), compiled(MB))
+        assert memory.num_bytes <= 32 * MB
+    assert all(memory.find("honest", regex(number)) for number in range(3))
+    found = [number for number in range(100) if memory.find("greedy", regex(number))]
+    assert found == list(range(83, 100))  # its latest, in what is left
+    for number in range(400):
+        memory.keep(f"tenant {number}", regex(0), compiled(1))
+    assert sum(map(len, memory._kept.values())) <= 256
+
+
+def test_large_grammars_wait_for_room_and_small_ones_do_not() -> None:
+    memory = GrammarMemory(64 * MB)
+
+    def open_one(num_bytes: int, may_refuse: bool = True) -> Opened | None:
+        return memory.open(Weight(num_bytes, 0.1), lambda: compiled(num_bytes), may_refuse)
+
+    memory.keep(None, regex(0), compiled(30 * MB))
+    first = open_one(1000 * MB)  # one alone is never refused, and what is only kept leaves
+    assert first is not None and memory.find(None, regex(0)) is None
+    assert open_one(MB) is None and open_one(40 * MB) is None
+    small = [open_one(MB // 2) for _ in range(16)]
+    assert None not in small
+    forced = open_one(MB, may_refuse=False)
+    assert forced is not None
+    del first
+    gc.collect()
+    second = open_one(40 * MB)
+    assert second is not None and memory.num_bytes == 49 * MB
+    assert open_one(40 * MB) is None
+
+
+def test_costly_masks_are_made_for_tenants_in_turn_the_shortest_first() -> None:
+    threads, gate, order = MaskThreads(lambda: None), threading.Event(), list[Any]()
+    made = [threads.submit_costly("greedy", 0.1, lambda: order.extend([] if gate.wait(20) else ["late"]))]
+    time.sleep(0.05)
+    for number, (tenant, costs_s) in enumerate(
+        [("greedy", 9.0), ("greedy", 5.0), ("greedy", 0.1), ("honest", 0.5), ("honest", 0.1), (None, 3.0)]
+    ):
+        made.append(threads.submit_costly(tenant, costs_s, lambda number=number: order.append(number)))  # type: ignore[misc]
+    gate.set()
+    for each in made:
+        each.result(20)
+    assert order == [4, 5, 2, 3, 1, 0]
+
+
+def test_memory_is_given_back_a_moment_after_the_last_that_was_costly() -> None:
+    idle = threading.Event()
+    threads = MaskThreads(idle.set)
+    threads.submit_costly(None, 0.1, lambda: None).result(20)
+    assert idle.wait(20)
+
+
+def test_what_is_known_or_short_is_not_behind_what_takes_long() -> None:
+    assert expected_cost(StructuredOutput("regex", "(a{900}){1000}")) > 1 << 20
+    assert expected_cost(StructuredOutput("regex", r"[a-z]{3,20} ([0-9]{2},){1,9}")) < 1 << 14
+    assert expected_cost(StructuredOutput("json_schema", "x" * 9000)) == 9000
+    pytest.importorskip("llguidance")
+    codec = TextCodec.load(str(MODEL_PATH))
+    made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids)
+    made.compile(regex(1), "a")
+    assert made.knows(regex(1), "a") and not made.knows(regex(1), "b") and not made.knows(regex(2), "a")
+
+
+def resident_mb() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+@pytest.mark.slow
+def test_many_large_grammars_take_what_the_budget_says_and_give_it_back() -> None:
+    pytest.importorskip("llguidance")
+    codec = TextCodec.load(str(MODEL_PATH))
+    made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids, max_bytes=200 * MB)
+    made.compile(regex(0)).masks([])
+    before = resident_mb()
+    states = []
+    for number in range(30):
+        state = made.compile(StructuredOutput("regex", f"(a{{900}}){{{1000 + number}}}"))
+        states.append(state)
+        while not state.is_ready() and state.is_busy:
+            time.sleep(0.01)
+    used, grown = made.memory.num_bytes / MB, resident_mb() - before
+    num_open = sum(state._matcher is not None for state in states)
+    print(f"\n{num_open} of 30 are open: {used:.0f} MB as weighed, {grown:.0f} MB resident")
+    assert 2 <= num_open < 10 and used < 250 and grown < 400
+    for state in states:
+        state.put_down()
+    del states, state
+    made.memory.keep(None, regex(0), compiled(100 * MB))
+    made.memory.give_back()
+    print(f"given back: {resident_mb() - before:.0f} MB resident")
+    assert resident_mb() - before < 0.5 * grown
