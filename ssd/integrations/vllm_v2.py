@@ -39,6 +39,9 @@ from ssd.integrations.vllm_plugin import METHOD, lengths_of, log
 OFF_COURSE: Final = 0.5
 """How far the first chance of a chain is trusted where the text left it and came back."""
 
+_FAR: Final = 1 << 40
+"""More than twice any length."""
+
 
 class Event(Protocol):
     """When a copy has arrived; ``torch.cuda.Event`` is one."""
@@ -314,17 +317,18 @@ class Speculator:
     def _choose(self, told: Tensor, slots: Tensor, filling: Tensor, drafts: Tensor, chances: Tensor) -> None:
         """Of every chain what comes after what was said, on the device; see the head of this file."""
         longest, width = self._longest, self._width
-        known, size = told[:, 0].long(), told[:, 1:2].long()
+        known, size = told[:, :1].long(), told[:, 1:2].long()
         chain, chance = told[:, NUM_HEAD : NUM_HEAD + longest].long(), told[:, NUM_HEAD + longest :].view(torch.float32)
         tokens, offsets = self._states.all_token_ids.gpu, self._offsets
-        ahead = (self._states.total_len.gpu[slots].long() - known).unsqueeze(1)
-        places = (known.unsqueeze(1) + offsets[:longest]).clamp_(max=tokens.shape[1] - 1)
-        said = tokens[slots.unsqueeze(1), places].long()
+        lengths = self._states.total_len.gpu[slots].long().unsqueeze(1)
+        rows, last, ahead = slots.unsqueeze(1), tokens.shape[1] - 1, lengths - known
+        said = tokens[rows, (known + offsets[:longest]).clamp_(max=last)].long()
         is_on_course = ((said == chain) | (offsets[:longest] >= ahead)).all(1, keepdim=True) & (ahead <= size)
-        # Where it is not: behind the two tokens of the chain that were said last, nearest to where it should be.
-        last = said.gather(1, (ahead - 1).clamp_(0, longest - 1)), said.gather(1, (ahead - 2).clamp_(0, longest - 1))
-        stands = (chain[:, 1:] == last[0]) & (chain[:, :-1] == last[1]) & (offsets[2 : longest + 1] <= size)
-        nearness = torch.where(stands & (ahead >= 2), 4 * longest - (offsets[2 : longest + 1] - ahead).abs(), 0)
+        # Where it is not: behind the two tokens that were said last, where they stand nearest to where it should be.
+        behind = offsets[2 : longest + 1]
+        ends = tokens[rows, (lengths - 2).clamp_(min=0)].long(), tokens[rows, (lengths - 1).clamp_(min=0)].long()
+        stands = (chain[:, :-1] == ends[0]) & (chain[:, 1:] == ends[1]) & (behind <= size)
+        nearness = torch.where(stands, _FAR - 2 * (behind - ahead).abs() - (behind > ahead).long(), 0)
         best, where = nearness.max(1, keepdim=True)
         start = torch.where(is_on_course, ahead, where + 2)
         places = start + offsets[:width]
