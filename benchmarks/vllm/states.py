@@ -1,7 +1,7 @@
 """Hand-made states of vLLM's V2 model runner, so that our speculator is driven without vLLM, and a device that is late.
 
 The order of events is that of vLLM 0.32 (``vllm/v1/worker/gpu/model_runner.py``): requests end, others begin, the rows
-of a step are sampled and written to the slots, then drafts are asked for. Drafts are verified greedily against a script.
+of a step are sampled and written to the slots, then drafts are asked for. Drafts are verified against a script.
 """
 
 from __future__ import annotations
