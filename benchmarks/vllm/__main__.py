@@ -172,8 +172,8 @@ def compare(target: Target, prompts: Sequence[list[int]], results: dict[str, Out
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """One line an engine and batch size."""
     print(
-        f"\n{'runner':>6} {'batch':>5} {'method':>7} {'accepted':>8} {'drafted':>7} {'tok/s':>7} {'x none':>7} {'first':>6} "
-        f"{'last':>6} {'tok/step':>9} {'acc. rate':>9} {'propose us':>10} {'ties':>5} {'differ':>6}"
+        f"\n{'runner':>6} {'batch':>5} {'method':>7} {'accepted':>8} {'drafted':>7} {'tok/s':>7} {'x none':>7} "
+        f"{'first':>6} {'last':>6} {'tok/step':>9} {'acc. rate':>9} {'propose us':>10} {'ties':>5} {'differ':>6}"
     )
     for row in rows:
         rate = "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}"

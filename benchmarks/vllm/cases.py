@@ -48,7 +48,7 @@ ASKS: dict[str, tuple[list[dict[str, Any]], int]] = {
         [{"repetition_penalty": 1.2}, {"min_tokens": 12}, {"logprobs": 2}, {"presence_penalty": 0.5}, {}, {}], 12,
     ),
     "stops": (
-        [{"stop": ["\n"]}, {"stop": [":", "self"]}, {"stop": ["(", "zzz"]}, {}, {"stop": [" "], "min_tokens": 5}, {}], 24,
+        [{"stop": ["\n"]}, {"stop": [":", "self"]}, {"stop": ["(", "zz"]}, {}, {"stop": [" "], "min_tokens": 5}, {}], 24,
     ),
     "limits": ([{"max_tokens": count} for count in (1, 2, 5, 6, 17, 24)], 24),
 }  # fmt: skip
@@ -77,50 +77,6 @@ CASES = {
     "adaptive, async": Case(("adaptive", "async")),
     "core process": Case(("process",)),
 }
-"""Beside these "aborts", "restart" and "serve"."""
-
-
-def main(argv):\n    parser = ",
-    "import os\nimport sys\n\ndef walk(",
-    "class Reader:\n    def __init__(self",
-    "def read_lines(path):\n    with open(",
-    "for name in names:\n    if name.startswith(",
-    "import os\nimport sys\n\ndef walk(",
-)
-_SHARED = [{}, {"regex": "[a-z ]{4,40}"}] * 3
-_PENALTIES = [{"repetition_penalty": 1.2}, {"min_tokens": 20}, {"logprobs": 2}, {"presence_penalty": 0.5}, {}, {}]
-_STOPS = [{"stop": ["\n"]}, {"stop": [":", "self"]}, {"stop": ["(", "zzz"]}, {}, {"stop": [" "], "min_tokens": 5}, {}]
-
-
-class Case(NamedTuple):
-    """An engine, and how it is asked."""
-
-    switches: tuple[str, ...] = ()
-    options: dict[str, Any] = {}
-    sampling: list[dict[str, Any]] = []
-    max_tokens: int = 32
-    length: int = LENGTH
-
-
-CASES = {
-    "sync": Case(),
-    "async": Case(("async",)),
-    "chunks, async": Case(("async",), {"max_num_batched_tokens": 32, "enable_chunked_prefill": True}),
-    "preemption, async": Case(("async",), {"num_gpu_blocks_override": 8, "block_size": 16}),
-    "longest context": Case(length=48, max_tokens=48),
-    "longest context, async": Case(("async",), length=48, max_tokens=48),
-    "grammars": Case(sampling=_SHARED),
-    "grammars, async": Case(("async",), sampling=_SHARED),
-    "penalties, logprobs": Case(sampling=_PENALTIES, max_tokens=24),
-    "stop strings, async": Case(("async",), sampling=_STOPS),
-    "limits, async": Case(("async",), sampling=[{"max_tokens": n} for n in (1, 2, 5, 6, 17, 30)]),
-    "width by batch": Case(
-        options={"speculative_config": {"num_speculative_tokens_per_batch_size": [[1, 2, 5], [3, 4, 2]]}}
-    ),
-    "adaptive": Case(("adaptive",)),
-    "adaptive, async": Case(("adaptive", "async")),
-    "core process": Case(("process",)),
-}  # fmt: skip
 """Beside these "aborts", "restart" and "serve"."""
 
 

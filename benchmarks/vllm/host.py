@@ -1,6 +1,7 @@
 """What our speculator for vLLM's V2 runner costs a step, on hand-made states. ``python -m benchmarks.vllm.host``
 
-No vLLM is needed. 64 and 256 rows of requests that half repeat what was said before. For each number of steps that the
+No vLLM is needed. 64 and 256 rows; three of four requests say again what was said before, with every 25th token
+changed. For each number of steps that the
 device is late: host time of a step, how often what a step gave had not arrived (nothing waits for it: one that waited
 would have waited that often), how many tokens a row got in a step. The device's own part runs on the CPU here and is
 timed apart. Prints a table; the last line of stdout is one JSON object.
@@ -38,22 +39,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object here too")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    print(f"{'rows':>5} {'late':>5} {'host us':>8} {'p95':>7} {'us a row':>9} {'device part us':>15} {'not arrived':>12} "
-          f"{'tokens per step':>16}")  # fmt: skip
+    print(
+        f"{'rows':>5} {'late':>5} {'host us':>8} {'p95':>7} {'us a row':>9} {'device part us':>15} {'not arrived':>12} "
+        f"{'tokens per step':>16}"
+    )
     rows = []
     for count in args.rows:
         for late in args.late:
             row = measure(count, late, args)
             rows.append(row)
-            print(f"{count:5} {late:5} {row['host_us_p50']:8.0f} {row['host_us_p95']:7.0f} {row['host_us_per_row']:9.2f} "
-                  f"{row['device_part_us_p50']:15.0f} {row['not_arrived']:12.2f} {row['tokens_per_step']:16.2f}")  # fmt: skip
-    result = {
-        **head("vllm_host"),
-        "environment": describe(),
-        "parameters": {**vars(args), "out": None},
-        "results": rows,
-    }
-    line = json.dumps(result)
+            print(
+                f"{count:5} {late:5} {row['host_us_p50']:8.0f} {row['host_us_p95']:7.0f} "
+                f"{row['host_us_per_row']:9.2f} {row['device_part_us_p50']:15.0f} {row['not_arrived']:12.2f} "
+                f"{row['tokens_per_step']:16.2f}"
+            )
+    parameters = {name: value for name, value in vars(args).items() if name != "out"}
+    line = json.dumps({**head("vllm_host"), "environment": describe(), "parameters": parameters, "results": rows})
     if args.out is not None:
         args.out.write_text(line + "\n")
     print(line)
@@ -76,9 +77,10 @@ def measure(count: int, late: int, args: argparse.Namespace) -> dict[str, Any]:
         names = [name for name in names if name not in over]
         coming = {}
         while len(names) + len(coming) < count and len(coming) < max(4, count // 16):
-            tokens = list(kinds[int(random.integers(_KINDS))])
-            if random.random() < 0.5:  # one that is new
-                tokens = random.integers(1, 4096, len(tokens)).tolist()
+            changed = np.array(kinds[int(random.integers(_KINDS))])
+            is_new = random.random(len(changed)) < (0.04 if random.random() < 0.75 else 1.0)
+            changed[is_new] = random.integers(1, 4096, is_new.sum())
+            tokens = changed.tolist()
             coming[f"{step}-{len(coming)}"] = Scripted(tokens[:_PROMPT], tokens[_PROMPT:], _OUTPUT)
         if coming:
             runner.begin(coming)
