@@ -48,7 +48,7 @@ ASKS: dict[str, tuple[list[dict[str, Any]], int]] = {
         [{"repetition_penalty": 1.2}, {"min_tokens": 12}, {"logprobs": 2}, {"presence_penalty": 0.5}, {}, {}], 12,
     ),
     "stops": (
-        [{"stop": ["\n"]}, {"stop": [":", "self"]}, {"stop": ["(", "zz"]}, {}, {"stop": [" "], "min_tokens": 5}, {}], 24,
+        [{"stop": ["\n"]}, {"stop": [":", "self"]}, {"stop": ["("]}, {}, {"stop": [" "], "min_tokens": 5}, {}], 24,
     ),
     "limits": ([{"max_tokens": count} for count in (1, 2, 5, 6, 17, 24)], 24),
 }  # fmt: skip
