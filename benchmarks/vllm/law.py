@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.vllm.engines import Engine
+from benchmarks.vllm.interpreter import prepare
 
 _VOCABULARY = 8
 _PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
@@ -30,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--switch", nargs="*", default=["async"], choices=("async", "adaptive"))
     args = parser.parse_args(argv)
+    prepare()  # before anything imports Triton
     with tempfile.TemporaryDirectory() as folder:
         law = _make_model(Path(folder))
         engine = Engine(
@@ -53,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _make_model(folder: Path) -> np.ndarray:
     """A random model in a folder; the law of its second and third token together, float64[8, 8]."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -82,9 +85,10 @@ def _compare(said: np.ndarray, law: np.ndarray, count: int) -> tuple[float, int]
     keep = expected > 0
     statistic = float((((seen - expected) ** 2)[keep] / expected[keep]).sum())
     freedom = int(keep.sum()) - 1
-    # The upper incomplete gamma function.
+    import torch
+
     half = torch.tensor([freedom / 2.0, statistic / 2.0], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1])), freedom
+    return float(torch.special.gammaincc(half[0], half[1])), freedom  # the upper incomplete gamma function
 
 
 if __name__ == "__main__":

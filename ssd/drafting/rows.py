@@ -40,7 +40,7 @@ from ssd.retrieval.snapshot import Snapshot
 
 NOT_SEATED: Final = -1
 
-PRICE_UNKNOWN: Final = 0.1
+_PRICE_UNKNOWN: Final = 0.1
 """Of a drafted token, in expected accepted tokens, while it is not known what steps cost."""
 
 _TAIL_TOKENS: Final = 64
@@ -356,7 +356,7 @@ class RowDrafter:
         max_match_length: int = 32,
         min_match_length: int = 1,
         learned: LearnedState | None = None,
-        price: float = PRICE_UNKNOWN,
+        price: float = _PRICE_UNKNOWN,
     ) -> None:
         """``limit`` : most tokens of a draft. ``max_length`` : of a text; drafts leave room for the target's own token.
 
