@@ -1,6 +1,6 @@
-"""Our drafter inside vLLM, as a proposer class of its own::
+"""Our drafter inside vLLM's V1 model runner, as a proposer class of its own (V2: ``ssd.integrations.vllm_v2``)::
 
-    vllm serve MODEL --speculative-config \\
+    VLLM_USE_V2_MODEL_RUNNER=0 vllm serve MODEL --speculative-config \\
       '{"method": "custom_class", "model": "ssd.integrations.vllm.SuffixProposer", "num_speculative_tokens": 16}'
 
 Settings (``ssd.integrations.settings``) come from ``SSD_CACHE_DIR``, ``SSD_REDIS_URL``, ``SSD_NAMESPACE`` and so on, or
@@ -8,8 +8,8 @@ from ``--additional-config '{"ssd": {"cache_dir": ...}}'``. A directory, warm-up
 with ``ssd-serve``: the names and the tokenizer's fingerprint are the same.
 
 vLLM hands over rows of tokens and nothing else. Where it loads our entry point (``ssd.integrations.vllm_plugin``, which
-an installed package brings), requests and their ends are known by id; elsewhere they are told apart by their text
-(``ssd.integrations.requests``). vLLM calls its interface for such classes experimental: see ``TESTED_VERSIONS``.
+an installed package brings), requests, their ends and what their clients got are known by id; elsewhere they are told
+apart by their text (``ssd.integrations.requests``). vLLM calls its interface for such classes experimental.
 
 vLLM verifies: an accepted token is one that the target chose, so drafts change no output. It gives up its asynchronous
 scheduling for classes like this one, and where the longest request of a step leaves no room for a full draft before
