@@ -1,10 +1,10 @@
 """What our speculator for vLLM's V2 runner costs a step, on hand-made states. ``python -m benchmarks.vllm.host``
 
 No vLLM is needed. 64 and 256 rows; three of four requests say again what was said before, with every 25th token
-changed. For each number of steps that the
-device is late: host time of a step, how often what a step gave had not arrived (nothing waits for it: one that waited
-would have waited that often), how many tokens a row got in a step. The device's own part runs on the CPU here and is
-timed apart. Prints a table; the last line of stdout is one JSON object.
+changed. For each number of steps that the device is late: processor time of the host in a step, how often what a step
+gave had not arrived (nothing waits for it: one that waited would have waited that often), how many tokens a row got in
+a step. The device's own part runs on the CPU here and is timed apart. Prints a table; the last line of stdout is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def measure(count: int, late: int, args: argparse.Namespace) -> dict[str, Any]:
         if over:
             runner.end(over)
         names = [name for name in names if name not in over]
-        coming = {}
+        coming: dict[str, Scripted] = {}
         while len(names) + len(coming) < count and len(coming) < max(4, count // 16):
             changed = np.array(kinds[int(random.integers(_KINDS))])
             is_new = random.random(len(changed)) < (0.04 if random.random() < 0.75 else 1.0)
@@ -101,13 +101,13 @@ def measure(count: int, late: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _timed(speculator: Speculator, name: str) -> list[float]:
-    """Microseconds of every call, from now on."""
+    """Microseconds of processor time of every call, from now on."""
     method, took = getattr(speculator, name), []
 
     def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        start = time.thread_time_ns()
         result = method(*args, **kwargs)
-        took.append(1e6 * (time.perf_counter() - start))
+        took.append(1e-3 * (time.thread_time_ns() - start))
         return result
 
     setattr(speculator, name, timed)

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             options={"skip_tokenizer_init": True, "speculative_config": {"num_speculative_tokens": 3}},
         )  # fmt: skip
         sampling = [{"temperature": 1.0, "seed": seed, "ignore_eos": True} for seed in range(args.requests)]
-        outputs, seconds = engine.complete([_PROMPT] * args.requests, 4, sampling)
+        outputs, seconds = engine.complete([_PROMPT] * args.requests, 3, sampling)
         counters = engine.counters()
         engine.close()
     p, freedom = _compare(np.array(outputs)[:, 1:3], law, args.requests)

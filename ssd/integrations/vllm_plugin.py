@@ -124,9 +124,10 @@ def _tree_of(module: str) -> ast.Module | None:
 
 
 def _found(tree: ast.Module, attribute: str) -> ast.AST | None:
-    found: Any = tree
+    found: ast.AST | None = tree
     for name in attribute.split("."):
-        found = next((node for node in getattr(found, "body", ()) if getattr(node, "name", None) == name), None)
+        body: list[ast.AST] = getattr(found, "body", [])
+        found = next((node for node in body if getattr(node, "name", None) == name), None)
     return found
 
 

@@ -97,13 +97,13 @@ class Speculator:
         self._num_requests: int = vllm_config.scheduler_config.max_num_seqs
         is_cuda = device.type == "cuda"
         self._make_event = torch.cuda.Event if make_event is None and is_cuda else make_event
-        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self.enable_adaptive_verification = bool(getattr(speculative, "enable_adaptive_verification", False))
         shape = self._num_requests, self._width
         self._drafts = torch.zeros(shape, dtype=torch.int64, device=device)
         self.draft_token_confidence_probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self._longest = min(3 * self._width + 2, MAX_DRAFT)
-        self._offsets = torch.arange(self._longest + 1, device=device)
+        self._offsets = torch.arange(max(self._longest, self._width) + 1, device=device)
         self._failures = Failures()
         self._steps: deque[_Step] = deque()  # not arrived, oldest first
         self._free: list[_Step] = []
@@ -186,8 +186,10 @@ class Speculator:
     def on_add(self, scheduler_output: Any) -> None:
         """Requests begin; one that had been preempted comes back with what it has said so far. Never raises."""
         core, self._seated = self._core, None
+        if core is None:
+            return
         try:
-            for new in scheduler_output.scheduled_new_reqs if core is not None else ():
+            for new in scheduler_output.scheduled_new_reqs:
                 if new.sampling_params is None:  # pooling
                     continue
                 tokens = np.array(new.prefill_token_ids, np.int32)
