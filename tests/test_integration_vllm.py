@@ -557,9 +557,10 @@ def test_a_redis_log_is_shared_with_our_server(redis_server: RedisServer) -> Non
 
 
 @pytest.mark.skipif(not (VLLM / ".ready").exists(), reason="vLLM is not installed: run `make bench-vllm`")
-def test_inside_vllm_the_outputs_are_those_without() -> None:
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_inside_vllm_the_outputs_are_those_without(runner: str) -> None:
     done = subprocess.run(
-        [VLLM / "bin" / "python", "-m", "benchmarks.vllm.check"], cwd=ROOT, capture_output=True, text=True
+        [VLLM / "bin" / "python", "-m", "benchmarks.vllm.check", runner], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "knows ids: True" in done.stdout

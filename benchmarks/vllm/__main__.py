@@ -114,18 +114,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             plain = measured["none"][0]
             rows += [result.summary(plain) for result, _ in measured.values()]
     print_table(rows)
-    handover = hand_over(codec, prompts[: args.handover], args.max_tokens, args.max_model_len)
-    print_handover(handover)
+    handover = None
+    if args.handover:
+        handover = hand_over(codec, prompts[: args.handover], args.max_tokens, args.max_model_len)
+        print_handover(handover)
     result = {
         **head("vllm"),
         "environment": {**describe(), "vllm": versions()},
         "parameters": {**vars(args), "methods": {r: {n: METHODS[r].get(n) for n in args.method} for r in args.runner}},
         "stream": {"shares": shares(requests), "checksum": checksum(requests)},
         "results": rows,
-        "handover": handover.summary(),
+        "handover": handover and handover.summary(),
     }
     print(json.dumps(result))
-    if any(row["mismatches"] for row in rows) or handover.num_mismatches:
+    if any(row["mismatches"] for row in rows) or (handover and handover.num_mismatches):
         raise SystemExit("outputs differ: speculation changed a token")
 
 
@@ -206,7 +208,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--method", action="append", choices=list(METHODS["v1"]), help="repeatable (default: all)")
     parser.add_argument("--runner", nargs="+", choices=list(METHODS), default=["v1"])
     parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--handover", type=int, default=12, help="requests of the cache that changes hands")
+    parser.add_argument("--handover", type=int, default=12, help="requests of the cache that changes hands; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     args.batch = args.batch or [1, 4, 8]

@@ -76,6 +76,7 @@ CASES = {
     "adaptive": Case(("adaptive",)),
     "adaptive, async": Case(("adaptive", "async")),
     "core process": Case(("process",)),
+    "two ranks": Case(("process",), {"tensor_parallel_size": 2}),
 }
 """Beside these "aborts", "restart" and "serve"."""
 

@@ -87,7 +87,7 @@ class Speculator:
     def __init__(
         self, vllm_config: Any, device: torch.device, req_states: Any, make_event: Callable[[], Event] | None = None
     ) -> None:
-        """``req_states`` : of the runner. ``make_event`` : None takes CUDA's on CUDA, and none elsewhere.
+        """``req_states`` : of the runner. ``make_event`` : None takes CUDA's on CUDA; elsewhere copies are waited for.
 
         Raises what `Core` does, and ConfigError for models whose state vLLM corrupts.
         """
