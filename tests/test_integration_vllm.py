@@ -22,6 +22,7 @@ from ssd.errors import CacheLocked, ConfigError, ModelError
 from ssd.integrations import vllm_plugin
 from ssd.integrations.requests import Request, RequestTable, Row
 from ssd.integrations.vllm import SuffixProposer
+from ssd.integrations.vllm_hooks import LENGTHS
 from ssd.retrieval.cache import CacheSet
 from ssd.sharing.redis_log import RedisLog
 from ssd.text.codec import TextCodec
@@ -438,7 +439,7 @@ def test_what_is_learned_ends_where_the_clients_answer_does(proposer: SuffixProp
     for _ in range(6):
         batch.step(proposer)
     output = finishing(["a"])
-    setattr(output, vllm_plugin.LENGTHS, {"a": 23})
+    setattr(output, LENGTHS, {"a": 23})
     proposer.on_step(batch.runner, output)
     assert learned == [tuple(batch.requests["a"].text[:23])]
 

@@ -24,7 +24,7 @@ from ssd.errors import ConfigError
 from ssd.integrations import vllm_plugin
 from ssd.integrations.requests import StopRules, before_stop
 from ssd.integrations.vllm import SuffixProposer
-from ssd.integrations.vllm_plugin import Hook, missing
+from ssd.integrations.vllm_hooks import Hook, missing
 from ssd.integrations.vllm_v2 import Speculator
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
@@ -376,7 +376,7 @@ needs_vllm = pytest.mark.skipif(
 
 @needs_vllm
 def test_the_installed_vllm_has_every_hook() -> None:
-    code = "from ssd.integrations.vllm_plugin import *; from ssd.integrations import vllm_plugin as p; "
+    code = "from ssd.integrations import vllm_hooks as p; "
     code += "print(p.missing(p.V2_HOOKS + p.V1_HOOKS))"
     looked = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert looked.stdout.strip() == "[]", looked.stderr[-2000:]

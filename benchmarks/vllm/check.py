@@ -10,7 +10,7 @@ import sys
 
 from benchmarks.vllm.engines import Engine
 from ssd.bundled import MODEL_PATH
-from ssd.integrations.vllm_plugin import V1_HOOKS, V2_HOOKS, missing
+from ssd.integrations.vllm_hooks import V1_HOOKS, V2_HOOKS, missing
 from ssd.text.codec import TextCodec
 
 _TEXTS = ("def main(argv):\n    parser = ", "import os\nimport sys\n\ndef walk(", "import os\nimport sys\n\ndef walk(")

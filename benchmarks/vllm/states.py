@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssd.integrations.vllm_plugin import LENGTHS, METHOD, MODEL
+from ssd.integrations.vllm_hooks import LENGTHS, METHOD, MODEL
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from ssd.drafting.rows import RowDrafter
 from ssd.integrations import vllm_plugin
 from ssd.integrations.requests import Request, Row, stop_rules_of
 from ssd.integrations.vllm_core import Core, Failures, ProposerStats, checked
+from ssd.integrations.vllm_hooks import lengths_of
 
 
 class SuffixProposer:
@@ -107,7 +108,7 @@ class SuffixProposer:
                 self._runner, self._known_batch = weakref.ref(runner), None
             names, core = list(scheduler_output.finished_req_ids), self._core
             if names and self._knows_ids and core is not None:
-                states, lengths = getattr(runner, "requests", {}), vllm_plugin.lengths_of(scheduler_output)
+                states, lengths = getattr(runner, "requests", {}), lengths_of(scheduler_output)
                 for name in names:
                     request, state = core.requests.get(name), states.get(name)
                     if request is not None:

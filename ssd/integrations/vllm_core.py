@@ -16,7 +16,7 @@ from ssd.drafting.rows import RowDrafter
 from ssd.errors import ConfigError, ModelError
 from ssd.integrations.requests import Learner, OpenNamespace, Request, RequestTable
 from ssd.integrations.settings import IntegrationSettings, read_settings
-from ssd.integrations.vllm_plugin import TESTED_VERSIONS, log
+from ssd.integrations.vllm_hooks import TESTED_VERSIONS, log
 
 if TYPE_CHECKING:
     from ssd.text.codec import TextCodec

@@ -34,7 +34,7 @@ from ssd.drafting.ask import MAX_DRAFT
 from ssd.drafting.chains import NUM_HEAD, ChainDrafter
 from ssd.integrations.requests import Request, stop_rules_of
 from ssd.integrations.vllm_core import Core, Failures, ProposerStats, checked, tensor_rank
-from ssd.integrations.vllm_plugin import METHOD, lengths_of, log
+from ssd.integrations.vllm_hooks import METHOD, lengths_of, log
 
 OFF_COURSE: Final = 0.5
 """How far the first chance of a chain is trusted where the text left it and came back."""
@@ -159,7 +159,7 @@ class Speculator:
         """One draft for each row of the batch, int64[rows, K] on the device. Never raises, waits for nothing.
 
         ``num_sampled`` : int32[rows], what this step gave each; 0 while a prompt is computed. ``last_sampled`` :
-        int64[slots, 1]. Of ``input_batch`` what ``vllm_plugin.V2_HOOKS`` names; the rest is not looked at.
+        int64[slots, 1]. Of ``input_batch`` what ``vllm_hooks.V2_HOOKS`` names; the rest is not looked at.
         """
         count = input_batch.num_reqs
         drafts = self._drafts[:count]
