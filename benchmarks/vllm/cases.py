@@ -86,13 +86,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [*CASES, "aborts", "restart", "serve"]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm.cases", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--prompts", type=int, default=len(TEXTS), help="so many of the requests only")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON object here too")
     args = parser.parse_args(argv)
+    prompts = _prompts()[: args.prompts]
     special = {"aborts": aborts, "restart": restart, "serve": serve}
     rows = []
     print(f"{'case':24} {'accepted':>8} {'drafted':>7} {'learned':>8} {'preempted':>9} {'equal':>6}")
     for name in args.names or names:
-        row = special[name]() if name in special else run(CASES[name])
+        row = special[name]() if name in special else run(CASES[name], prompts)
         rows.append({"case": name, **row})
         print(f"{name:24} {row['accepted']:8} {row['drafted']:7} {row['learned']:>8} {row['preempted']:9} "
               f"{row['equal']!s:>6}", flush=True)  # fmt: skip
@@ -125,17 +127,19 @@ def _plainly(length: int) -> dict[str, list[list[int]]]:
         return {name: plain.complete(prompts, most, sampling)[0] for name, (sampling, most) in ASKS.items()}
 
 
-def run(case: Case) -> dict[str, Any]:
+def run(case: Case, prompts: list[list[int]]) -> dict[str, Any]:
     """All that a case asks."""
     with tempfile.TemporaryDirectory() as folder:
         settings = in_every_process(Path(folder)) if "process" in case.switches else {}
         with _engine(case, settings=settings) as engine:
-            got = {name: engine.complete(_prompts(), ASKS[name][1], ASKS[name][0])[0] for name in case.asks}
+            got = {
+                name: engine.complete(prompts, ASKS[name][1], ASKS[name][0][: len(prompts)])[0] for name in case.asks
+            }
             learned = engine.learned()
             last = engine.close()
     want = _plainly(case.length)
-    differ = [name for name in case.asks if got[name] != want[name]]
-    told = [prompt + output for name in case.asks for prompt, output in zip(_prompts(), got[name], strict=True)]
+    differ = [name for name in case.asks if got[name] != want[name][: len(prompts)]]
+    told = [prompt + output for name in case.asks for prompt, output in zip(prompts, got[name], strict=True)]
     row = _row(not differ, last, learned)
     if learned:  # an engine core of its own process does not say
         row["equal"] &= all(_is_of(text, told) for text in learned) and row["ended"] >= len(told) - BATCH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -156,12 +157,14 @@ class Engine:
 
     def _time_v1(self, drafter: Any) -> None:
         propose, drafting = drafter.propose, self.drafting
+        signature = inspect.signature(propose)
 
-        def timed(sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            drafts = propose(sampled_token_ids, *args, **kwargs)
+            drafts = propose(*args, **kwargs)
             drafting.propose_us.append(round(1e6 * (time.perf_counter() - start), 1))
-            for new, draft in zip(sampled_token_ids, drafts, strict=True):
+            sampled = signature.bind(*args, **kwargs).arguments["sampled_token_ids"]
+            for new, draft in zip(sampled, drafts, strict=True):
                 drafting.num_row_steps += bool(new)
                 drafting.num_output_tokens += len(new)
                 drafting.num_accepted_tokens += max(0, len(new) - 1)
