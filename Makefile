@@ -130,11 +130,16 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/built/build.py $(P
 	done
 	touch $@
 
-# Our drafter inside vLLM, in an environment of its own: about three minutes and 4 GB, then ten minutes to run. Our package
-# comes last and without its dependencies, so that the versions are vLLM's.
+# Our drafter inside vLLM, in an environment of its own: about three minutes and 4 GB, then half an hour to run. Our
+# package comes last and without its dependencies, so that the versions are vLLM's.
 bench-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m benchmarks.vllm $(ARGS) | tee /dev/stderr | tail -n 1 >benchmarks/results/vllm.json
 	$(BIN)/python -m benchmarks.vllm.changes --out benchmarks/results/vllm-changes.json
+	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 --handover 0 \
+		| tee /dev/stderr | tail -n 1 >benchmarks/results/vllm-runners.json
+	$(BIN)/python -m benchmarks.vllm.cases --out benchmarks/results/vllm-cases.json
+	$(BIN)/python -m benchmarks.vllm.host --out benchmarks/results/vllm-host.json
+	$(VLLM)/bin/python -m benchmarks.vllm.law
 
 $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.txt $(VLLM_PINS)/constraints.txt
 	@echo "bench-vllm: installing into $(VLLM)"
@@ -145,7 +150,7 @@ $(VLLM_READY): $(VLLM_PINS)/requirements.txt $(VLLM_PINS)/requirements-no-deps.t
 		&& pip install --quiet --no-deps --no-build-isolation --requirement $(VLLM_PINS)/requirements-no-deps.txt \
 		&& pip install --quiet --no-deps --no-build-isolation --editable . \
 		|| { echo "bench-vllm: the installation failed, see above; needs Python >= 3.11 and a C++ compiler" >&2; exit 1; }
-	@$(VLLM)/bin/python -m benchmarks.vllm.check \
+	@$(VLLM)/bin/python -m benchmarks.vllm.check v1 && $(VLLM)/bin/python -m benchmarks.vllm.check v2 \
 		|| { echo "bench-vllm: vLLM was installed but does not draft with ours, see above" >&2; exit 1; }
 	touch $@
 

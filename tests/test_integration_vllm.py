@@ -7,7 +7,7 @@ import logging
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +22,7 @@ from ssd.errors import CacheLocked, ConfigError, ModelError
 from ssd.integrations import vllm_plugin
 from ssd.integrations.requests import Request, RequestTable, Row
 from ssd.integrations.vllm import SuffixProposer
+from ssd.integrations.vllm_hooks import LENGTHS
 from ssd.retrieval.cache import CacheSet
 from ssd.sharing.redis_log import RedisLog
 from ssd.text.codec import TextCodec
@@ -52,11 +53,16 @@ def learned_by(proposer: SuffixProposer) -> list[Text]:
     Prompts of these tests are shorter than a block, so that none is left out as known.
     """
     sequences: list[Text] = []
-    assert proposer._learner is not None
-    proposer._learner.namespace.cache.add_listener(
+    assert proposer._core is not None
+    proposer._core.learner.namespace.cache.add_listener(
         lambda pieces: sequences.extend(tuple(piece.tolist()) for piece in pieces)
     )
     return sequences
+
+
+def finishing(names: Iterable[str]) -> SimpleNamespace:
+    """What a scheduler says to the runner."""
+    return SimpleNamespace(finished_req_ids=set(names))
 
 
 def scripted(seed: int, *, num_prompt: int = 20, num_output: int = 60, max_tokens: int = 12) -> Scripted:
@@ -71,7 +77,7 @@ def run_to_the_end(batch: VllmBatch, proposer: SuffixProposer, *, with_ids: bool
     while batch.req_ids:
         over = batch.finished()
         if with_ids:
-            proposer.on_step(batch.runner, over)
+            proposer.on_step(batch.runner, finishing(over))
         texts += [tuple(batch.finish(name).text) for name in over]
         if batch.req_ids:
             batch.step(proposer)
@@ -306,7 +312,7 @@ def test_ids_make_ends_exact(proposer: SuffixProposer) -> None:
     seen = 0
     while batch.req_ids:
         over = batch.finished()
-        proposer.on_step(batch.runner, over)
+        proposer.on_step(batch.runner, finishing(over))
         texts = [tuple(batch.finish(name).text) for name in over]
         assert Counter(learned[seen:]) == Counter(texts), "learned before the next step"
         seen = len(learned)
@@ -322,7 +328,7 @@ def test_with_ids_a_preempted_request_may_stay_away(proposer: SuffixProposer) ->
     runner = batch.runner
     batch.add("waits", scripted(7, max_tokens=20))
     batch.add("runs", scripted(8, max_tokens=40))
-    proposer.on_step(runner, ())
+    proposer.on_step(runner, finishing(()))
     for _ in range(10):
         batch.step(proposer)
     waiting = batch.requests["waits"]
@@ -339,18 +345,18 @@ def test_what_was_said_without_a_call_is_taken_from_the_runner(proposer: SuffixP
     learned = learned_by(proposer)
     batch = VllmBatch()
     batch.add("a", scripted(30, max_tokens=20))
-    proposer.on_step(batch.runner, ())
+    proposer.on_step(batch.runner, finishing(()))
     batch.step(proposer)
     for _ in range(6):
         batch.sample()
-    proposer.on_step(batch.runner, ["a"])
+    proposer.on_step(batch.runner, finishing(["a"]))
     assert learned == [tuple(batch.requests["a"].text)]
 
 
 def test_a_batch_that_is_not_the_runners_is_told_apart_by_text(proposer: SuffixProposer) -> None:
     batch, other = VllmBatch(), VllmBatch()
     batch.add("a", scripted(31))
-    proposer.on_step(other.runner, ())
+    proposer.on_step(other.runner, finishing(()))
     batch.step(proposer)
     assert not proposer.stats().knows_ids
     assert proposer.stats().num_failures == 0
@@ -423,6 +429,19 @@ def test_a_runner_without_these_methods_is_left_alone(
     monkeypatch.setattr(vllm_plugin, "_is_registered", True)
     SuffixProposer(vllm_config()).close()
     assert "requests are told apart by their text" in caplog.text
+
+
+def test_what_is_learned_ends_where_the_clients_answer_does(proposer: SuffixProposer) -> None:
+    learned = learned_by(proposer)
+    batch = VllmBatch()
+    batch.add("a", scripted(30, max_tokens=20))
+    proposer.on_step(batch.runner, finishing(()))
+    for _ in range(6):
+        batch.step(proposer)
+    output = finishing(["a"])
+    setattr(output, LENGTHS, {"a": 23})
+    proposer.on_step(batch.runner, output)
+    assert learned == [tuple(batch.requests["a"].text[:23])]
 
 
 @pytest.mark.parametrize(("version", "warns"), [("0.32.4", False), ("0.99.0", True)])
@@ -519,10 +538,10 @@ def test_a_redis_log_is_shared_with_our_server(redis_server: RedisServer) -> Non
         CacheSet(CacheConfig(), codec.fingerprint, on_open=log.attach) as caches,
     ):
         proposer = SuffixProposer(vllm_config(redis_url=redis_server.url))
-        learner = proposer._learner
-        assert learner is not None
+        core = proposer._core
+        assert core is not None
         caches.get().append(ours.prompt + ours.output, prompt_length=len(ours.prompt))
-        wait_until(lambda: learner.namespace.cache.snapshot().num_tokens > 0)
+        wait_until(lambda: core.learner.namespace.cache.snapshot().num_tokens > 0)
         batch = VllmBatch()
         batch.add("a", ours)
         batch.step(proposer)
@@ -539,9 +558,10 @@ def test_a_redis_log_is_shared_with_our_server(redis_server: RedisServer) -> Non
 
 
 @pytest.mark.skipif(not (VLLM / ".ready").exists(), reason="vLLM is not installed: run `make bench-vllm`")
-def test_inside_vllm_the_outputs_are_those_without() -> None:
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_inside_vllm_the_outputs_are_those_without(runner: str) -> None:
     done = subprocess.run(
-        [VLLM / "bin" / "python", "-m", "benchmarks.vllm.check"], cwd=ROOT, capture_output=True, text=True
+        [VLLM / "bin" / "python", "-m", "benchmarks.vllm.check", runner], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "knows ids: True" in done.stdout

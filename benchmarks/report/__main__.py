@@ -42,7 +42,12 @@ _SECTIONS: Final[Mapping[str, Mapping[str, tuple[Callable[..., str], str]]]] = {
     "docs/coupled-sampling.md": {
         "coupled": (engine.coupled_section, "*coupled"),
     },
-    "docs/engines.md": {"vllm": (engine.vllm_section, "vllm")},
+    "docs/engines.md": {
+        "vllm": (engine.vllm_section, "vllm"),
+        "vllm-runners": (engine.vllm_runners_section, "vllm-runners"),
+        "vllm-cases": (engine.vllm_cases_section, "vllm-cases"),
+        "vllm-host": (engine.vllm_host_section, "vllm-host"),
+    },
     "docs/exact.md": {
         "exact": (engine.exact_section, "*exact"),
         "vllm-changes": (engine.changes_section, "vllm-changes"),

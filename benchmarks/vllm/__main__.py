@@ -1,5 +1,8 @@
 """One stream of requests through vLLM: no speculation, n-gram, suffix tree, ours. ``python -m benchmarks.vllm``
 
+``--runner v1 v2`` runs it on both model runners, V2 in Triton's interpreter: what is accepted and whether outputs are
+equal can be read there, times cannot.
+
 The bundled model in float32 on the CPU, greedy. Some requests recur, some are near-variants, some are new. All engines
 run at once, each in a process of its own; a window of requests goes to one after the other in rotating order, so that a
 machine that slows down slows all. Every output is compared token by token with that without speculation, near-ties by
@@ -37,6 +40,7 @@ NUM_WARM_UP = 4
 class Measured:
     """One engine on the whole stream."""
 
+    runner: str
     method: str
     batch: int
     windows: list[tuple[int, float]] = field(default_factory=list)
@@ -62,6 +66,7 @@ class Measured:
         accepted = self.count("num_accepted_tokens")
         propose_us = self.last["propose_us"][len(self.first["propose_us"]) :]
         return {
+            "runner": self.runner,
             "method": self.method,
             "batch": self.batch,
             "output_tokens": sum(tokens for tokens, _ in self.windows),
@@ -71,6 +76,9 @@ class Measured:
             "against_none_last": round(median(ratios[-fifth:]), 3),
             "against_none_min": round(min(ratios), 3),
             "against_none_max": round(max(ratios), 3),
+            "drafted": int(drafted),
+            "accepted": int(accepted),
+            "equal": self.num_mismatches == 0,
             "tokens_per_step": round(1 + accepted / steps, 3) if steps else 1.0,
             "drafted_per_step": round(drafted / steps, 3) if steps else 0.0,
             "acceptance_rate": round(accepted / drafted, 3) if drafted else None,
@@ -98,40 +106,50 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     rows = []
     for batch in args.batch:
-        measured = run(prompts, warm_up, batch, args)
-        compare(target, prompts, measured)
-        plain = measured["none"][0]
-        rows += [result.summary(plain) for result, _ in measured.values()]
+        said: list[list[int]] | None = None
+        for runner in args.runner:
+            measured = run(prompts, warm_up, batch, runner, args)
+            said = said or measured["none"][1]
+            compare(target, prompts, measured, said)
+            plain = measured["none"][0]
+            rows += [result.summary(plain) for result, _ in measured.values()]
     print_table(rows)
-    handover = hand_over(codec, prompts[: args.handover], args.max_tokens, args.max_model_len)
-    print_handover(handover)
+    handover = None
+    if args.handover:
+        handover = hand_over(codec, prompts[: args.handover], args.max_tokens, args.max_model_len)
+        print_handover(handover)
     result = {
         **head("vllm"),
         "environment": {**describe(), "vllm": versions()},
-        "parameters": {**vars(args), "methods": {name: METHODS[name] for name in args.method}},
+        "parameters": {**vars(args), "methods": {r: {n: METHODS[r].get(n) for n in args.method} for r in args.runner}},
         "stream": {"shares": shares(requests), "checksum": checksum(requests)},
         "results": rows,
-        "handover": handover.summary(),
+        "handover": handover and handover.summary(),
     }
     print(json.dumps(result))
-    if any(row["mismatches"] for row in rows) or handover.num_mismatches:
+    if any(row["mismatches"] for row in rows) or (handover and handover.num_mismatches):
         raise SystemExit("outputs differ: speculation changed a token")
 
 
 Outcome = tuple[Measured, list[list[int]]]
 
 
-def run(prompts: list[list[int]], warm_up: list[list[int]], batch: int, args: argparse.Namespace) -> dict[str, Outcome]:
+def run(
+    prompts: list[list[int]], warm_up: list[list[int]], batch: int, runner: str, args: argparse.Namespace
+) -> dict[str, Outcome]:
     """The stream through all engines, window by window, the order rotating. Outputs by method."""
     with ExitStack() as stack:
         engines = [
-            stack.enter_context(VllmEngine(MODEL_PATH, name, batch=batch, max_model_len=args.max_model_len))
+            stack.enter_context(
+                VllmEngine(MODEL_PATH, name, batch=batch, max_model_len=args.max_model_len, runner=runner)
+            )
             for name in args.method
+            if name in METHODS[runner]
         ]
         results: dict[str, Outcome] = {}
         for engine in engines:
             _, _, counters = engine.complete(warm_up, args.max_tokens)
-            results[engine.method] = Measured(engine.method, batch, first=counters), []
+            results[engine.method] = Measured(runner, engine.method, batch, first=counters), []
         for number, at in enumerate(range(0, len(prompts), args.window)):
             turn = number % len(engines)
             for engine in engines[turn:] + engines[:turn]:
@@ -143,9 +161,8 @@ def run(prompts: list[list[int]], warm_up: list[list[int]], batch: int, args: ar
     return results
 
 
-def compare(target: Target, prompts: Sequence[list[int]], results: dict[str, Outcome]) -> None:
-    """Count near-ties and mismatches against the outputs without speculation."""
-    _, plain = results["none"]
+def compare(target: Target, prompts: Sequence[list[int]], results: dict[str, Outcome], plain: list[list[int]]) -> None:
+    """Count near-ties and mismatches against the outputs without speculation, of the first runner."""
     for measured, outputs in results.values():
         for prompt, got, want in zip(prompts, outputs, plain, strict=True):
             if got != want:
@@ -156,15 +173,19 @@ def compare(target: Target, prompts: Sequence[list[int]], results: dict[str, Out
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """One line an engine and batch size."""
-    print(f"\n{'batch':>5} {'method':>7} {'tok/s':>7} {'x none':>7} {'first':>6} {'last':>6} {'tok/step':>9} "
-          f"{'drafted':>8} {'acc. rate':>9} {'propose us':>10} {'ties':>5} {'differ':>6}")  # fmt: skip
+    print(
+        f"\n{'runner':>6} {'batch':>5} {'method':>7} {'accepted':>8} {'drafted':>7} {'tok/s':>7} {'x none':>7} "
+        f"{'first':>6} {'last':>6} {'tok/step':>9} {'acc. rate':>9} {'propose us':>10} {'ties':>5} {'differ':>6}"
+    )
     for row in rows:
         rate = "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}"
         propose = "-" if row["propose_us_p50"] is None else f"{row['propose_us_p50']:.0f}"
-        print(f"{row['batch']:>5} {row['method']:>7} {row['tokens_per_s']:>7.0f} {row['against_none']:>7.2f} "
-              f"{row['against_none_first']:>6.2f} {row['against_none_last']:>6.2f} {row['tokens_per_step']:>9.2f} "
-              f"{row['drafted_per_step']:>8.2f} {rate:>9} {propose:>10} {row['ties']:>5} "
-              f"{row['mismatches']:>6}")  # fmt: skip
+        print(
+            f"{row['runner']:>6} {row['batch']:>5} {row['method']:>7} {row['accepted']:>8} {row['drafted']:>7} "
+            f"{row['tokens_per_s']:>7.0f} {row['against_none']:>7.2f} {row['against_none_first']:>6.2f} "
+            f"{row['against_none_last']:>6.2f} {row['tokens_per_step']:>9.2f} {rate:>9} {propose:>10} {row['ties']:>5} "
+            f"{row['mismatches']:>6}"
+        )
 
 
 def print_handover(handover: Handover) -> None:
@@ -184,13 +205,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--window", type=int, default=8, help="requests per measured window")
     parser.add_argument("--batch", type=int, action="append", help="rows of a batch, repeatable (default: 1, 4 and 8)")
-    parser.add_argument("--method", action="append", choices=list(METHODS), help="repeatable (default: all)")
+    parser.add_argument("--method", action="append", choices=list(METHODS["v1"]), help="repeatable (default: all)")
+    parser.add_argument("--runner", nargs="+", choices=list(METHODS), default=["v1"])
     parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--handover", type=int, default=12, help="requests of the cache that changes hands")
+    parser.add_argument("--handover", type=int, default=12, help="requests of the cache that changes hands; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     args.batch = args.batch or [1, 4, 8]
-    args.method = args.method or list(METHODS)
+    args.method = args.method or list(METHODS["v1"])
     if "none" not in args.method:
         args.method.insert(0, "none")
     return args

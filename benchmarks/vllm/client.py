@@ -24,7 +24,7 @@ def interpreter() -> Path:
 
 
 class VllmEngine:
-    """One vLLM engine in a process of its own. ``settings`` : environment variables for it."""
+    """One vLLM engine in a process of its own. ``settings`` : environment variables for it; ``more`` : of `Engine`."""
 
     def __init__(
         self,
@@ -35,11 +35,13 @@ class VllmEngine:
         max_model_len: int,
         dtype: str = "float32",
         settings: Mapping[str, str] | None = None,
+        runner: str = "v1",
+        **more: Any,
     ) -> None:
         """Starts the process and waits until the model is loaded, some 15 s. Raises EngineFailed."""
         if not interpreter().exists():
             raise EngineFailed(f"there is no {interpreter()}: run `make bench-vllm`")
-        self.method = method
+        self.method, self.runner = method, runner
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SSD_")}
         self._process = subprocess.Popen(
             [str(interpreter()), "-m", "benchmarks.vllm.process"],
@@ -50,14 +52,26 @@ class VllmEngine:
             stderr=None if os.environ.get("SSD_VLLM_LOG") else subprocess.DEVNULL,
             text=True,
         )
-        self._ask("open", model=str(model), method=method, batch=batch, max_model_len=max_model_len, dtype=dtype)
+        self._ask("open", model=str(model), method=method, batch=batch, max_model_len=max_model_len, dtype=dtype,
+                  runner=runner, **more)  # fmt: skip
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[dict[str, Any]] = ()
     ) -> tuple[list[list[int]], float, dict[str, Any]]:
-        """Greedy outputs, seconds, and all counters since the start."""
-        answer = self._ask("complete", prompts=[list(map(int, prompt)) for prompt in prompts], max_tokens=max_tokens)
+        """Outputs, seconds, and all counters since the start. Greedy, but for what ``sampling`` says of each prompt."""
+        asked = [list(map(int, prompt)) for prompt in prompts]
+        answer = self._ask("complete", prompts=asked, max_tokens=max_tokens, sampling=list(sampling))
         return answer["outputs"], answer["seconds"], answer["counters"]
+
+    def abort(self, prompts: Sequence[Sequence[int]], num_steps: int) -> list[list[int]]:
+        """What clients got of prompts that were aborted after so many steps."""
+        outputs: list[list[int]] = self._ask("abort", prompts=list(prompts), num_steps=num_steps)["outputs"]
+        return outputs
+
+    def learned(self) -> list[list[int]]:
+        """All that its cache was given, as far as it was not known."""
+        texts: list[list[int]] = self._ask("learned")["texts"]
+        return texts
 
     def close(self) -> dict[str, Any]:
         """Shut the engine down, end the process, and return the last counters."""

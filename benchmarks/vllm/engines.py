@@ -1,25 +1,35 @@
-"""vLLM engines and the clock around their proposers. Engines are made by vLLM's own interpreter only."""
+"""vLLM engines and the clock around their drafters. Engines are made by vLLM's own interpreter only."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-METHODS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
-    "suffix": {"method": "suffix"},
-    "ssd": {
-        "method": "custom_class",
-        "model": "ssd.integrations.vllm.SuffixProposer",
-        "num_speculative_tokens": 16,
+_NGRAM = {"num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+
+METHODS: dict[str, dict[str, dict[str, Any] | None]] = {
+    "v1": {
+        "none": None,
+        "ngram": {"method": "ngram", **_NGRAM},
+        "suffix": {"method": "suffix"},
+        "ssd": {
+            "method": "custom_class",
+            "model": "ssd.integrations.vllm.SuffixProposer",
+            "num_speculative_tokens": 16,
+        },
+    },
+    "v2": {
+        "none": None,
+        "ngram": {"method": "ngram_gpu", **_NGRAM},
+        "ssd": {"method": "ngram_gpu", "model": "ssd", "num_speculative_tokens": 5},
     },
 }
-"""Speculative configuration of each engine. "suffix" has vLLM's defaults: tree depth and draft limit 24."""
+"""Speculative configuration of each engine, by the model runner. "suffix" has vLLM's defaults: tree depth and draft
+limit 24; V2 refuses it."""
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -35,25 +45,45 @@ ENVIRONMENT = {
 
 @dataclass(slots=True)
 class Drafting:
-    """What was drafted, counted where vLLM calls the proposer. A row-step is one row in one verify step."""
+    """What was drafted, counted where vLLM asks for drafts. A row-step is one row in one verify step."""
 
     propose_us: list[float] = field(default_factory=list)
     """Of every call."""
     num_row_steps: int = 0
     num_output_tokens: int = 0
     num_draft_tokens: int = 0
+    """Verified ones: V2 fills every draft up to its width."""
     num_accepted_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class Engine:
     """One vLLM engine in this process."""
 
-    def __init__(self, model: str, method: str, *, batch: int, max_model_len: int, dtype: str) -> None:
+    def __init__(
+        self, model: str, method: str, *, batch: int, max_model_len: int, dtype: str, runner: str = "v1",
+        switches: Sequence[str] = (), options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """``switches`` : "async" and "adaptive", see `interpreter`; "process" for an engine core of its own process.
+
+        ``options`` : of ``vllm.LLM`` besides; what stands at "speculative_config" is added to the method's.
+        """
         os.environ.update(ENVIRONMENT)
-        if "ssd" not in method:  # where numba is imported first, vLLM 0.32 fails on a CPU in bfloat16
-            os.environ["VLLM_PLUGINS"] = ""
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        if runner == "v2":
+            from benchmarks.vllm import interpreter
+
+            interpreter.prepare()
+        if "process" in switches:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         from vllm import LLM
 
+        if "async" in switches:
+            interpreter.schedule_asynchronously()
+        if "adaptive" in switches:
+            interpreter.verify_adaptively()
+        given = dict(options or {})
+        speculative, more = METHODS[runner][method], given.pop("speculative_config", {})
         self._llm = LLM(
             model=model,
             dtype=dtype,
@@ -62,37 +92,70 @@ class Engine:
             enforce_eager=True,
             enable_prefix_caching=False,
             seed=0,
-            speculative_config=METHODS[method],
+            speculative_config=None if speculative is None else {**speculative, **more},
             disable_log_stats=True,
+            **given,
         )
-        self._runner = self._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         self.drafting = Drafting()
-        drafter = getattr(self._runner, "drafter", None)
-        if drafter is not None:
-            self._time(drafter)
+        self.drafter: Any = None
+        self.learned: list[list[int]] = []
+        core = getattr(self._llm.llm_engine.engine_core, "engine_core", None)
+        if core is not None:
+            self._count_preemptions(core.scheduler)
+            its_runner = core.model_executor.driver_worker.worker.model_runner
+            self.drafter = getattr(its_runner, "speculator" if runner == "v2" else "drafter", None)
+        if self.drafter is not None:
+            (self._time_v2 if runner == "v2" else self._time_v1)(self.drafter)
+        if getattr(self.drafter, "_core", None) is not None:
+            self.drafter._core.learner.namespace.cache.add_listener(
+                lambda pieces: self.learned.extend(piece.tolist() for piece in pieces)
+            )
 
-    def complete(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[list[int]], float]:
-        """Greedy outputs of all prompts, as many at a time as the batch has rows, and the seconds they took."""
-        from vllm import SamplingParams
+    def complete(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[dict[str, Any]] = ()
+    ) -> tuple[list[list[int]], float]:
+        """Outputs of all prompts, as many at a time as the batch has rows, and the seconds they took.
 
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
+        Greedy, but for what ``sampling`` says of each prompt.
+        """
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        params = [_params(max_tokens, given) for given in sampling or [{}] * len(prompts)]
         start = time.perf_counter()
         outputs = self._llm.generate(asked, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         return [list(output.outputs[0].token_ids) for output in outputs], seconds
 
+    def abort(self, prompts: Sequence[Sequence[int]], num_steps: int) -> list[list[int]]:
+        """What clients got of prompts that were aborted after so many steps."""
+        engine = self._llm.llm_engine
+        said: dict[str, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"abort-{number}", {"prompt_token_ids": list(prompt)}, _params(400, {}))
+        for _ in range(num_steps):
+            for output in engine.step():
+                said[output.request_id] = list(output.outputs[0].token_ids)
+        engine.abort_request([f"abort-{number}" for number in range(len(prompts))])
+        return [said.get(f"abort-{number}", []) for number in range(len(prompts))]
+
     def counters(self) -> dict[str, Any]:
         """Everything counted so far; for our proposer its own counters too."""
-        drafter = getattr(self._runner, "drafter", None)
-        own = asdict(drafter.stats()) if drafter is not None and hasattr(drafter, "stats") else {}
+        own = asdict(self.drafter.stats()) if hasattr(self.drafter, "stats") else {}
         return {**asdict(self.drafting), "proposer": own}
 
     def close(self) -> None:
         """Shut the engine down as vLLM does."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _time(self, drafter: Any) -> None:
+    def _count_preemptions(self, scheduler: Any) -> None:
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.drafting.num_preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+
+    def _time_v1(self, drafter: Any) -> None:
         propose, drafting = drafter.propose, self.drafting
         signature = inspect.signature(propose)
 
@@ -106,7 +169,36 @@ class Engine:
                 drafting.num_output_tokens += len(new)
                 drafting.num_accepted_tokens += max(0, len(new) - 1)
                 drafting.num_draft_tokens += len(draft)
-
             return drafts
 
         drafter.propose = timed
+
+    def _time_v2(self, drafter: Any) -> None:
+        propose, drafting = drafter.propose, self.drafting
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dummy_run"):
+                return propose(*args, **kwargs)
+            start = time.perf_counter()
+            drafts = propose(*args, **kwargs)
+            drafting.propose_us.append(round(1e6 * (time.perf_counter() - start), 1))
+            for new, rejected in zip(args[5].tolist(), args[6].tolist(), strict=True):
+                if new > 0:
+                    drafting.num_row_steps += 1
+                    drafting.num_output_tokens += new
+                    drafting.num_accepted_tokens += new - 1
+                    drafting.num_draft_tokens += new - 1 + rejected
+            return drafts
+
+        drafter.propose = timed
+
+
+def _params(max_tokens: int, given: Mapping[str, Any]) -> Any:
+    """vLLM's sampling parameters; "regex" stands for a structured output."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    said = {"temperature": 0.0, "max_tokens": max_tokens, "detokenize": "stop" in given, **given}
+    if "regex" in said:
+        said["structured_outputs"] = StructuredOutputsParams(regex=said.pop("regex"))
+    return SamplingParams(**said)

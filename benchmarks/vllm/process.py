@@ -29,6 +29,10 @@ class Server:
         if operation == "complete":
             outputs, seconds = self._engine.complete(**request)
             return {"outputs": outputs, "seconds": seconds, "counters": self._engine.counters()}
+        if operation == "abort":
+            return {"outputs": self._engine.abort(**request)}
+        if operation == "learned":
+            return {"texts": self._engine.learned}
         if operation == "close":
             self._engine.close()
             return {"counters": self._engine.counters()}

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ssd.compiled.addresses import (
     Address,
+    Float64,
     Int64,
     Int64s,
     Record,
@@ -63,13 +64,14 @@ class TextRecord(Record):
 class Batch(Record):
     """The rows of a batch, and what they are drafted with.
 
-    The engine's: ``rows`` : int32, row i begins at ``stride * i`` and holds at most ``width`` tokens. ``lengths`` :
-    int32, tokens of each. Ours, of each row: ``num_sampled`` : int64, how many of its tokens are of this step, 0 for a
-    row that is still prefilling. ``texts`` : int64, address of its TextRecord, 0 for none. ``asked``, ``sizes``,
-    ``probabilities``, ``best_first`` : scratch, of the drafts asked for. ``out`` : int32, see ``draft_rows``.
+    The engine's: ``rows`` : int32, row i begins at ``stride * i`` and holds at most ``width`` tokens; 0 where the texts
+    are kept up otherwise (`ssd.drafting.chains`). ``lengths`` : int32, tokens of each. Ours, of each row:
+    ``num_sampled`` : int64, how many of its tokens are of this step, 0 for a row that is still prefilling. ``texts`` :
+    int64, address of its TextRecord, 0 for none. ``asked``, ``sizes``, ``probabilities``, ``best_first`` : scratch, of
+    the drafts asked for. ``out`` : int32, see ``draft_rows``.
 
-    ``cost`` : see `PassCosts`. ``ends`` : int32[num_ends], the ids of ends of text. ``last_asked``,
-    ``last_positions`` : rows and words of the last call.
+    ``cost`` : see `PassCosts`. ``price`` : of a drafted token while that says nothing. ``ends`` : int32[num_ends], the
+    ids of ends of text. ``last_asked``, ``last_positions`` : rows and words of the last call.
     """
 
     rows: Address
@@ -84,6 +86,7 @@ class Batch(Record):
     best_first: Address
     out: Address
     cost: Address
+    price: Float64
     workspace: Address
     model: Address
     ends: Address
@@ -189,7 +192,8 @@ def _ask(frame: Frame, rows: Rows) -> tuple[int, int]:
         num_tokens += sampled
         if rows.texts[row] == 0:
             continue
-        take_over(rows.texts[row], _row(rows, row), sampled)
+        if batch.rows != 0:
+            take_over(rows.texts[row], _row(rows, row), sampled)
         if sampled == 0:
             continue
         ask, text = asks[num_asked], text_at(rows.texts[row])
@@ -248,7 +252,7 @@ def draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float,
     price = token_price(batch.cost, num_asked)
     asks, drafts = asks_at(frame.asks, frame.num_rows), drafts_at(frame.drafts, frame.num_rows)
     for number in range(num_asked):
-        asks[number].price = price if price > 0.0 else _PRICE_UNKNOWN
+        asks[number].price = price if price > 0.0 else batch.price
     propose_suffix(batch.workspace, snapshot, batch.model, num_asked, batch.longest_match, batch.shortest_match)
     sizes = int64_array(batch.sizes, num_asked)
     probabilities = float64_array(batch.probabilities, num_asked * MAX_DRAFT).reshape((num_asked, MAX_DRAFT))
@@ -352,11 +356,13 @@ class RowDrafter:
         max_match_length: int = 32,
         min_match_length: int = 1,
         learned: LearnedState | None = None,
+        price: float = _PRICE_UNKNOWN,
     ) -> None:
         """``limit`` : most tokens of a draft. ``max_length`` : of a text; drafts leave room for the target's own token.
 
         ``vocab_size`` : of the target; a draft with another id is none. Drafts end with one of ``end_of_text_ids``.
-        ``learned`` : where what is learned about the namespace is published; None keeps it to itself.
+        ``learned`` : where what is learned about the namespace is published; None keeps it to itself. ``price`` : of a
+        drafted token, in expected accepted tokens, while it is not known what steps cost.
         Raises ConfigError when ``max_match_length`` is not within 1..256.
         """
         longest, shortest = checked_lengths(max_match_length, min_match_length)
@@ -372,7 +378,7 @@ class RowDrafter:
         batch.cost, batch.workspace = self._price_list.address, self._workspace.address
         batch.model = self._models.of(learned).address
         batch.vocab_size, batch.limit, batch.max_length = vocab_size, min(limit, MAX_DRAFT), max_length
-        batch.longest_match, batch.shortest_match = longest, shortest
+        batch.longest_match, batch.shortest_match, batch.price = longest, shortest, price
         self._make_rows(16)
 
     @property

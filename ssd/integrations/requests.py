@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from ssd.drafting.rows import Text
 from ssd.integrations.settings import IntegrationSettings
 from ssd.retrieval.cache import CacheSet, SuffixCache
 from ssd.retrieval.packed import Tokens
+
+if TYPE_CHECKING:
+    from ssd.text.codec import TextCodec
 
 _TAIL_TOKENS = 64
 """By these and its length a text that has moved is looked for."""
@@ -34,15 +38,36 @@ class Row(NamedTuple):
     num_new: int
 
 
+class StopRules(NamedTuple):
+    """Strings that end an output, looked for behind its first ``min_tokens`` tokens."""
+
+    strings: tuple[str, ...]
+    min_tokens: int
+    skip_special_tokens: bool
+
+
+def stop_rules_of(params: Any) -> StopRules | None:
+    """Of vLLM's sampling parameters; None where no string stops."""
+    strings = getattr(params, "stop", None)
+    if not strings:
+        return None
+    given = (strings,) if isinstance(strings, str) else tuple(strings)
+    return StopRules(given, params.min_tokens, params.skip_special_tokens)
+
+
 class Request(Text):
-    """What is known of one request: its text, how much of it is stored, and when it was last in a row."""
+    """What is known of one request: its text, how much of it is stored, and when it was last in a row.
 
-    __slots__ = ("last_seen", "num_learned")
+    ``end`` : tokens that its client got, prompt included, where the engine said so. ``stop`` : what ended it besides.
+    """
 
-    def __init__(self, name: str, row: Row, prompt_length: int) -> None:
-        super().__init__(name, prompt_length, 2 * len(row.tokens))
-        self.num_learned = 0
-        self.last_seen = 0
+    __slots__ = ("end", "last_seen", "num_learned", "stop")
+
+    def __init__(self, name: str, room: int, prompt_length: int) -> None:
+        super().__init__(name, prompt_length, room)
+        self.num_learned = self.last_seen = 0
+        self.end: int | None = None
+        self.stop: StopRules | None = None
 
     def begins(self, tokens: Tokens) -> bool:
         """Whether ``tokens`` goes on where this request is. O(n), at the speed of memory."""
@@ -85,6 +110,17 @@ class RequestTable:
         """The request of a name; None once it has ended."""
         return self._active.get(name)
 
+    def items(self) -> Iterable[tuple[str, Request]]:
+        """Requests that have not ended, by their names."""
+        return self._active.items()
+
+    def begin(self, name: str, tokens: Tokens, prompt_length: int) -> tuple[Request, Request | None]:
+        """A request of ``tokens``, int32[n], in place of the one that had the name, which is returned too."""
+        before = self._active.pop(name, None)
+        request = self._add(name, len(tokens), prompt_length)
+        request.take_over(tokens, 0)
+        return request, before
+
     def by_id(self, rows: Sequence[Row], names: Sequence[str], prompt_lengths: Sequence[int]) -> list[Request | None]:
         """The request of each row, made where its name is new. Rows that are still prefilling may have none.
 
@@ -95,7 +131,7 @@ class RequestTable:
         for row, name, prompt_length in zip(rows, names, prompt_lengths, strict=True):
             request = self._active.get(name)
             if request is None and row.num_new > 0:
-                request = self._add(name, row, min(prompt_length, len(row.tokens)))
+                request = self._add(name, 2 * len(row.tokens), min(prompt_length, len(row.tokens)))
             found.append(request)
             if request is not None:
                 self._seen(name, request, row)
@@ -167,13 +203,13 @@ class RequestTable:
         name = f"row {next(self._names)}"
         known = len(row.tokens) - row.num_new
         prompt_length = self._ended.pop(_digest(row.tokens[:known]), None) if self._ended else None
-        request = self._add(name, row, known if prompt_length is None else prompt_length)
+        request = self._add(name, 2 * len(row.tokens), known if prompt_length is None else prompt_length)
         if prompt_length is not None:
             request.num_learned = known
         return name
 
-    def _add(self, name: str, row: Row, prompt_length: int) -> Request:
-        request = self._active[name] = Request(f"{name}/{next(self._names)}", row, prompt_length)
+    def _add(self, name: str, room: int, prompt_length: int) -> Request:
+        request = self._active[name] = Request(f"{name}/{next(self._names)}", room, prompt_length)
         return request
 
     def _seen(self, name: str, request: Request, row: Row) -> None:
@@ -235,27 +271,41 @@ class OpenNamespace:
 class Learner:
     """A namespace and the requests on their way into it. Holds all that must be closed, and nothing of the engine."""
 
-    def __init__(self, namespace: OpenNamespace, requests: RequestTable, end_of_text_ids: frozenset[int]) -> None:
+    def __init__(self, namespace: OpenNamespace, requests: RequestTable, codec: TextCodec | None) -> None:
         self.namespace = namespace
         self.requests = requests
-        self.end_of_text_ids = end_of_text_ids
+        self.end_of_text_ids = frozenset(codec.eos_token_ids if codec else ())
+        self._codec = codec
         self.num_learned = 0
         """Requests that were given to the cache."""
 
     def learn(self, ended: Iterable[Request]) -> None:
-        """Store what is new of each. Never raises. O(text)."""
+        """Store what is new of each, as far as its client got it. Never raises. O(text)."""
         for request in ended:
-            tokens = request.tokens
+            tokens = request.tokens if request.end is None else request.tokens[: request.end]
             # A draft may run on behind an end of text that the target agreed with; nobody got to see that.
-            start = max(request.num_learned, request.length - request.num_new)
+            start = min(len(tokens), max(request.num_learned, request.length - request.num_new))
             last = tokens[start:].tolist()
-            end = next((at + 1 for at, token in enumerate(last) if token in self.end_of_text_ids), len(last))
-            self.namespace.learn(
-                tokens[: start + end], prompt_length=request.prompt_length, num_known=request.num_learned
-            )
+            end = start + next((at + 1 for at, token in enumerate(last) if token in self.end_of_text_ids), len(last))
+            if request.stop is not None and self._codec is not None:
+                said = tokens[request.prompt_length : end].tolist()
+                end = request.prompt_length + before_stop(self._codec, said, request.stop)
+            self.namespace.learn(tokens[:end], prompt_length=request.prompt_length, num_known=request.num_learned)
             self.num_learned += 1
 
     def close(self) -> None:
         """Learn what is in flight, keep everything, and let go of files and connections. May be called twice."""
         self.learn(self.requests.end_all())
         self.namespace.close()
+
+
+def before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
+    """How many of an output's tokens there are up to the one that completes the first stop string. O(n log n)."""
+
+    def stops(count: int) -> bool:
+        text = codec.decode(tokens[:count], skip_special_tokens=rules.skip_special_tokens)
+        return any(text.find(string, start) >= 0 for string in rules.strings)
+
+    first = min(rules.min_tokens, len(tokens))
+    start = len(codec.decode(tokens[:first], skip_special_tokens=rules.skip_special_tokens))
+    return first + bisect.bisect_left(range(first, len(tokens)), True, key=stops)

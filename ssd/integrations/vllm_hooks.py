@@ -1,0 +1,143 @@
+"""What of vLLM our drafters rely on, and whether the installed vLLM has it.
+
+Nothing here imports numba or torch: a plugin is loaded before vLLM has prepared its libraries.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+log = logging.getLogger("vllm.ssd")
+"""Below vLLM's own logger, which is the one that its operators see."""
+
+TESTED_VERSIONS: Final = ("0.32",)
+"""Of vLLM, major and minor: those that every hook below was tried with. Others get a warning in the log."""
+
+METHOD: Final = "ngram_gpu"
+MODEL: Final = "ssd"
+"""Speculative method and model that ask for our speculator: a method that vLLM's checks and its asynchronous scheduling
+know, and a model that nothing else is called."""
+
+LENGTHS: Final = "ssd_lengths"
+"""Attribute that a scheduler's output carries to the runner: tokens of the requests that have ended, by their id."""
+
+
+class Hook(NamedTuple):
+    """Something of vLLM: a function with its first parameters, or a class with fields, attributes and properties."""
+
+    module: str
+    attribute: str
+    names: tuple[str, ...]
+
+
+_PROPOSE = (
+    "self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled",
+    "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds", "dp_sync_state", "dummy_run",
+    "skip_attn_for_dummy_run", "mm_inputs", "is_profile", "num_speculative_tokens",
+)  # fmt: skip
+_STEP = ("self", "scheduler_output")
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+SPECULATOR = "vllm.v1.worker.gpu.spec_decode"
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+V2_HOOKS: Final = (
+    Hook(SPECULATOR, "init_speculator", ("vllm_config", "device", "req_states")),
+    Hook(f"{SPECULATOR}.speculator", "BaseSpeculator.propose", _PROPOSE),
+    Hook(V2_RUNNER, "GPUModelRunner.add_requests", _STEP),
+    Hook(V2_RUNNER, "GPUModelRunner.finish_requests", _STEP),
+    Hook(V2_RUNNER, "GPUModelRunner.shutdown", ("self",)),
+    Hook("vllm.v1.worker.gpu.states", "RequestState", ("all_token_ids", "total_len")),
+    Hook("vllm.v1.worker.gpu.input_batch", "InputBatch", (
+        "req_ids", "num_reqs", "idx_mapping", "num_scheduled_tokens", "num_computed_tokens_np", "prefill_len_np",
+    )),
+    Hook(SCHEDULER, "Scheduler.__init__", ("self", "vllm_config")),
+    Hook(SCHEDULER, "Scheduler.schedule", ("self",)),
+    Hook(SCHEDULER, "Scheduler._free_request", ("self", "request")),
+    Hook("vllm.v1.request", "Request", ("request_id", "num_tokens")),
+    Hook("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids")),
+    Hook("vllm.v1.core.sched.output", "NewRequestData", (
+        "req_id", "prompt_len", "prefill_token_ids", "sampling_params",
+    )),
+    Hook("vllm.config.speculative", "SpeculativeConfig", (
+        "method", "model", "num_speculative_tokens", "enable_adaptive_verification",
+    )),
+    Hook("vllm.config.vllm", "VllmConfig", ("use_v2_model_runner", "speculative_config", "additional_config")),
+)  # fmt: skip
+V1_HOOKS: Final = (
+    Hook(V1_RUNNER, "GPUModelRunner._update_states", _STEP),
+    Hook(V1_RUNNER, "GPUModelRunner.shutdown", ("self",)),
+)
+
+
+def is_asked_for(vllm_config: Any) -> bool:
+    """Whether the speculative configuration asks for our speculator."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return (getattr(speculative, "method", None), getattr(speculative, "model", None)) == (METHOD, MODEL)
+
+
+def lengths_of(scheduler_output: Any) -> Mapping[str, int]:
+    """Tokens of the requests that have ended, by their id, as far as the scheduler said so."""
+    lengths: Mapping[str, int] = getattr(scheduler_output, LENGTHS, {})
+    return lengths
+
+
+def missing(hooks: Iterable[Hook]) -> list[str]:
+    """What the installed vLLM lacks of these, one line each. Reads its sources and imports no more than packages."""
+    trees: dict[str, ast.Module | None] = {}
+    lacks = []
+    for module, attribute, names in hooks:
+        if module not in trees:
+            trees[module] = _tree_of(module)
+        tree = trees[module]
+        node = None if tree is None else _found(tree, attribute)
+        if isinstance(node, ast.FunctionDef):
+            parameters = tuple(parameter.arg for parameter in node.args.args)
+            if parameters[: len(names)] != names:
+                lacks.append(f"{module}:{attribute} has the parameters {', '.join(parameters)}")
+        elif isinstance(node, ast.ClassDef):
+            if absent := [name for name in names if name not in _members(node)]:
+                lacks.append(f"{module}:{attribute} has no {', '.join(absent)}")
+        else:
+            lacks.append(f"there is no {module}:{attribute}")
+    return lacks
+
+
+def _tree_of(module: str) -> ast.Module | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    return ast.parse(Path(spec.origin).read_text())
+
+
+def _found(tree: ast.Module, attribute: str) -> ast.AST | None:
+    found: ast.AST | None = tree
+    for name in attribute.split("."):
+        body: list[ast.AST] = getattr(found, "body", [])
+        found = next((node for node in body if getattr(node, "name", None) == name), None)
+    return found
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    """Fields, methods and properties, and what ``__init__`` sets."""
+    members = {
+        inner.target.id
+        for inner in node.body
+        if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name)
+    }
+    for function in (inner for inner in node.body if isinstance(inner, ast.FunctionDef)):
+        members.add(function.name)
+        if function.name == "__init__":
+            members |= {
+                inner.attr for inner in ast.walk(function)
+                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+            }  # fmt: skip
+    return members

@@ -1,0 +1,341 @@
+"""Our drafter inside vLLM's V2 model runner, a speculator that ``ssd.integrations.vllm_plugin`` puts there::
+
+    vllm serve MODEL --speculative-config '{"method": "ngram_gpu", "model": "ssd", "num_speculative_tokens": 8}'
+
+The runner's host is ahead of its device: when it asks for a draft, the tokens that the draft is to follow are often not
+sampled yet. Nothing here waits for them. At each step
+
+1. what the step gives is packed on the device and copied to the host on a stream of its own, with an event behind it;
+2. earlier steps whose event has happened are taken over into the requests' texts;
+3. from the text that is known a *chain* is drafted for each request: what the steps in flight are expected to give, and
+   what comes after that; with the chances of its tokens it goes to the device in one copy;
+4. the device compares the chain with what was said since the text that is known, and takes the draft from where that
+   ends: exactly, or where the last two tokens stand in the chain nearest to there; else it has nothing to say.
+
+Where the device is not ahead (a CPU, a step that was waited for) the chain is the draft itself.
+
+vLLM verifies as many tokens of every row as were asked for, filled up with the last token where nothing is to be said,
+so that a step without a draft costs what one with a draft does. With ``"enable_adaptive_verification": true``, where
+vLLM has it (full CUDA graphs), it verifies those whose chance is worth it: that of what was filled up is 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssd.drafting.ask import MAX_DRAFT
+from ssd.drafting.chains import NUM_HEAD, ChainDrafter
+from ssd.integrations.requests import Request, stop_rules_of
+from ssd.integrations.vllm_core import Core, Failures, ProposerStats, checked, tensor_rank
+from ssd.integrations.vllm_hooks import METHOD, lengths_of, log
+
+OFF_COURSE: Final = 0.5
+"""How far the first chance of a chain is trusted where the text left it and came back."""
+
+_FAR: Final = 1 << 40
+"""More than twice any length."""
+
+
+class Event(Protocol):
+    """When a copy has arrived; ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def record(self, stream: Any) -> None: ...
+
+
+class _Step:
+    """Host memory of one step, pinned where there is a device: what it said, and what it was told.
+
+    ``said`` : int32[requests, n], see `follow`. ``told`` : int32[requests, n], see `write_chains`.
+    """
+
+    def __init__(self, num_requests: int, num_said: int, num_told: int, event: Event | None) -> None:
+        pin = event is not None and torch.cuda.is_available()
+        self.said = torch.zeros((num_requests, num_said), dtype=torch.int32, pin_memory=pin)
+        self.told = torch.zeros((num_requests, num_told), dtype=torch.int32, pin_memory=pin)
+        self.said_np, self.told_np = self.said.numpy(), self.told.numpy()
+        self.event = event
+        self.texts: Sequence[Request | None] = ()
+
+    def has_arrived(self) -> bool:
+        return self.event is None or self.event.query()
+
+
+class Speculator:
+    """vLLM's ``BaseSpeculator``, by its methods. Made and called by its V2 model runner, on one thread.
+
+    Every rank of a tensor-parallel group has one; the first drafts, the others are sent what it says, on the device.
+    Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below ``cache_dir``; they
+    share through Redis.
+    """
+
+    supports_mm_inputs = False
+    draft_logits: Tensor | None = None
+    """A draft has no law of its own: its tokens are accepted with the target's probability of them."""
+    num_query_per_req = 1
+    num_extra_query_per_req = 0
+    pcp_manager: Any = None
+
+    def __init__(
+        self, vllm_config: Any, device: torch.device, req_states: Any, make_event: Callable[[], Event] | None = None
+    ) -> None:
+        """``req_states`` : of the runner. ``make_event`` : None takes CUDA's on CUDA; elsewhere copies are waited for.
+
+        Raises what `Core` does, and ConfigError for models whose state vLLM corrupts.
+        """
+        speculative = vllm_config.speculative_config
+        self._states, self._device = req_states, device
+        self._width: int = speculative.num_speculative_tokens
+        self._num_requests: int = vllm_config.scheduler_config.max_num_seqs
+        is_cuda = device.type == "cuda"
+        self._make_event = torch.cuda.Event if make_event is None and is_cuda else make_event
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self.enable_adaptive_verification = bool(getattr(speculative, "enable_adaptive_verification", False))
+        shape = self._num_requests, self._width
+        self._drafts = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.draft_token_confidence_probs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._longest = min(3 * self._width + 2, MAX_DRAFT)
+        self._offsets = torch.arange(max(self._longest, self._width) + 1, device=device)
+        self._failures = Failures()
+        self._steps: deque[_Step] = deque()  # not arrived, oldest first
+        self._free: list[_Step] = []
+        self._arrived: _Step | None = None  # the last that has: the device may still read what it was told
+        self._ending: list[Request] = []
+        self._seated: list[str] | None = None  # ids of the rows
+        self._texts: list[Request | None] = []
+        self._last_stats: ProposerStats | None = None
+        self.num_steps = self.num_behind = 0
+        """Steps that were drafted for, and those in which the device was ahead of what was known."""
+        self._core: Core[ChainDrafter] | None = None
+        is_first = checked(vllm_config)
+        self._num_ranks = tensor_rank()[1]
+        if is_first:
+            longest = self._longest
+            self._core = Core(vllm_config, lambda **settings: ChainDrafter(longest=longest, **settings))
+            log.info(
+                "SSD drafts in place of vLLM's n-gram method: the method \"%s\" is named because vLLM's checks and "
+                "its asynchronous scheduling know it, nothing of it runs; prompt_lookup_* have no effect",
+                METHOD,
+            )
+            if not self.enable_adaptive_verification:
+                log.info("vLLM verifies %d tokens of every request in every step, also where SSD has nothing to say",
+                         self._width)  # fmt: skip
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """There is no graph."""
+
+    def capture(self) -> None:
+        """There is no graph."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: Tensor,
+        num_rejected: Any,
+        last_sampled: Tensor,
+        next_prefill_tokens: Any,
+        temperature: Any,
+        seeds: Any,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> Tensor:
+        """One draft for each row of the batch, int64[rows, K] on the device. Never raises, waits for nothing.
+
+        ``num_sampled`` : int32[rows], what this step gave each; 0 while a prompt is computed. ``last_sampled`` :
+        int64[slots, 1]. Of ``input_batch`` what ``vllm_hooks.V2_HOOKS`` names; the rest is not looked at.
+        """
+        count = input_batch.num_reqs
+        drafts = self._drafts[:count]
+        if dummy_run:
+            return drafts
+        slots = input_batch.idx_mapping[:count]
+        filling = last_sampled.view(-1)[slots].unsqueeze(1)
+        chances = self.draft_token_confidence_probs[:count]
+        drafts.copy_(filling.expand_as(drafts))
+        chances.zero_()
+        try:
+            if self._core is not None:
+                told = self._draft(self._core, input_batch, slots, num_sampled[:count])
+                self._choose(told, slots, filling, drafts, chances)
+        except Exception:  # whatever is wrong in here must not be the requests' problem
+            self._failures.note("drafting")
+        if self._num_ranks > 1:
+            group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+            group.broadcast(drafts, src=0)
+            if self.enable_adaptive_verification:
+                group.broadcast(chances, src=0)
+        return drafts
+
+    def on_add(self, scheduler_output: Any) -> None:
+        """Requests begin; one that had been preempted comes back with what it has said so far. Never raises."""
+        core, self._seated = self._core, None
+        if core is None:
+            return
+        try:
+            for new in scheduler_output.scheduled_new_reqs:
+                if new.sampling_params is None:  # pooling
+                    continue
+                tokens = np.array(new.prefill_token_ids, np.int32)
+                request, before = core.requests.begin(new.req_id, tokens, min(new.prompt_len, len(tokens)))
+                request.stop = stop_rules_of(new.sampling_params)
+                if before is not None:
+                    core.drafter.forget([before])
+        except Exception:
+            self._failures.note("following requests")
+
+    def on_step(self, runner: Any, scheduler_output: Any) -> None:
+        """Requests have ended. Each is learned once all that its client got has arrived here. Never raises."""
+        core, names = self._core, sorted(scheduler_output.finished_req_ids)
+        if core is None or not names:
+            return
+        try:
+            self._seated, lengths = None, lengths_of(scheduler_output)
+            for name in names:
+                for request in core.requests.end([name]):
+                    request.end = lengths.get(name)
+                    self._ending.append(request)
+            self._take_over(core)
+            self._learn(core)
+        except Exception:
+            self._failures.note("learning")
+
+    def stats(self) -> ProposerStats:
+        """The counters as they are now, or as they were when it was closed."""
+        core = self._core
+        if core is not None:
+            return core.stats(self._failures, True)
+        return self._last_stats or ProposerStats(num_proposals=0, num_drafts=0, num_draft_tokens=0, num_learned=0,
+                                                 num_failures=self._failures.count, knows_ids=True)  # fmt: skip
+
+    def close(self) -> None:
+        """Learn what has ended and what is in flight, and close the cache. May be called twice."""
+        core = self._core
+        if core is None:
+            return
+        try:
+            for step in self._steps:
+                if step.event is not None:
+                    step.event.synchronize()
+            self._take_over(core)
+            self._learn(core)
+        except Exception:
+            self._failures.note("learning")
+        self._core = None
+        core.close()
+        self._last_stats = core.stats(self._failures, True)
+
+    # -- parts of a step ---------------------------------------------------------------------------------------------
+
+    def _draft(self, core: Core[ChainDrafter], batch: Any, slots: Tensor, num_sampled: Tensor) -> Tensor:
+        """Chains for the rows of a batch, on the device: int32[rows, n], see `write_chains`."""
+        count = len(slots)
+        if self._seated != batch.req_ids:
+            self._texts, self._seated = [core.requests.get(name) for name in batch.req_ids], None
+        step = self._free.pop() if self._free else self._new_step()
+        step.texts = self._texts
+        self._pack(step, slots, num_sampled)
+        self._steps.append(step)
+        self._take_over(core)
+        self._learn(core)
+        if self._seated is None:
+            core.drafter.seat(self._texts, [0 if text is None else text.length for text in self._texts])
+            self._seated = list(batch.req_ids)
+        # A row whose prompt is not computed to its end has said nothing.
+        says = batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count] >= batch.prefill_len_np[:count]
+        self.num_steps += 1
+        self.num_behind += bool(self._steps)
+        limit = self._longest if self._steps else self._width
+        core.drafter.draft_chains(says, core.learner.namespace.cache.snapshot(), step.told_np, limit)
+        return step.told[:count].to(self._device, non_blocking=True)
+
+    def _new_step(self) -> _Step:
+        event = None if self._make_event is None else self._make_event()
+        return _Step(self._num_requests, NUM_HEAD + self._width + 1, NUM_HEAD + 2 * self._longest, event)
+
+    def _pack(self, step: _Step, slots: Tensor, num_sampled: Tensor) -> None:
+        """Have what this step gives copied to the host."""
+        tokens, lengths = self._states.all_token_ids.gpu, self._states.total_len.gpu[slots]
+        places = (lengths - num_sampled).unsqueeze(1) + self._offsets[: self._width + 1]
+        new = tokens[slots.unsqueeze(1), places.clamp_(0, tokens.shape[1] - 1)]
+        said = torch.cat([lengths.unsqueeze(1), num_sampled.unsqueeze(1), new], 1)
+        if self._stream is None:
+            step.said[: len(slots)].copy_(said)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                step.said[: len(slots)].copy_(said, non_blocking=True)
+            said.record_stream(self._stream)
+        if step.event is not None:
+            step.event.record(self._stream)
+
+    def _take_over(self, core: Core[ChainDrafter]) -> None:
+        """What has arrived, into the texts."""
+        while self._steps and self._steps[0].has_arrived():
+            step = self._steps.popleft()
+            lost = core.drafter.take(step.texts, step.said_np)
+            if lost:
+                self._lose(core, [text for row in lost if (text := step.texts[row]) is not None])
+            step.texts = ()
+            if self._arrived is not None:
+                self._free.append(self._arrived)
+            self._arrived = step
+
+    def _lose(self, core: Core[ChainDrafter], texts: Sequence[Request]) -> None:
+        """Tokens of these are missing: they are not drafted for any more, and not learned."""
+        lost = [name for name, request in core.requests.items() if request in texts]
+        core.drafter.forget(core.requests.end(lost))
+        self._ending = [request for request in self._ending if request not in texts]
+        self._texts, self._seated = [None if text in texts else text for text in self._texts], None
+        if lost:
+            log.warning("%d requests are not followed any more: tokens of theirs are missing", len(lost))
+
+    def _learn(self, core: Core[ChainDrafter]) -> None:
+        """Those that have ended, as far as nothing that their client got is still to arrive."""
+        if self._ending:
+            coming = {id(text) for step in self._steps for text in step.texts}
+            done = [r for r in self._ending if id(r) not in coming or (r.end is not None and r.length >= r.end)]
+            if done:
+                self._ending = [request for request in self._ending if request not in done]
+                self._seated = None
+                core.end(done)
+
+    def _choose(self, told: Tensor, slots: Tensor, filling: Tensor, drafts: Tensor, chances: Tensor) -> None:
+        """Of every chain what comes after what was said, on the device; see the head of this file."""
+        longest, width = self._longest, self._width
+        known, size = told[:, :1].long(), told[:, 1:2].long()
+        chain, chance = told[:, NUM_HEAD : NUM_HEAD + longest].long(), told[:, NUM_HEAD + longest :].view(torch.float32)
+        tokens, offsets = self._states.all_token_ids.gpu, self._offsets
+        lengths = self._states.total_len.gpu[slots].long().unsqueeze(1)
+        rows, last, ahead = slots.unsqueeze(1), tokens.shape[1] - 1, lengths - known
+        said = tokens[rows, (known + offsets[:longest]).clamp_(max=last)].long()
+        is_on_course = ((said == chain) | (offsets[:longest] >= ahead)).all(1, keepdim=True) & (ahead <= size)
+        # Where it is not: behind the two tokens that were said last, where they stand nearest to where it should be.
+        behind = offsets[2 : longest + 1]
+        ends = tokens[rows, (lengths - 2).clamp_(min=0)].long(), tokens[rows, (lengths - 1).clamp_(min=0)].long()
+        stands = (chain[:, :-1] == ends[0]) & (chain[:, 1:] == ends[1]) & (behind <= size)
+        nearness = torch.where(stands, _FAR - 2 * (behind - ahead).abs() - (behind > ahead).long(), 0)
+        best, where = nearness.max(1, keepdim=True)
+        start = torch.where(is_on_course, ahead, where + 2)
+        places = start + offsets[:width]
+        is_said = (is_on_course | (best > 0)) & (ahead >= 0) & (places < size)
+        places = places.clamp_(0, longest - 1)
+        drafts.copy_(torch.where(is_said, chain.gather(1, places), filling))
+        trust = torch.where(is_on_course, 1.0, torch.where(offsets[:width] == 0, OFF_COURSE, 1.0))
+        chances.copy_(torch.where(is_said, chance.gather(1, places) * trust, 0.0))
