@@ -232,8 +232,8 @@ def test_a_batch_drafts_chains_at_its_costs(tmp_path: Path, capsys: pytest.Captu
     ("arguments", "said"),
     [
         (["nothing.jsonl"], "no such file"),
-        (["empty.jsonl"], "the logs hold no request"),
-        (["notes.txt"], "the logs hold outputs alone"),
+        (["empty.jsonl"], "the logs hold no answer"),
+        (["notes.txt"], "the logs hold no answer"),
         (["log.jsonl", "--cache", "frozen"], "give --warm DIR"),
         (["log.jsonl", "--cache", "none", "--warm", "x"], "leave out --warm"),
         (["log.jsonl", "--warm", "x"], "x holds no cache"),

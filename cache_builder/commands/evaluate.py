@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from cache_builder.commands.options import add_log_arguments, progress_bar, read_logs
 from cache_builder.evaluation.costs import add_cost_arguments, costs_of
-from cache_builder.inputs.record import InputError
 from ssd.config import DRAFT_SHAPES, DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
@@ -101,11 +100,6 @@ def run(options: argparse.Namespace) -> int:
     )
     codec, read = read_logs(options, options.inputs, options.class_by)
     log = read.log
-    if not len(log.with_prompt):
-        raise InputError(
-            "the logs hold outputs alone: a draft has to see what was asked. Give requests with their responses; "
-            "`ssd-cache build` and --warm take outputs as they are"
-        )
     costs = costs_of(options, lambda: _some_prompts(log), options.batch)
     if options.gpu is None:
         costs = in_batch(costs, options.batch)
