@@ -115,6 +115,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "openai, completions": {"request": {"prompt": "the key is"}, "response": {"choices": [{"text": " under the mat"}]}},
     "a pair": {"prompt": "the key is", "completion": " under the mat"},
     "langfuse, texts": {**LANGFUSE, "input": "the key is", "output": " under the mat"},
+    "ids": {"prompt": [5, 6, 7], "completion": " under the mat"},
     "text and response": {"prompt": "the key is", "response": " under the mat"},
 }
 UNANSWERED: dict[str, dict[str, Any]] = {
@@ -152,9 +153,10 @@ def test_a_chats_prompt_and_answer_are_both_found(name: str, codec: TextCodec) -
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_texts_prompt_and_answer_are_both_found(name: str, codec: TextCodec) -> None:
-    assert found_in(TEXTS[name], codec) == (
-        [codec.encode_completion_example("the key is", " under the mat")], True, True
-    )  # fmt: skip
+    expected = codec.encode_completion_example("the key is", " under the mat")
+    if name == "ids":
+        expected = codec.encode_answer_example([5, 6, 7], " under the mat")
+    assert found_in(TEXTS[name], codec) == ([expected], True, True)
 
 
 @pytest.mark.parametrize("name", UNANSWERED)
@@ -166,6 +168,8 @@ def test_an_answer_alone_is_known_for_one(codec: TextCodec) -> None:
     alone = [codec.encode_text_example("Under the mat.")]
     for line in (
         {"response": CHOICES},
+        CHOICES,
+        RESPONSE,
         {"custom_id": "1", "response": {"status_code": 200, "body": CHOICES}, "error": None},
         {"custom_id": "1", "result": {"type": "succeeded", "message": CLAUDE_SAYS}},
         {**LITELLM, "messages": []},

@@ -49,11 +49,11 @@ def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
             return [Exchange(_turns(line["messages"], line), is_conversation=True, **_template(line))]
         is_call = request_key in ("request", "params", "body", "proxy_server_request") or "input" in line
         return [Exchange(None)] if is_call else None
-    is_other = line.get("type") in ("SPAN", "EVENT") or line.get("status") == "failure"
-    said = () if is_other else tuple(said_in(line[answer_key]))
+    is_other = line.get("type") in _NO_MODEL or line.get("status") == "failure"
+    said = () if is_other else tuple(said_in(line if answer_key == "choices" else line[answer_key]))
     if request_key is None:
-        is_pair = answer_key in ("completion", "output") and "prompt" not in line and "input" not in line
-        return None if is_pair else [Exchange(None, said)]
+        is_half = isinstance(line[answer_key], str) and not any(key in line for key in ("messages", "prompt", "input"))
+        return None if is_half and answer_key in ("completion", "output") else [Exchange(None, said)]
     asked, options = _asked_in(line, request_key)
     if _is_redacted(asked):
         asked = None
@@ -113,7 +113,7 @@ def _named(role: Any, content: Any) -> Message:
     return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
 
 
-def _joined(turns: Iterator[tuple[Any, Any]]) -> list[Message]:
+def _joined(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
     """What people read: without what tools said, and what one side said in several pieces as one message."""
     found: list[dict[str, Any]] = []
     for role, text in turns:
@@ -232,7 +232,12 @@ def _text_of(content: Any) -> str:
 
 # -- what was said ----------------------------------------------------------------------------------------------------
 
-SAID: Final = ("response", "completion", "result", "output")
+SAID: Final = ("response", "completion", "result", "output", "choices")
+"""By what records call it; the first that is there. With the last the record is itself a response."""
+_NO_MODEL: Final = (
+    "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL",
+)  # fmt: skip
+"""Langfuse's observations of something else."""
 _ONE_TEXT: Final = ("text", "completion", "content", "response", "output")
 
 
@@ -286,7 +291,7 @@ def _one_answer(turns: Sequence[Any]) -> list[str | Message]:
 def _is_redacted(asked: Any) -> bool:
     if isinstance(asked, list):
         return all(_has(turn, "content") and turn["content"] in _REDACTED for turn in asked)
-    return asked in _REDACTED
+    return isinstance(asked, str) and asked in _REDACTED
 
 
 def _parsed(value: Any) -> Any:

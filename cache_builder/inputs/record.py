@@ -45,7 +45,8 @@ def shown_name(name: str) -> str:
 NAMES = ("text", "prompt", "completion", "messages", "token_ids", "prompt_length")
 COLUMNS = (
     *NAMES, "conversations", "mapping", "current_node", "chat_messages", "observations", "request", "params", "body",
-    "input", "instructions", "system", "proxy_server_request", "response", "result", "output", "type", "status",
+    "input", "instructions", "system", "proxy_server_request", "response", "result", "output", "choices", "type",
+    "status",
     "tools", "model_parameters", "modelParameters", "optional_params", "chat_template_kwargs",
 )  # fmt: skip
 """What of a table is read."""

@@ -170,7 +170,7 @@ def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Examp
             text = _string(answer, "completion", where)
             if isinstance(asked, str):
                 yield codec.encode_completion_example(asked, text)
-            elif len(asked) and all(type(each) is int for each in asked):
+            elif len(asked) and not isinstance(asked[0], str):
                 yield codec.encode_answer_example(_ids(asked, where, codec), text)
             else:
                 raise InputError(f'{where}: "prompt" must be a string or token ids, got {type(asked).__name__}')
