@@ -170,7 +170,8 @@ $(CLIENTS_READY): $(CLIENTS_PINS)/requirements.txt $(CLIENTS_PINS)/constraints.t
 # A real pretrained model, Gemma 3 270M, as a plain directory that git ignores: some minutes, 240 MB to download, 2.5 GB of
 # disk. Its terms are not ours: nothing is downloaded before ACCEPT_GEMMA_TERMS=1 says that they are accepted.
 real-model: $(REAL_MODEL)/.checked
-	@echo "real-model: $(REAL_MODEL) is ready: --model real"
+	@echo "real-model: $(REAL_MODEL) is ready: --model real; ssd-cache evaluate LOG --measure $(REAL_MODEL)"
+	$(if $(LOGS),$(REAL)/bin/python -m cache_builder evaluate $(LOGS) --measure $(REAL_MODEL) --html real-model.html)
 
 # The figures of docs/ that were measured on it: 55 minutes on two idle cores.
 bench-real: $(READY) real-model

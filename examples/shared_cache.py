@@ -6,12 +6,9 @@ import sys
 import time
 from contextlib import ExitStack
 
-from ssd import Engine, SamplingParams
+from ssd import CacheConfig, CacheSet, Engine, SamplingParams, TextCodec
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig
-from ssd.retrieval.cache import CacheSet
 from ssd.sharing.redis_log import RedisLog
-from ssd.text.codec import TextCodec
 
 
 def main(url: str = "redis://localhost:6379/0") -> None:

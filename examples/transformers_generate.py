@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM
 
+from ssd import CacheConfig, CacheSet, TextCodec
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig
 from ssd.integrations.transformers import generate
-from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
 
 
 def main() -> None:

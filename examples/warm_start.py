@@ -7,39 +7,29 @@ import tempfile
 from pathlib import Path
 
 from cache_builder.__main__ import main as ssd_cache
-from ssd import Engine, SamplingParams
-from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig
-from ssd.retrieval.cache import CacheSet
-from ssd.text.codec import TextCodec
+from ssd import LLM, SamplingParams
 
 PROMPTS = ["import os\n\ndef main(", "class Node:\n    def __init__(self", "def parse_args(argv):\n    parser = "]
 
 
 def main() -> None:
-    """Log what a cold engine says, build a cache from the log, and ask an engine that starts from it."""
-    codec = TextCodec.load(str(MODEL_PATH))
+    """Log what a cold model says, build a cache from the log, and ask one that starts from it."""
     with tempfile.TemporaryDirectory() as scratch:
         logs, warm = Path(scratch) / "logs.jsonl", Path(scratch) / "warm"
-        with CacheSet(CacheConfig(), codec.fingerprint) as caches:
-            answers = ask(codec, caches, "cold")
+        with LLM() as llm:
+            answers = ask(llm, "cold")
         lines = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in answers.items()]
         logs.write_text("\n".join(lines) + "\n")
-        ssd_cache(["build", str(logs), "--tokenizer", str(MODEL_PATH), "--out", str(warm)])
-        with CacheSet(CacheConfig(), codec.fingerprint) as caches:
-            caches.get().add_static_directory(warm)
-            ask(codec, caches, "warm")
+        ssd_cache(["build", str(logs), "--out", str(warm)])
+        with LLM(warm=[warm]) as llm:
+            ask(llm, "warm")
 
 
-def ask(codec: TextCodec, caches: CacheSet, name: str) -> dict[str, str]:
+def ask(llm: LLM, name: str) -> dict[str, str]:
     """Each prompt's completion; prints the tokens per step over all of them."""
-    engine = Engine.from_pretrained(MODEL_PATH, caches=caches, codec=codec)
-    answers = {}
-    for prompt in PROMPTS:
-        outputs = engine.generate([codec.encode_prompt(prompt)], SamplingParams(max_tokens=48, temperature=0))
-        answers[prompt] = "".join(output.text for output in outputs)
-    print(f"{name}: {engine.metrics.mean_acceptance_length:.2f} tokens per step")
-    return answers
+    answers = {prompt: llm.generate(prompt, SamplingParams(max_tokens=48, temperature=0))[0] for prompt in PROMPTS}
+    print(f"{name}: {llm.engine.metrics.mean_acceptance_length:.2f} tokens per step")
+    return {prompt: answer.text for prompt, answer in answers.items()}
 
 
 if __name__ == "__main__":

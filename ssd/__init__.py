@@ -1,50 +1,55 @@
 """SSD: LLM inference that gets faster the more it is used and never changes a token of the output.
 
-``import ssd`` loads neither torch nor the web framework; ``LLM`` and ``Engine`` are imported when they are first used.
+``import ssd`` loads neither torch nor the web framework; what needs them is imported when it is first used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, IndexConfig, SamplingParams, StructuredOutput
-from ssd.errors import SSDError
+from ssd.errors import RequestError, SSDError
 
 if TYPE_CHECKING:
     from ssd.engine import Engine, Request, RequestOutput
-    from ssd.engine.llm import LLM, Completion
+    from ssd.engine.llm import LLM, Choice, Completion
+    from ssd.retrieval.cache import CacheSet
+    from ssd.text.codec import TextCodec
 
     __version__: str
 
 __all__ = [
     "LLM",
     "CacheConfig",
+    "CacheSet",
+    "Choice",
     "Completion",
     "DraftConfig",
     "Engine",
     "EngineConfig",
     "IndexConfig",
     "Request",
+    "RequestError",
     "RequestOutput",
     "SSDError",
     "SamplingParams",
     "StructuredOutput",
+    "TextCodec",
     "__version__",
 ]
 
-_FROM_ENGINE = {"Engine", "Request", "RequestOutput"}
-_FROM_LLM = {"LLM", "Completion"}
+_FROM = {
+    **dict.fromkeys(("Engine", "Request", "RequestOutput"), "ssd.engine"),
+    **dict.fromkeys(("LLM", "Choice", "Completion"), "ssd.engine.llm"),
+    "CacheSet": "ssd.retrieval.cache",
+    "TextCodec": "ssd.text.codec",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FROM_ENGINE:
-        import ssd.engine
-
-        return getattr(ssd.engine, name)
-    if name in _FROM_LLM:
-        import ssd.engine.llm
-
-        return getattr(ssd.engine.llm, name)
+    if name in _FROM:
+        return getattr(import_module(_FROM[name]), name)
     if name == "__version__":
         from importlib.metadata import version
 

@@ -38,7 +38,7 @@ MAY_USE = {
     "ssd.bundled": set(),
     "ssd.integrations.trl": set(LAYERS[: LAYERS.index("ssd.integrations.trl")]),
     "ssd.integrations": set(LAYERS[: LAYERS.index("ssd.engine")]),
-    "cache_builder": set(LAYERS[: LAYERS.index("ssd.model")]) - {"ssd.token_rules"},
+    "cache_builder": set(LAYERS[: LAYERS.index("ssd.model")]) - {"ssd.token_rules"} | {"ssd.bundled"},
     "benchmarks": {*LAYERS, "cache_builder", "server"},
 }
 

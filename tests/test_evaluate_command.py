@@ -116,11 +116,11 @@ def test_a_small_capacity_forgets_what_a_large_one_drafts_from() -> None:
     assert small.num_steps.sum() > execute(run, log).num_steps.sum()
 
 
-def test_outputs_without_a_prompt_are_learned_and_not_decoded() -> None:
+def test_documents_are_learned_and_not_decoded() -> None:
     said = list(range(100, 160))
     log = log_of(([], said), ([7, 8, 9, 100, 101, 102, 103], said[4:]))
     found = evaluate(log, plan(), COSTS)
-    assert (found["requests"], found["without_prompt"]) == (1, {"requests": 1, "tokens": len(said)})
+    assert (found["requests"], found["documents"]) == (1, {"number": 1, "tokens": len(said)})
     assert found["tokens_per_step"] > 5
     alone = evaluate(log_of(([], said)), plan(), COSTS)
     assert (alone["requests"], alone["speedup"], alone["classes"]) == (0, 1.0, [])
@@ -192,7 +192,8 @@ def test_the_command_prints_one_json_line(tmp_path: Path, capsys: pytest.Capture
 def test_the_command_prints_a_summary_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(write_log(tmp_path / "log.jsonl")), "--tokenizer", TOKENIZER]) == 0
     said = capsys.readouterr().out
-    assert re.match(r"expected speed-up \d\.\d\d, ", said)
+    assert said.startswith("12 requests are too few for a figure: 30 are needed\n")
+    assert re.search(r"\nreplayed: speed-up \d\.\d\d if a pass of 32 tokens takes as long as one .*assumed", said)
     assert "by draft limit" in said and "what this cannot know" in said and "new text: none of these" in said
 
 
@@ -232,8 +233,8 @@ def test_a_batch_drafts_chains_at_its_costs(tmp_path: Path, capsys: pytest.Captu
     ("arguments", "said"),
     [
         (["nothing.jsonl"], "no such file"),
-        (["empty.jsonl"], "the logs hold no request"),
-        (["notes.txt"], "the logs hold outputs alone"),
+        (["empty.jsonl"], "the logs hold no answer"),
+        (["notes.txt"], "the logs hold no answer"),
         (["log.jsonl", "--cache", "frozen"], "give --warm DIR"),
         (["log.jsonl", "--cache", "none", "--warm", "x"], "leave out --warm"),
         (["log.jsonl", "--warm", "x"], "x holds no cache"),

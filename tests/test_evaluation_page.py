@@ -45,6 +45,7 @@ EVALUATION: dict[str, Any] = {
         "memory_bytes": 300_000_000, "disk_bytes": 100_000_000, "cached_tokens": 9000, "redis_bytes": 5_000_000,
         "redis_bytes_per_request": 4900, "propose_us": 30,
     },
+    "documents": {"number": 0},
     "unknown": ["Whether tomorrow repeats as much.", "What sampling does."],
 }  # fmt: skip
 CURVES = ("growth", "acceptance_by_position", "by_capacity", "by_draft_limit", "sharing", "cost")

@@ -122,6 +122,16 @@ def test_prompts_come_as_text_messages_bodies_and_ids(
         assert (found["prompt_tokens"], found["output_tokens"]) == (len(ids), len(codec.encode_completion(" on")))
 
 
+def test_a_text_is_told_what_a_chat_has_around_it(
+    cache: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = write(tmp_path / "prompt.txt", "the cat\n")
+    text = explained(capsys, str(cache), "--prompt", prompt, "--tokenizer", str(model))
+    assert "line feed" in text and "for a chat give a file named .json" in text
+    body = write(tmp_path / "chat.json", '{"messages": [{"role": "user", "content": "the cat"}]}')
+    assert "note:" not in explained(capsys, str(cache), "--prompt", body, "--tokenizer", str(model))
+
+
 def test_where_nothing_stands_that_is_said(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, str(cache), "--token-ids", write(tmp_path / "ids.json", "[399]"))
     assert "no draft: the last token stands nowhere else" in text
@@ -157,7 +167,7 @@ def test_a_cache_of_another_tokenizer_or_a_prompt_without_one_is_refused(
     assert main(["explain", str(cache), "--prompt", prompt, "--tokenizer", str(other)]) == 2
     assert "was made with tokenizer" in capsys.readouterr().err
     assert main(["explain", str(cache), "--prompt", prompt]) == 2
-    assert "give the model's --tokenizer" in capsys.readouterr().err
+    assert "was made with tokenizer" in capsys.readouterr().err
 
 
 @given(st.integers(0, 4), st.lists(st.tuples(st.integers(0, 1 << 32), st.integers(1, 255)), min_size=1, max_size=3))

@@ -73,7 +73,7 @@ def test_tables_hold_what_lines_hold(tmp_path: Path, codec: TextCodec) -> None:
     expected = [codec.encode_chat_examples([USER, ANSWER]), [codec.encode_text_example("a document")], [([5, 6, 7], 0)]]
     for name in ("rows.parquet", "rows.arrow"):
         found = records(tmp_path / name)
-        assert [examples_of(record, codec) for record in found] == expected
+        assert [examples_of(record, codec).examples for record in found] == expected
         assert "image" not in (found[0].line or {}), "columns of no use are not read"
         assert found[2].where.endswith(f"{name}: row 3")
 
@@ -87,7 +87,7 @@ def test_lists_of_token_ids_come_as_arrays(tmp_path: Path, codec: TextCodec) -> 
     pa.parquet.write_table(table, tmp_path / "ids.parquet")
     fields = FieldNames.parse(["token_ids=input_ids", "prompt_length=n"])
     found = records(tmp_path / "ids.parquet", fields=fields)
-    assert [examples_of(record, codec, fields)[0] for record in found] == [
+    assert [examples_of(record, codec, fields).examples[0] for record in found] == [
         (row, length) for row, length in zip(rows, [1, 0, 7], strict=True)
     ]
 
@@ -115,7 +115,7 @@ def test_an_array_of_token_ids_is_cut_at_its_marks(dtype: str, tmp_path: Path, c
     else:
         np.save(tmp_path / "ids.npy", np.array([1, 2, -1, 3, -1, -1, 4, 5], dtype))
         expected = [[1, 2], [3], [], [4, 5]]
-    found = [examples_of(record, codec)[0].token_ids for record in records(tmp_path / "ids.npy")]
+    found = [examples_of(record, codec).examples[0].token_ids for record in records(tmp_path / "ids.npy")]
     assert found == expected
 
 
@@ -158,7 +158,13 @@ def test_a_batchs_two_files_are_joined(tmp_path: Path, codec: TextCodec) -> None
     (tmp_path / "b_out.jsonl").write_bytes(jsonl(batch_line("1", "of b"), batch_line("9", "of nobody")))
     sources = find_sources([str(tmp_path)])
     assert [Path(source.name).name for source in sources] == ["a_out.jsonl", "b_out.jsonl"]
-    found = [examples_of(record, codec)[0] for record in read_sources(sources, lambda num_bytes: None)]
+    read = [examples_of(record, codec) for record in read_sources(sources, lambda num_bytes: None)]
+    assert [(each.has_prompt, each.has_answer) for each in read] == [(True, True)] * 2 + [
+        (True, False),
+        (True, True),
+        (False, True),
+    ]
+    found = [example for each in read for example in each.examples]
 
     def chat(question: str, answer: str) -> Any:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -196,7 +202,7 @@ INFO 11-22 10:00:05 [logger.py:67] Generated response cmpl-6: output: 'cut of
 
 def test_a_log_of_vllm_gives_its_exchanges(tmp_path: Path, codec: TextCodec) -> None:
     (tmp_path / "vllm.log").write_text(VLLM)
-    found = [examples_of(record, codec)[0] for record in records(tmp_path / "vllm.log")]
+    found = [examples_of(record, codec).examples[0] for record in records(tmp_path / "vllm.log")]
     rendered = codec.encode_completion("<|user|>it's\n'me'<|assistant|>")
     assert found == [
         codec.encode_answer_example(rendered, "hi there"),
@@ -414,7 +420,7 @@ def test_parts_of_a_file_hold_its_records_in_order(name: str, tmp_path: Path, co
         parts = parts_of(source, weight)
         assert len(parts) > 5 or weight > 200
         found = [
-            examples_of(record, codec)[0].token_ids
+            examples_of(record, codec).examples[0].token_ids
             for part, _ in parts
             for record in read_part(part, lambda num_bytes: None)
         ]

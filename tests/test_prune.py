@@ -201,7 +201,7 @@ def test_the_command_prunes_by_logs(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--budget", "400"], "holds a cache already"),
         (["--budget", "4 cats", "--out", "o"], "--budget 4 cats"),
         (["--budget", "20", "--out", "o"], "give at least 128"),
-        (["--budget", "400", "--logs", "log.jsonl", "--out", "o"], "--logs needs --tokenizer"),
+        (["--budget", "400", "--logs", "log.jsonl", "--out", "o"], "another tokenizer"),
         (["--budget", "400", "--logs", "none.jsonl", "--tokenizer", TOKENIZER, "--out", "o"], "no such file"),
         (["--budget", "400", "--logs", "log.jsonl", "--tokenizer", TOKENIZER, "--out", "o"], "another tokenizer"),
     ],

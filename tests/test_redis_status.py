@@ -44,7 +44,7 @@ def test_it_says_what_is_there_and_changes_nothing(
         client.set(NOISE, b"secret" * 6)
         client.hset("ssd:1:generations", "a", 3)
         before = {key: client.dump(key) for key in client.scan_iter()}
-        assert main(["redis-status", redis_server.url, "--json"]) == 0
+        assert main(["redis-status", "--redis", redis_server.url, "--json"]) == 0
         said = json.loads(capsys.readouterr().out)
         assert {key: client.dump(key) for key in client.scan_iter()} == before
     spaces = {space["namespace"]: space for space in said["namespaces"]}
@@ -63,7 +63,7 @@ def test_it_says_what_is_there_and_changes_nothing(
     assert "secret" not in json.dumps(said)
     assert (said["user"], said["servers"][0]["role"]) == ("default", "master")
     assert all(right["is_given"] for right in said["rights"]) and said["warnings"] == []
-    assert main(["redis-status", redis_server.url, "--exact"]) == 0
+    assert main(["redis-status", "--redis", redis_server.url, "--exact"]) == 0
     text = capsys.readouterr().out
     assert "200 entries, 400 tokens" in text and "may do all that is needed" in text and "secret" not in text
 
@@ -120,7 +120,7 @@ def test_what_is_shown_is_short_and_printable(value: bytes | str) -> None:
 def test_no_server_is_one_line_without_a_password(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(StoreUnavailable, match="does not answer"):
         read_status("redis://:hidden@127.0.0.1:1/0")
-    assert main(["redis-status", "redis-cluster://:hidden@127.0.0.1:1"]) == 2
+    assert main(["redis-status", "--redis", "redis-cluster://:hidden@127.0.0.1:1"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "hidden" not in said
 

@@ -16,7 +16,7 @@ import xxhash
 
 from cache_builder.building.unfinished import BuildResult, Finished, Journal, usable
 from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Record
-from cache_builder.inputs.records import examples_of, read_part
+from cache_builder.inputs.records import Found, examples_of, read_part
 from cache_builder.inputs.sources import Part, Source, parts_of, weight_of
 from cache_builder.workers import Progress
 from ssd.config import IndexConfig
@@ -260,23 +260,25 @@ class _Builder:
         for part in self._block.parts:
             yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
 
-    def _examples(self, record: Record) -> list[tuple[Tokens, int]] | None:
-        """(tokens, length of the prompt) of each; None for an invalid line that is left out."""
+    def _examples(self, record: Record) -> Found | None:
+        """None for an invalid line that is left out."""
         try:
-            examples = examples_of(record, self._codec, self._options.fields)
+            return examples_of(record, self._codec, self._options.fields)
         except InputError:
             if not (self._options.skip_invalid and record.is_json):
                 raise
             return None
-        return [(np.array(example.token_ids, np.int32), example.prompt_length) for example in examples]
 
-    def _pieces(self, examples: list[tuple[Tokens, int]] | None) -> _Pieces:
+    def _pieces(self, found: Found | None) -> _Pieces:
         """What of a record is to be stored in the segment that is held."""
-        if examples is None:
+        if found is None:
             return _Pieces([], 0, BuildResult(num_invalid=1))
-        counts = BuildResult(num_records=1)
+        counts = BuildResult(
+            num_records=1, num_without_prompt=not found.has_prompt, num_without_answer=not found.has_answer
+        )
         kept: list[Tokens] = []
-        for tokens, prompt_length in examples:
+        for token_ids, prompt_length in found.examples:
+            tokens = np.array(token_ids, np.int32)
             if self._taken is not None and self._taken.take(tokens):
                 counts.num_stored_sequences += 1
                 continue

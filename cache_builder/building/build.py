@@ -172,6 +172,8 @@ def build(
         result, segments = _collected(results)
         if result.num_tokens == 0 and not result.num_stored_sequences:
             skipped = f", and {result.num_invalid} lines were left out as invalid" if result.num_invalid else ""
+            if result.num_without_answer:
+                skipped += f", and {result.num_without_answer} of {result.num_records} records say no answer"
             raise InputError(f"the inputs hold no text{skipped}: nothing was built")
         final = list(neighbours_of(segments, options.segment_tokens))
         together = [neighbours for neighbours in final if len(neighbours.segments) > 1]

@@ -129,6 +129,10 @@ class BuildResult:
     """Sequences that were in the cache that is added to already, and not stored again."""
     num_invalid: int = 0
     """Lines left out by ``skip_invalid``."""
+    num_without_prompt: int = 0
+    """Records of which only the answer is known."""
+    num_without_answer: int = 0
+    """Records of calls that say no answer: nothing of them is stored."""
     num_segments: int = 0
     num_reused_tokens: int = 0
     """Of segments that an earlier build which did not end had finished."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import get_args
 
 from cache_builder.building.build import BuildOptions, build
 from cache_builder.building.unfinished import unfinished_directory
-from cache_builder.commands.options import build_progress
-from cache_builder.inputs.record import FieldNames, Format
+from cache_builder.commands.options import add_log_arguments, build_progress, chat_template_of
+from cache_builder.inputs.record import FieldNames
 from ssd.errors import ConfigError
 from ssd.retrieval.cache import DEFAULT_NAMESPACE
 from ssd.retrieval.names import check_namespace
@@ -29,12 +28,12 @@ these (s3://bucket/logs, gs://, https://; credentials as fsspec finds them), or 
 
 Objects are
   {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-  {"prompt": "...", "completion": "..."}
+  {"prompt": "...", "completion": "..."}    also "messages" or "input" with "response" or "output"
   {"text": "..."}
-  {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
   {"token_ids": [...], "prompt_length": 12}
-  {"request": {...}, "response": {...}}     bodies of OpenAI-compatible calls
+  {"request": {...}, "response": {...}}     bodies of OpenAI's or Anthropic's calls
   {"custom_id": "...", "response": {...}}   a batch's output; name its input file too, then they are joined
+and what LiteLLM and Langfuse log and ChatGPT, Claude and ShareGPT export. Other names are given by --field.
 Prompts and messages are encoded exactly as the server does.
 
 A build that is ended, by kill -9 too, goes on where it was when the same command is given again.
@@ -45,32 +44,14 @@ def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
     command.description = _DESCRIPTION
     command.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, pattern, directory or URL; see above")
-    command.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="DIR_OR_MODEL",
-        help="the served model's directory or id, or a tokenizer.json",
-    )
-    command.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
-    )
+    add_log_arguments(command, in_time=False)
     command.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write; created if missing")
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="name kept in the files (default: %(default)s)")
-    command.add_argument(
-        "--format", choices=get_args(Format), default="auto", help="of all inputs (default: by their names)"
-    )
-    command.add_argument("--split", metavar="NAME", help="of datasets on disk that have several")
     command.add_argument("--add", action="store_true", help="add to the cache in DIR")
     command.add_argument("--force", action="store_true", help="replace the cache in DIR")
     command.add_argument(
         "--fresh", action="store_true", help="begin anew, without what a build that was ended finished"
     )
-    command.add_argument(
-        "--field", action="append", default=[], metavar="OURS=THEIRS",
-        help="what records call text, prompt, completion, messages, token_ids or prompt_length; repeatable; THEIRS "
-        "alone is the text",
-    )  # fmt: skip
-    command.add_argument("--skip-invalid", action="store_true", help="count lines that cannot be used and go on")
     command.add_argument(
         "--executor", choices=("local", "ray"), default="local",
         help="who reads, tokenises and sorts: processes here, or the workers of a Ray cluster (default: %(default)s)",
@@ -91,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     build_options = BuildOptions(
         namespace=options.namespace,
         tokenizer=options.tokenizer,
-        chat_template=None if options.chat_template is None else options.chat_template.read_text(),
+        chat_template=chat_template_of(options),
         format=options.format,
         split=options.split,
         add=options.add,
@@ -119,6 +100,11 @@ def run(options: argparse.Namespace) -> int:
         f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences from "
         f"{result.num_records:,} records, namespace {options.namespace}"
     )
+    for lacking, what in ((result.num_without_prompt, "prompt"), (result.num_without_answer, "answer")):
+        if lacking:
+            print(f"  {lacking:,} of {result.num_records:,} records had no {what}")
+    if result.num_without_prompt:
+        print("    drafts need to see what was asked: name the file of the requests too, or --field prompt=...")
     if result.num_reused_tokens:
         print(f"  {result.num_reused_tokens:,} of these tokens had been finished by a build that was ended")
     if result.num_skipped_prompt_tokens:

@@ -7,23 +7,26 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from cache_builder.commands.options import add_log_arguments, progress_bar, read_logs
 from cache_builder.evaluation.costs import add_cost_arguments, costs_of
-from cache_builder.inputs.record import InputError
+from ssd.bundled import MODEL_PATH
 from ssd.config import DRAFT_SHAPES, DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cache_builder.evaluation.log import Log
+    from cache_builder.evaluation.costs import StepCosts
+    from cache_builder.evaluation.log import Log, ReadLog
+    from cache_builder.evaluation.runs import Plan
 
 _DESCRIPTION = """\
 Decode recorded requests again with drafts, as a server with this cache would have, and say what it would have gained.
 
-No model is needed: what the logs say is what it said. Requests are decoded in the order of the files, or of
---time-field, each before it is learned. Logs are read as `ssd-cache build` reads them; what has no prompt is learned
-and not decoded.
+No model is needed: what the logs say is what it said. With --measure MODEL some of the requests are decoded by that
+model too, with drafts and without by turns, and every output is compared. Requests are taken in the order of the files,
+or of --time-field, each before it is learned. Logs are read as `ssd-cache build` reads them; documents are learned and
+not decoded.
 Classes, where no --class-by names a field, are what can be seen. A request is of the first one that is true of it:
 """
 
@@ -81,14 +84,33 @@ def add(command: argparse.ArgumentParser) -> None:
     )
     add_log_arguments(command)
     add_cost_arguments(command)
+    group = command.add_argument_group("decoding", "with --measure: what is decoded with the model, one at a time")
+    group.add_argument(
+        "--measure-requests", type=int, default=100, metavar="N",
+        help="the first N requests; 0 measures costs alone (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--measure-tokens", type=int, default=128, metavar="N",
+        help="most tokens of an answer, which is no longer than the recorded one either (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--measure-minutes", type=float, default=10.0, metavar="M",
+        help="begin no further request after that, of all temperatures together (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0, 0.8], metavar="T",
+        help="each with an empty cache at first (default: 0 0.8)",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     from cache_builder.evaluation.evaluate import evaluate, num_to_decode
-    from cache_builder.evaluation.report import page, summary
+    from cache_builder.evaluation.report import headline, page, summary
     from cache_builder.evaluation.runs import Plan, in_batch
 
     _check(options)
+    if options.measure is not None and options.tokenizer == str(MODEL_PATH):
+        options.tokenizer = options.measure
     plan = Plan(
         fingerprint="",
         cache=options.cache,
@@ -101,11 +123,6 @@ def run(options: argparse.Namespace) -> int:
     )
     codec, read = read_logs(options, options.inputs, options.class_by)
     log = read.log
-    if not len(log.with_prompt):
-        raise InputError(
-            "the logs hold outputs alone: a draft has to see what was asked. Give requests with their responses; "
-            "`ssd-cache build` and --warm take outputs as they are"
-        )
     costs = costs_of(options, lambda: _some_prompts(log), options.batch)
     if options.gpu is None:
         costs = in_batch(costs, options.batch)
@@ -120,10 +137,34 @@ def run(options: argparse.Namespace) -> int:
         "class_by": options.class_by, "time_field": options.time_field, "jobs": plan.jobs,
         "records": read.num_records, "invalid_records": read.num_invalid,
     }  # fmt: skip
+    result |= {"without_prompt_records": read.num_without_prompt, "without_answer_records": read.num_without_answer}
+    result["measured"] = None if options.measure is None else _measured(options, read, plan, costs)
+    result["headline"] = headline(result)
     if options.html is not None:
         options.html.write_text(page(result), "utf-8")
     print(json.dumps(result) if options.json else summary(result))
     return 0
+
+
+def _measured(options: argparse.Namespace, read: ReadLog, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
+    """Requests of the log decoded with the model; what the replay predicts of the very same outputs is said beside."""
+    from cache_builder.evaluation.evaluate import evaluate
+    from cache_builder.evaluation.log import classes_of
+    from cache_builder.evaluation.measured import decode_with, log_of, summarised
+
+    if not options.measure_requests:
+        return None
+    found = decode_with(
+        options.measure, read.log, plan.fingerprint, requests=options.measure_requests,
+        max_tokens=options.measure_tokens, minutes=options.measure_minutes, temperatures=options.temperature,
+        draft_limit=options.draft_limit, warm=list(map(str, plan.warm)), learns=plan.cache == "growing",
+    )  # fmt: skip
+    classes = list(read.labels) if read.labels is not None else classes_of(read.log)
+    summary = summarised(found, read.log, classes)
+    same = log_of(found, read.log)
+    replayed = None if same is None else evaluate(same, replace(plan, sample_tokens=0, jobs=1), costs)
+    summary["replayed"] = None if replayed is None else {key: replayed[key] for key in ("speedup", "tokens_per_step")}
+    return summary
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -135,6 +176,8 @@ def _check(options: argparse.Namespace) -> None:
     for name, value, least in (
         ("--batch", options.batch, 1), ("--sample-tokens", options.sample_tokens, 0), ("--seed", options.seed, 0),
         ("--jobs", options.jobs or 1, 1), ("--draft-limit", options.draft_limit, 1),
+        ("--measure-requests", options.measure_requests, 0), ("--measure-tokens", options.measure_tokens, 2),
+        ("--measure-minutes", options.measure_minutes, 0), ("--temperature", min(options.temperature), 0),
     ):  # fmt: skip
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")

@@ -14,6 +14,7 @@ import numpy as np
 from cache_builder.commands.options import CACHE_DIRECTORY, codec_of
 from cache_builder.held import Decode, fingerprint_of, percent, read_learned, shown
 from cache_builder.inputs.record import STANDARD_INPUT, InputError
+from ssd.bundled import MODEL_PATH
 from ssd.config import MAX_SPECULATIVE_TOKENS, DraftConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.drafter import SuffixDrafter
@@ -24,6 +25,8 @@ from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.directory import load_segments
 from ssd.retrieval.files import read_manifest
 from ssd.retrieval.packed import unpack
+from ssd.retrieval.ring import blocks_of
+from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot, make_snapshot, segment_table
 from ssd.text.codec import TextCodec
 
@@ -31,7 +34,9 @@ _DESCRIPTION = """\
 What would be drafted after a text from a cache, and why: the draft as a tree with the chance of every token, why it
 ends where it does, and the places that it was made of. It is what the servers' own drafter does at that text.
 
-FILE is text; a name that ends in .json holds the body of a request, {"messages": [...]} or {"prompt": "..."}.
+FILE is text; a name that ends in .json holds the body of a request, {"messages": [...]} or {"prompt": "..."}. A text is
+taken as it is, as /v1/completions does; a chat is what the model's template makes of messages, so the same words as
+text and as a chat end in other tokens, and other drafts.
 """
 
 _UNKNOWN: Final = (
@@ -59,7 +64,9 @@ def add(command: argparse.ArgumentParser) -> None:
     text.add_argument("--prompt", metavar="FILE", help="the prompt; - is standard input")
     text.add_argument("--token-ids", metavar="FILE", help="prompt and output as a JSON array of ids")
     command.add_argument("--output", metavar="FILE", help="what was said after the prompt so far")
-    command.add_argument("--tokenizer", metavar="DIR_OR_MODEL", help="the served model's; with --token-ids not needed")
+    command.add_argument(
+        "--tokenizer", metavar="DIR_OR_MODEL", help="the served model's (default: the bundled model's)"
+    )
     command.add_argument(
         "--draft-limit", type=int, default=DraftConfig().num_speculative_tokens, metavar="K",
         help=f"most tokens of the draft, 1 to {MAX_SPECULATIVE_TOKENS} (default: %(default)s)",
@@ -79,8 +86,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the explanation."""
     codec = codec_of(options)
     if options.prompt is not None:
-        if codec is None:
-            raise ConfigError("--prompt is text: give the model's --tokenizer, or ids with --token-ids")
+        codec = codec or TextCodec.load(str(MODEL_PATH))
         prompt = _prompt_of(options.prompt, codec)
         output = [] if options.output is None else codec.encode_completion(_read(options.output))
     else:
@@ -114,12 +120,32 @@ def run(options: argparse.Namespace) -> int:
         "price": options.price,
         "learned_from": learned_from,
         "segments": len(snapshot.segments),
-        "index_tokens": snapshot.num_tokens,
+        "index_tokens": sum(
+            int(np.count_nonzero(block != SEPARATOR)) for each in snapshot.segments for block in blocks_of(each)
+        ),
+        "hint": _hint(options, codec, prompt, output),
     }
     decode = None if codec is None else codec.decode
     report = {**facts, **_Explained(see(drafter, request, options.price), context, snapshot, decode).report(facts)}
     print(json.dumps(report, indent=1) if options.json else "\n".join(_as_text(report, context, decode)))
     return 0
+
+
+def _hint(options: argparse.Namespace, codec: TextCodec | None, prompt: list[int], output: list[int]) -> str | None:
+    """What a text that was given as a prompt may lack to be what the servers see."""
+    if options.prompt is None or codec is None or options.prompt.endswith(".json") or output:
+        return None
+    said = []
+    if codec.decode(prompt).endswith("\n"):
+        said.append(
+            "its last token holds the line feed that editors and `echo` put at the end: `printf %s` writes none"
+        )
+    if codec.has_chat_template:
+        said.append(
+            "a chat's prompt has the marks of the model's template around it, this text has none: for a chat give a "
+            'file named .json with {"messages": [{"role": "user", "content": "..."}]}'
+        )
+    return "; ".join(said) or None
 
 
 def _open(path: Path, fingerprint: str | None) -> Snapshot:
@@ -280,6 +306,8 @@ def _as_text(report: dict[str, Any], context: Sequence[int], decode: Decode) -> 
         )
     else:
         yield f"no draft: {ended}"
+    if report["hint"] is not None:
+        yield f"note: {report['hint']}"
     if any(position["candidates"] for position in report["positions"]):
         yield "  chance   with all   votes         token (- left out)"
         yield "           before it"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cache_builder.commands.options import CACHE_DIRECTORY
 from cache_builder.held import fingerprint_of, plain
 from ssd.errors import CacheError, StoreUnavailable
@@ -15,6 +17,8 @@ from ssd.retrieval.directory import Recovered, recover, whose_segments
 from ssd.retrieval.file_bytes import CopyBudget
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
 from ssd.retrieval.names import is_segment_id
+from ssd.retrieval.ring import blocks_of
+from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.segment_file import open_segment
 
 
@@ -31,7 +35,7 @@ class SegmentReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryReport:
-    """A directory; token counts include separators.
+    """A directory; token counts are of text, without what ends sequences.
 
     ``manifest`` : with ``has_manifest`` the directory's, else the one that a server would make of its segment files;
     ``left_out`` : names of those it would not use.
@@ -128,7 +132,8 @@ def _inspect_segment(path: Path, entry: dict[str, Any], fingerprint: str) -> Seg
     num_tokens, num_bytes, error = 0, 0, None
     try:
         num_bytes = file.stat().st_size
-        num_tokens = len(open_segment(file, fingerprint=fingerprint, budget=CopyBudget(num_bytes)))
+        segment = open_segment(file, fingerprint=fingerprint, budget=CopyBudget(num_bytes))
+        num_tokens = sum(int(np.count_nonzero(block != SEPARATOR)) for block in blocks_of(segment))
     except FileNotFoundError:
         error = f"{file} is missing"
     except (CacheError, OSError) as failure:

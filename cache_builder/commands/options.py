@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cache_builder.inputs.record import FORMATS, FieldNames
+from ssd.bundled import MODEL_PATH
 from ssd.errors import SSDError
 from ssd.sharing.connection import URL_VARIABLE
 
@@ -152,14 +153,12 @@ def build_progress(*, quiet: bool) -> Iterator[BuildProgress]:
         progress.close()
 
 
-def add_log_arguments(command: argparse.ArgumentParser, *, needs_tokenizer: bool = True) -> None:
-    """How logs are read: as ``ssd-cache build`` reads its inputs."""
+def add_log_arguments(command: argparse.ArgumentParser, *, in_time: bool = True) -> None:
+    """How logs are read: as ``ssd-cache build`` reads its inputs. ``in_time`` : they may be ordered."""
     command.add_argument(
-        "--tokenizer",
-        required=needs_tokenizer,
-        metavar="DIR_OR_MODEL",
-        help="the served model's directory or id, or a tokenizer.json",
-    )
+        "--tokenizer", default=str(MODEL_PATH), metavar="DIR_OR_MODEL",
+        help="the served model's directory or id, or a tokenizer.json (default: the bundled model's)",
+    )  # fmt: skip
     command.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="the server's --chat-template (default: the model's)"
     )
@@ -167,10 +166,19 @@ def add_log_arguments(command: argparse.ArgumentParser, *, needs_tokenizer: bool
     command.add_argument("--split", metavar="NAME", help="of datasets on disk that have several")
     command.add_argument(
         "--field", action="append", default=[], metavar="OURS=THEIRS",
-        help="what records call text, prompt, completion, messages, token_ids or prompt_length; repeatable",
+        help="what records call text, prompt, completion, messages, token_ids or prompt_length, a.b.0 for nested ones; "
+        "repeatable; THEIRS alone is the text",
     )  # fmt: skip
-    command.add_argument("--time-field", metavar="FIELD", help="order requests by it: numbers or ISO 8601; a.b nests")
-    command.add_argument("--skip-invalid", action="store_true", help="leave out lines that cannot be used")
+    command.add_argument("--skip-invalid", action="store_true", help="count lines that cannot be used and go on")
+    if in_time:
+        command.add_argument(
+            "--time-field", metavar="FIELD", help="order requests by it: numbers or ISO 8601; a.b nests"
+        )
+
+
+def chat_template_of(options: argparse.Namespace) -> str | None:
+    """The source of the template that was named. Raises OSError."""
+    return None if options.chat_template is None else str(options.chat_template.read_text())
 
 
 def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, ReadLog]:
@@ -181,8 +189,7 @@ def read_logs(options: argparse.Namespace, names: list[str], class_by: str | Non
 
     fields = FieldNames.parse(options.field)
     sources = find_sources(names, options.format, options.split)
-    template = None if options.chat_template is None else options.chat_template.read_text()
-    codec = TextCodec.load(options.tokenizer, chat_template=template)
+    codec = TextCodec.load(options.tokenizer, chat_template=chat_template_of(options))
     with progress_bar(sum(source.size or 0 for source in sources), "B") as progress:
         read = read_log(
             sources, codec, fields=fields, class_by=class_by, time_by=options.time_field,

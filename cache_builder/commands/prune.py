@@ -47,17 +47,13 @@ def add(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--out", type=Path, metavar="OUT", help="where to write (default: DIR itself, with --force)")
     command.add_argument("--force", action="store_true", help="replace the cache that is there")
-    add_log_arguments(command, needs_tokenizer=False)
+    add_log_arguments(command)
 
 
 def run(options: argparse.Namespace) -> int:
-    from cache_builder.building.unfinished import check_new
 
     budget = Budget.parse(options.budget)
     out = options.directory if options.out is None else options.out
-    if options.logs and options.tokenizer is None:
-        raise ConfigError("--logs needs --tokenizer: the served model's directory or id")
-    check_new(out, force=options.force)
     pruned = prune(
         options.directory, out, budget, find_said=(lambda: _said(options)) if options.logs else None,
         force=options.force,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cache_builder.commands.options import redis_url_of
+from cache_builder.commands.options import add_redis_argument, redis_url_of
 from cache_builder.shared import (
     MOST_KEYS,
     HeadFacts,
@@ -25,7 +25,7 @@ from cache_builder.shared import (
     spelled_bytes,
 )
 from ssd.errors import StoreUnavailable
-from ssd.sharing.connection import URL_VARIABLE, address_of, connect, hide_password, masters_of
+from ssd.sharing.connection import address_of, connect, hide_password, masters_of
 from ssd.sharing.noise_root import KEY as NOISE
 from ssd.sharing.redis_log import COUNTERS_KEY as GENERATIONS
 
@@ -35,13 +35,12 @@ _DESCRIPTION = "Look at a Redis that servers share through: what is there, and w
 def add(command: argparse.ArgumentParser) -> None:
     """Its arguments."""
     command.description = _DESCRIPTION
-    command.add_argument("redis", nargs="?", metavar="URL", help=f"the servers' --redis (default: ${URL_VARIABLE})")
+    add_redis_argument(command)
     command.add_argument("--exact", action="store_true", help="read all entries, not some, to count their tokens")
     command.add_argument("--json", action="store_true", help="print one JSON line")
 
 
 def run(options: argparse.Namespace) -> int:
-
     status = read_status(redis_url_of(options), exact=options.exact)
     print(json.dumps(status.as_json()) if options.json else status.as_text())
     return 0

@@ -107,6 +107,8 @@ class StepCosts:
     step_ms: float | None = None
     overhead: float | None = None
     recycling: float = 0.0
+    condition: str = ""
+    """Under which a speed-up holds that follows from them, for a headline."""
 
     def speed_up(
         self, num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], propose_s: float = 0.0
@@ -128,6 +130,7 @@ class StepCosts:
         return {
             "name": self.curve.name,
             "source": self.source,
+            "condition": self.condition,
             "widths": [round(float(width), 3) for width in self.curve.widths],
             "costs": [round(float(cost), 4) for cost in self.curve.costs],
             "step_ms": None if self.step_ms is None else round(self.step_ms, 4),
@@ -222,7 +225,12 @@ def roofline(
         f"{num_params / 1e9:.3g} billion parameters in {dtype}, batch {batch}, "
         + (f"{context} tokens of context" if kv_bytes_per_token else "keys and values left out")
     )
-    return StepCosts(CostCurve(spelled, np.array(widths), np.array(costs)), source, step_ms=step_s * 1e3)
+    return StepCosts(
+        CostCurve(spelled, np.array(widths), np.array(costs)),
+        source,
+        step_ms=step_s * 1e3,
+        condition=f"if {spelled} reaches what its data sheet allows (estimated, not measured)",
+    )
 
 
 FLAT_WIDTH = 32
@@ -238,7 +246,11 @@ def add_cost_arguments(command: argparse.ArgumentParser) -> None:
     """What passes cost: one of ``--measure``, ``--cost`` and ``--gpu``, and what the last needs."""
     group = command.add_argument_group("costs", "what a pass of several tokens takes, in passes of one")
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--measure", metavar="MODEL", help="measure it here, with this model: its directory or id")
+    one.add_argument(
+        "--measure", metavar="MODEL",
+        help="measure it here, with this model, its directory or id; then decode requests of the log with it, with "
+        "drafts and without by turns, and compare every output",
+    )  # fmt: skip
     one.add_argument("--cost", type=Path, metavar="FILE", help="read it from what --save-cost wrote")
     one.add_argument("--gpu", metavar="NAME", help=f"estimate it from a data sheet: {', '.join(GPUS)}")
     group.add_argument("--save-cost", type=Path, metavar="FILE", help="keep what --measure measured")
@@ -285,23 +297,30 @@ def costs_of(options: argparse.Namespace, sample: Sample, batch: int = 1) -> Ste
         flat(FLAT_WIDTH),
         f"an assumption: passes cost the same up to {FLAT_WIDTH} tokens and in proportion beyond, as on a device that "
         "waits for its memory; --measure, --cost or --gpu say what they cost where you serve",
+        condition=f"if a pass of {FLAT_WIDTH} tokens takes as long as one of a single token (assumed, not measured)",
     )
 
 
 def measure(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """What steps cost with ``model`` on this machine, its candidates tried on ``prompts``, see the program's own words.
 
+    Raises ModelError.
+    """
+    given = [list(map(int, prompt)) for prompt in prompts] if prompts else None
+    return run_program(_PROGRAM, model, given, *(("--prompts", "-") if given else ()))
+
+
+def run_program(program: str, model: str, given: object, *arguments: str) -> dict[str, Any]:
+    """What a program says of ``model`` in its last line, ``given`` as JSON on its standard input.
+
     It runs in a process of its own, which loads torch; what it is doing is said on standard error. Raises ModelError.
     """
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
-    arguments = [sys.executable, "-m", _PROGRAM, model]
-    given = json.dumps([list(map(int, prompt)) for prompt in prompts]) if prompts else ""
-    if given:
-        arguments += ["--prompts", "-"]
     try:
         done = subprocess.run(
-            arguments, input=given, stdout=subprocess.PIPE, text=True, env={**os.environ, **quiet}, check=False
-        )
+            [sys.executable, "-m", program, model, *arguments], input="" if given is None else json.dumps(given),
+            stdout=subprocess.PIPE, text=True, env={**os.environ, **quiet}, check=False,
+        )  # fmt: skip
     except OSError as error:
         raise ModelError(f"the measurement did not start: {error}") from error
     lines = done.stdout.strip().splitlines()
@@ -309,7 +328,7 @@ def measure(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         result = json.loads(lines[-1]) if lines else {}
     except ValueError:
         result = {}
-    if done.returncode or not isinstance(result, dict) or "widths" not in result:
+    if done.returncode or not isinstance(result, dict) or not result:
         said = result.get("error") if isinstance(result, dict) else None
         raise ModelError(f"cannot measure {model}: {said or f'its program ended with status {done.returncode}'}")
     return result
@@ -343,6 +362,7 @@ def step_costs(result: object, name: str) -> StepCosts:
         step_ms=numbers.get("step_ms"),
         overhead=numbers.get("overhead"),
         recycling=numbers.get("recycling", 0.0),
+        condition=f"at the cost of a pass that was measured ({facts}), replayed from the log",
     )
 
 

@@ -20,7 +20,7 @@ from ssd import __version__
 _FEW_TOKENS: Final = 20_000
 
 
-def unknown(log: Log, plan: Plan, costs: StepCosts, *, num_without_prompt: int) -> list[str]:
+def unknown(log: Log, plan: Plan, costs: StepCosts) -> list[str]:
     """Those that hold for this evaluation, the weightiest first."""
     found = [
         "Traffic to come: the figures hold for requests like these, in this order. They are expected values, and no "
@@ -52,11 +52,6 @@ def unknown(log: Log, plan: Plan, costs: StepCosts, *, num_without_prompt: int) 
         found.append(
             "The time of day: each request is taken to find all earlier ones learned. Replicas that share are taken to "
             "do so at once; those that do not get requests at random."
-        )
-    if num_without_prompt:
-        found.append(
-            f"Outputs without their prompts: {num_without_prompt:,} were learned from and not decoded, for a draft has "
-            "to see what was asked. Give requests and responses together where you have both."
         )
     if log.output_lengths[log.with_prompt].sum() < _FEW_TOKENS:
         found.append(
@@ -117,7 +112,7 @@ def evaluate(
         "prompt_tokens": int(prompts.sum()),
         "cost": costs.as_json(),
         **everything,
-        "without_prompt": {"requests": len(without), "tokens": int(np.diff(log.starts)[without].sum())},
+        "documents": {"number": len(without), "tokens": int(np.diff(log.starts)[without].sum())},
         "classes": _classes(main, judge, classes),
         "class_definitions": dict(DEFINITIONS) if labels is None else {},
         "acceptance_by_position": _by_position(main),
@@ -128,7 +123,7 @@ def evaluate(
         "growth": _growth(main, judge),
         **_curves(outcomes, plan, judge),
         "needs": _needs(main, log),
-        "unknown": unknown(log, plan, costs, num_without_prompt=len(without)),
+        "unknown": unknown(log, plan, costs),
     }
 
 

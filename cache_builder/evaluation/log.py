@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Progress, Record
+from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, Progress, Record, at_path
 from cache_builder.inputs.records import examples_of, line_of, read_sources
 from cache_builder.inputs.sources import Source
 from ssd.text.codec import TextCodec
@@ -51,7 +51,7 @@ class Log:
     """Requests in the order in which they came.
 
     ``tokens`` : int32, prompt and output of each, one after another. ``starts`` : int64[n + 1], where each begins.
-    ``prompt_lengths`` : int64[n]; 0 of an output whose prompt is not known.
+    ``prompt_lengths`` : int64[n]; 0 of a document, which nobody asked for.
     """
 
     tokens: TokenIds
@@ -74,7 +74,7 @@ class Log:
 
     @property
     def with_prompt(self) -> Int64s:
-        """int64: numbers of the requests that can be decoded again: of the others it is not known what was asked."""
+        """int64: numbers of the requests that can be decoded again: the others are documents."""
         return np.flatnonzero((self.prompt_lengths > 0) & (self.output_lengths > 0))
 
     def save(self, directory: Path) -> None:
@@ -98,13 +98,16 @@ _MISSING: Final = object()
 class ReadLog:
     """``labels`` : of each request what its record says in the field that was asked for; None where none was.
 
-    ``num_invalid`` : records left out by ``skip_invalid``.
+    ``num_invalid`` : records left out by ``skip_invalid``. ``num_without_prompt`` : records of which only the answer
+    is known, decoded from their first token on; ``num_without_answer`` : of calls that say none.
     """
 
     log: Log
     labels: tuple[str, ...] | None
     num_records: int
     num_invalid: int
+    num_without_prompt: int = 0
+    num_without_answer: int = 0
 
 
 def read_log(
@@ -124,7 +127,7 @@ def read_log(
     """
     tokens, lengths, prompts = array("i"), array("q"), array("q")
     labels, times = list[str](), array("d")
-    num_records = num_invalid = 0
+    num_records = num_invalid = num_without_prompt = num_without_answer = 0
     beside = tuple(path.partition(".")[0] for path in (class_by, time_by) if path is not None)
     for record in read_sources(list(sources), progress, replace(fields, others=beside)):
         try:
@@ -137,23 +140,29 @@ def read_log(
             num_invalid += 1
             continue
         num_records += 1
-        for example in found:
+        num_without_prompt += not found.has_prompt
+        num_without_answer += not found.has_answer
+        for example in found.examples:
             if not len(example.token_ids):
                 continue
             tokens.extend(example.token_ids)
             lengths.append(len(example.token_ids))
-            prompts.append(min(example.prompt_length, len(example.token_ids)))
+            prompts.append(min(example.prompt_length or not found.has_prompt, len(example.token_ids)))
             times.append(seconds)
             if label is not None:
                 labels.append(label)
-    if not lengths:
-        raise InputError("the logs hold no request: nothing can be evaluated")
+    if not any(map(int.__lt__, prompts, lengths)) or not any(prompts):
+        raise InputError(
+            "the logs hold no answer: nothing can be decoded again. Give requests with their responses; `ssd-cache "
+            "build` and --warm take documents"
+        )
     starts = np.concatenate([[0], np.cumsum(np.frombuffer(lengths, np.int64))])
     log = Log(np.frombuffer(tokens, np.int32), starts, np.frombuffer(prompts, np.int64).copy())
     order = np.argsort(np.frombuffer(times), kind="stable")
     if (np.diff(order) != 1).any():
         log, labels = _ordered(log, order.tolist()), [labels[number] for number in order] if labels else []
-    return ReadLog(log, tuple(labels) if class_by is not None else None, num_records, num_invalid)
+    named = tuple(labels) if class_by is not None else None
+    return ReadLog(log, named, num_records, num_invalid, num_without_prompt, num_without_answer)
 
 
 def _ordered(log: Log, order: Sequence[int]) -> Log:
@@ -164,14 +173,7 @@ def _ordered(log: Log, order: Sequence[int]) -> Log:
 
 def _field(record: Record, path: str) -> Any:
     """What a record has there; _MISSING where it has nothing, and where it is not JSON."""
-    if not record.is_json:
-        return _MISSING
-    value: Any = line_of(record)
-    for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            return _MISSING
-        value = value[name]
-    return value
+    return at_path(line_of(record), path, _MISSING) if record.is_json else _MISSING
 
 
 def _label(value: Any) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
+
+from cache_builder.evaluation.measured import LEAST_REQUESTS
 
 Evaluation = Mapping[str, Any]
 
@@ -41,12 +43,41 @@ _SOURCES: Final = {
 }
 
 
+def headline(evaluation: Evaluation) -> str:
+    """One line with what its figure assumes; without a figure where it would come from too few requests."""
+    measured, condition = evaluation.get("measured"), evaluation["cost"].get("condition") or "see its costs"
+    if measured is None:
+        if evaluation["requests"] < LEAST_REQUESTS:
+            return _too_few(evaluation["requests"])
+        return f"{evaluation['speedup']:.2f}x expected on {evaluation['requests']:,} requests, {condition}"
+    ways = measured["temperatures"]
+    if any(way["outputs_differ"] or way["bits_differ"] for way in ways):
+        return f"Outputs differ with drafts: do not use this, and report it with {measured['model']}"
+    if not (enough := [way for way in ways if way["requests"] >= LEAST_REQUESTS]):
+        return _too_few(max(way["requests"] for way in ways))
+    said = " and ".join(f"{way['speedup']:.2f}x {_way(way)} on {way['requests']:,} requests" for way in enough)
+    return f"{said}: tokens a second, measured with {measured['model']}, every output the same to the bit"
+
+
+def _too_few(requests: int) -> str:
+    return f"{requests:,} requests are too few for a figure: {LEAST_REQUESTS} are needed"
+
+
+def _way(way: Evaluation) -> str:
+    return f"at temperature {way['temperature']:g}" if way["temperature"] else "greedy"
+
+
 def summary(evaluation: Evaluation) -> str:
     """All that it says but the cost curve, in lines of at most 110 characters or so."""
-    lines = [_headline(evaluation), _drafts(evaluation), f"costs: {evaluation['cost']['source']}"]
-    without = evaluation["without_prompt"]
-    if without["requests"]:
-        lines.append(f"{without['requests']:,} outputs without a prompt were learned from, and not counted")
+    lines = [headline(evaluation)]
+    if evaluation.get("measured") is not None:
+        lines += ["", *_measured(evaluation["measured"]), ""]
+    lines += [
+        _headline(evaluation),
+        _drafts(evaluation),
+        f"costs: {evaluation['cost']['source']}",
+        *_lacking(evaluation),
+    ]
     lines += _table("by class", evaluation["classes"], "name", ("requests", "output_tokens"))
     definitions = evaluation["class_definitions"]
     lines += [f"  {row['name']}: {definitions[row['name']]}" for row in evaluation["classes"] if definitions]
@@ -59,9 +90,41 @@ def summary(evaluation: Evaluation) -> str:
     return "\n".join([*lines, *(f"  - {sentence}" for sentence in evaluation["unknown"])])
 
 
+def _measured(measured: Evaluation) -> Iterator[str]:
+    yield _measured_with(measured)
+    for table in _MEASURED:
+        if rows := table.rows({"measured": measured}):
+            cells = [[write(row[key]) for _, key, write in table.columns] for row in rows]
+            heads = [head for head, _, _ in table.columns]
+            widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+            yield table.title
+            for line in (heads, *cells):
+                yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+
+
+def _measured_with(measured: Evaluation) -> str:
+    too_long, replayed = measured["too_long"], measured.get("replayed")
+    return (
+        f"decoded with {measured['model']}, {measured['dtype']}, {measured['device']}, {measured['threads']} threads, "
+        "one request at a time, with drafts and without by turns"
+        + (f"; {too_long:,} prompts did not fit into its context" if too_long else "")
+        + (f"; of the same greedy outputs a replay predicts {replayed['speedup']:.2f}x" if replayed else "")
+    )
+
+
+def _lacking(evaluation: Evaluation) -> Iterator[str]:
+    for what in ("prompt", "answer"):
+        if count := evaluation.get(f"without_{what}_records"):
+            done = "were decoded from their first token on" if what == "prompt" else "were left out"
+            yield f"{count:,} records had no {what}: they {done}"
+    if documents := evaluation["documents"]["number"]:
+        yield f"{documents:,} documents were learned from, and not counted"
+
+
 def _headline(evaluation: Evaluation) -> str:
     return (
-        f"expected speed-up {evaluation['speedup']:.2f}, {evaluation['tokens_per_step']:.2f} tokens a step, on "
+        f"replayed: speed-up {evaluation['speedup']:.2f} {evaluation['cost'].get('condition', '')}, "
+        f"{evaluation['tokens_per_step']:.2f} tokens a step, on "
         f"{evaluation['requests']:,} requests of {evaluation['prompt_tokens']:,} prompt and "
         f"{evaluation['output_tokens']:,} output tokens"
     )
@@ -119,8 +182,10 @@ def _bytes(count: int) -> str:
 
 def page(evaluation: Evaluation) -> str:
     """The page. ``evaluation`` : what ``evaluate`` returns. Its curves are drawn where matplotlib is installed."""
-    parts = [_section(table, rows) for table in _TABLES if (rows := table.rows(evaluation))]
-    title = f"Expected speed-up {evaluation['speedup']:.2f} on your logs"
+    parts = [_section(table, rows) for table in _MEASURED + _TABLES if (rows := table.rows(evaluation))]
+    title, measured = headline(evaluation), evaluation.get("measured")
+    measured_with = "" if measured is None else f"<p>{escape(_measured_with(measured))}.</p>"
+    lacking = "".join(f"<p>{escape(line)}.</p>" for line in _lacking(evaluation))
     needs = "".join(f"<li>{escape(line.strip())}</li>" for line in _needs(evaluation["needs"]))
     unknown = "".join(f"<li>{escape(sentence)}</li>" for sentence in evaluation["unknown"])
     parameters = ", ".join(f"{name} {value}" for name, value in evaluation["parameters"].items())
@@ -131,15 +196,16 @@ def page(evaluation: Evaluation) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1><p>{escape(_headline(evaluation))}.</p><p>{escape(_drafts(evaluation))}.</p>"
+        f"<h1>{escape(title)}</h1>{measured_with}{lacking}<p>{escape(_headline(evaluation))}.</p><p>{escape(_drafts(evaluation))}.</p>"
         f"{''.join(parts)}"
         f"<h2>What it needs</h2><ul>{needs}</ul><h2>What a replay cannot know</h2><ul>{unknown}</ul>"
         f"<footer><p>{escape(about)}</p><p>{escape(parameters)}</p></footer></body></html>\n"
     )
 
 
-def _whose(is_shared: bool | None) -> str:
-    return "one for all" if is_shared else "each its own"
+def _series(row: Evaluation) -> str:
+    """Whose curve a row is a point of."""
+    return str(row["way"]) if "way" in row else "one for all" if row.get("is_shared") else "each its own"
 
 
 def _count(value: float) -> str:
@@ -181,6 +247,53 @@ def _passes(evaluation: Evaluation) -> list[Evaluation]:
 def _defined(evaluation: Evaluation) -> list[Evaluation]:
     rows = sorted(evaluation["classes"], key=lambda row: -int(row["output_tokens"]))
     return [{**row, "about": evaluation["class_definitions"].get(row["name"], "")} for row in rows]
+
+
+def _ways(key: str) -> Callable[[Evaluation], Sequence[Evaluation]]:
+    """Rows of every temperature that was measured, each with its name; ``key`` "": of all of it."""
+
+    def rows(evaluation: Evaluation) -> list[Evaluation]:
+        ways = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
+        return [{**row, "way": _way(way)} for way in ways for row in ([way] if not key else way[key])]
+
+    return rows
+
+
+_WAY: Final[_Columns] = (("sampling", "way", str),)
+_RATES: Final[_Columns] = (
+    ("tokens", "output_tokens", _count), ("passes without", "passes_without", _count), ("with", "passes_with", _count),
+    ("tokens/s without", "without_per_s", _two), ("with", "with_per_s", _two), ("speed-up", "speedup", _two),
+)  # fmt: skip
+_MEASURED: Final[tuple[_Table, ...]] = (
+    _Table(
+        "Measured",
+        "Tokens a second with the computing of prompts, which drafts do not change; the speed-up of output is without "
+        "it. Every output was compared with that without drafts, some with their log-probabilities, by ==.",
+        _ways(""),
+        (
+            *_WAY, ("requests", "requests", _count), *_RATES[:-1], ("of output", "output_speedup", _two),
+            ("outputs that differ", "outputs_differ", _count), ("slower requests", "slower", _count), _RATES[-1],
+        ),
+    ),
+    _Table(
+        "Measured, as it is used",
+        "Parts of the requests in their order, the cache empty at first.",
+        _ways("growth"),
+        (("up to request", "up_to", _count), *_WAY, ("requests", "requests", _count), *_RATES),
+        is_curve=True,
+    ),
+    _Table(
+        "Measured, by class", "The largest first.", _ways("classes"),
+        (("class", "name", str), *_WAY, ("requests", "requests", _count), *_RATES),
+    ),
+    _Table(
+        "Where drafts lost",
+        "The requests that took longest with drafts beside without. One alone may be chance: what a machine does "
+        "meanwhile is in its time.",
+        _ways("slowest"),
+        (("request", "request", _count), *_WAY, ("class", "name", str), *_RATES),
+    ),
+)  # fmt: skip
 
 
 _TABLES: Final = (
@@ -291,9 +404,9 @@ def _figure(table: _Table, rows: Sequence[Evaluation]) -> str:
     (x_name, x, _), (y_name, y, _) = table.columns[0], table.columns[-1]
     figure = Figure(figsize=(7, 2.8), layout="constrained")
     axes = figure.subplots()
-    names = dict.fromkeys(_whose(row.get("is_shared")) for row in rows)
+    names = dict.fromkeys(_series(row) for row in rows)
     for name in names:
-        points = sorted((row[x], row[y]) for row in rows if _whose(row.get("is_shared")) == name)
+        points = sorted((row[x], row[y]) for row in rows if _series(row) == name)
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set(xlabel=x_name, ylabel=y_name, ylim=(0, None))
     if min(row[x] for row in rows) > 0 and max(row[x] for row in rows) > 30 * min(row[x] for row in rows):

@@ -235,12 +235,13 @@ _MOST_BYTES = 1 << 30
 
 
 def side_of(line: Any) -> tuple[Side, str] | None:
-    """Which of the two files a line is of, and its ``custom_id``; None for any other."""
+    """Which of the two files of a batch, OpenAI's or Anthropic's, a line is of, and its ``custom_id``; None for any
+    other."""
     if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
         return None
-    if isinstance(line.get("body"), dict) and "url" in line:
+    if (isinstance(line.get("body"), dict) and "url" in line) or isinstance(line.get("params"), dict):
         return "requests", line["custom_id"]
-    return ("responses", line["custom_id"]) if "response" in line else None
+    return ("responses", line["custom_id"]) if "response" in line or "result" in line else None
 
 
 class Requests:
@@ -261,19 +262,14 @@ class Requests:
                         self._by_id[side[1]] = record.text
 
     def join(self, responses: Iterator[Record]) -> Iterator[Record]:
-        """Every response with its request; one without a request, and a request that failed, as they came."""
+        """Every response with its request; one without a request as it came."""
         for record in responses:
             line = _loaded(record.text)
-            if side := side_of(line):
-                request = self._by_id.get(side[1])
-                response = line.get("response")
-                if not isinstance(response, dict):
-                    continue  # the request failed: there is no text
-                if request is not None:
-                    joined = {"request": _loaded(request), "response": response}
-                    yield Record(record.where, "", is_json=True, line=joined)
-                    continue
-            yield record
+            if (side := side_of(line)) and (request := self._by_id.get(side[1])) is not None:
+                joined = {"request": _loaded(request), "response": line.get("response", line.get("result"))}
+                yield Record(record.where, "", is_json=True, line=joined)
+            else:
+                yield record
 
 
 def _loaded(text: str) -> Any:

@@ -43,12 +43,33 @@ def shown_name(name: str) -> str:
 
 
 NAMES = ("text", "prompt", "completion", "messages", "token_ids", "prompt_length")
-COLUMNS = (*NAMES, "conversations", "request", "response", "tools", "chat_template_kwargs")
+COLUMNS = (
+    *NAMES, "conversations", "mapping", "current_node", "chat_messages", "observations", "request", "params", "body",
+    "input", "instructions", "system", "proxy_server_request", "response", "result", "output", "choices", "type",
+    "status",
+    "tools", "model_parameters", "modelParameters", "optional_params", "chat_template_kwargs",
+)  # fmt: skip
 """What of a table is read."""
-_SETS = ({"text"}, {"prompt", "completion"}, {"messages"}, {"token_ids"}, {"token_ids", "prompt_length"})
+_SETS = (
+    {"text"}, {"prompt", "completion"}, {"messages"}, {"messages", "completion"}, {"token_ids"},
+    {"token_ids", "prompt_length"},
+)  # fmt: skip
+_ANSWERS: Final = ("response", "result", "output")
+_MISSING: Final = object()
 
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
-_ROLES |= {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
+
+def at_path(line: Any, path: str, missing: Any = None) -> Any:
+    """What stands in a field, ``a.b`` and ``a.0`` for nested ones; ``missing`` where there is nothing."""
+    if isinstance(line, Mapping) and path in line:
+        return line[path]
+    for name in path.split("."):
+        if isinstance(line, Mapping) and name in line:
+            line = line[name]
+        elif isinstance(line, list) and name.isascii() and name.isdigit() and int(name[:9]) < len(line):
+            line = line[int(name[:9])]
+        else:
+            return missing
+    return line
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +91,24 @@ class FieldNames:
                 raise ConfigError(f"--field {option}: give OURS=THEIRS, once for each OURS of {', '.join(NAMES)}")
             names[ours] = theirs
         if names and names.keys() not in _SETS:
-            raise ConfigError('--field: give "text", "prompt" and "completion", "messages", or "token_ids"')
+            raise ConfigError(
+                '--field: give "text", or "prompt" or "messages" with "completion", or "messages", or "token_ids"'
+            )
         return cls(names)
 
     def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """A record with our names, its other fields as they are; itself where it lacks one that was named."""
-        if not all(theirs in line for theirs in self.names.values()):
+        found = {ours: at_path(line, theirs, _MISSING) for ours, theirs in self.names.items()}
+        if any(value is _MISSING for value in found.values()):
             return line
-        return {**line, **{ours: line[theirs] for ours, theirs in self.names.items()}}
+        others = {key: value for key, value in line.items() if key not in _ANSWERS} if "completion" in found else line
+        return {**others, **found}
 
     def columns(self) -> frozenset[str]:
         """Of a table's columns those that may be of use."""
-        return frozenset((*self.names.values(), *self.others, *COLUMNS))
+        return frozenset(
+            (*self.names.values(), *(path.partition(".")[0] for path in self.names.values()), *self.others, *COLUMNS)
+        )
 
 
 AS_WE_CALL_THEM = FieldNames()
-
-
-def messages_of(conversations: Any) -> Any:
-    """Messages of OpenAI's form from those of ShareGPT's: ``from`` and ``value``."""
-    if not isinstance(conversations, list):
-        return conversations
-    return [_message(turn) if isinstance(turn, dict) else turn for turn in conversations]
-
-
-def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "from" not in turn or "value" not in turn:
-        return turn
-    role = turn["from"]
-    return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": turn["value"]}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from cache_builder.inputs.exchanges import UNDERSTOOD, Exchange, exchanges_of
 from cache_builder.inputs.lines import MARKS, Requests, documents, json_lines, vllm_exchanges
 from cache_builder.inputs.record import (
     AS_WE_CALL_THEM,
@@ -18,7 +19,6 @@ from cache_builder.inputs.record import (
     InputError,
     Progress,
     Record,
-    messages_of,
     shown_name,
 )
 from cache_builder.inputs.sources import Part, Source, find_sources
@@ -26,6 +26,7 @@ from cache_builder.inputs.streams import open_stream, readable
 from cache_builder.inputs.tables import array_sequences, arrow_rows, parquet_rows
 from ssd.errors import RequestError, shown
 from ssd.text.codec import Example, TextCodec
+from ssd.text.messages import normalize_messages
 
 __all__ = ["STANDARD_INPUT", "Format", "InputError", "Record", "check_inputs", "read_part", "read_records"]
 
@@ -97,19 +98,22 @@ def _format_of(beginning: bytes) -> Format:
     return "vllm" if any(mark in beginning for mark in MARKS[:2]) else "text"
 
 
-UNDERSTOOD = (
-    'understood are "text", "prompt" with "completion", "messages", "conversations", "token_ids", and "response" '
-    'with or without "request"; other names with --field'
-)
+class Found(NamedTuple):
+    """The sequences of a record, and what it lacked: ``has_prompt`` False where only an answer is known, ``has_answer``
+    False where there is none, so that there are no sequences either. A document has neither to lack."""
+
+    examples: list[Example]
+    has_prompt: bool = True
+    has_answer: bool = True
 
 
-def examples_of(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> list[Example]:
+def examples_of(record: Record, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> Found:
     """The sequences of one record, which calls them by ``fields``; raises InputError, which names its place."""
     if not record.is_json:
-        return [codec.encode_text_example(record.text)]
+        return Found([codec.encode_text_example(record.text)])
     line = line_of(record)
     try:
-        return _examples_of_line(fields.of(line), record.where, codec)
+        return _found_in(fields.of(line), record.where, codec)
     except RequestError as error:
         raise InputError(f"{record.where}: {error}") from error
 
@@ -129,56 +133,76 @@ def line_of(record: Record) -> Mapping[str, Any]:
     return line
 
 
-def _examples_of_line(line: Mapping[str, Any], where: str, codec: TextCodec) -> list[Example]:
-    if isinstance(line.get("request"), dict) and isinstance(line.get("response"), dict):
-        return _examples_of_exchange(_body(line["request"]), _body(line["response"]), where, codec)
-    if isinstance(line.get("response"), dict) and "request" not in line:
-        return _examples_of_response(_body(line["response"]), where, codec)
+def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> Found:
     if line.get("log") == "vllm" and isinstance(line.get("completion"), str):
-        return [_logged(line, where, codec)]
+        return Found([_logged(line, where, codec)], has_prompt=bool(line.get("prompt") or "prompt_token_ids" in line))
     if "token_ids" in line:
-        return [_as_they_are(line, where, codec)]
-    if "conversations" in line and "messages" not in line:
-        return _chat(messages_of(line["conversations"]), line, where, codec)
-    if "messages" in line:
-        return _chat(line["messages"], line, where, codec)
-    if "prompt" in line and "completion" in line:
-        return [codec.encode_completion_example(_string(line, "prompt", where), _string(line, "completion", where))]
-    if "text" in line:
-        return [codec.encode_text_example(_string(line, "text", where))]
-    found = ", ".join(f'"{str(key)[:40]}"' for key in list(line)[:8]) or "nothing"
-    raise InputError(f"{where}: no usable fields: found {found}; {UNDERSTOOD}")
+        return Found([_as_they_are(line, where, codec)])
+    exchanges = exchanges_of(line)
+    if exchanges is None:
+        if "text" in line:
+            return Found([codec.encode_text_example(_string(line["text"], "text", where))])
+        found = ", ".join(f'"{str(key)[:40]}"' for key in list(line)[:8]) or "nothing"
+        raise InputError(f"{where}: no usable fields: found {found}; {UNDERSTOOD}")
+    examples = [example for exchange in exchanges for example in _encoded(exchange, where, codec)]
+    has_prompt = any(exchange.asked is not None for exchange in exchanges) or not examples
+    return Found(examples, has_prompt, has_answer=bool(examples))
 
 
-def _examples_of_exchange(
-    request: Mapping[str, Any], response: Mapping[str, Any], where: str, codec: TextCodec
-) -> list[Example]:
-    """An OpenAI request and its response: every choice is an example, the request's own history is not."""
-    examples = []
-    choices = response.get("choices")
-    for choice in choices if isinstance(choices, list) else []:
-        message = choice.get("message") if isinstance(choice, dict) else None
-        if "messages" in request and isinstance(message, dict):
-            examples += _chat([*_list(request, where), message], request, where, codec)[-1:]
-        elif isinstance(request.get("prompt"), str) and isinstance(choice, dict):
-            examples.append(codec.encode_completion_example(request["prompt"], _string(choice, "text", where)))
-    if not examples:
-        raise InputError(f'{where}: its "response" has no choices that belong to its "request"; {UNDERSTOOD}')
-    return examples
+def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example]:
+    asked = exchange.asked
+    if asked is None:
+        for answer in exchange.said:
+            text = answer if isinstance(answer, str) else answer["content"]
+            if text:
+                yield codec.encode_text_example(text)
+    elif exchange.is_conversation or _is_chat(asked):
+        kwargs = _template_kwargs(exchange, where)
+        messages = normalize_messages(asked)  # type: ignore[arg-type]  # it names what is wrong
+        asked_at = [(messages, answer) for answer in exchange.said]
+        if exchange.is_conversation:
+            asked_at = [(messages[:n], each) for n, each in enumerate(messages) if n and each["role"] == "assistant"]
+        for before, answer in asked_at:
+            message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+            yield from _answered(before, message, kwargs, codec)
+    else:
+        for answer in exchange.said:
+            text = _string(answer, "completion", where)
+            if isinstance(asked, str):
+                yield codec.encode_completion_example(asked, text)
+            elif len(asked) and not isinstance(asked[0], str):
+                yield codec.encode_answer_example(_ids(asked, where, codec), text)
+            else:
+                raise InputError(f'{where}: "prompt" must be a string or token ids, got {type(asked).__name__}')
 
 
-def _examples_of_response(response: Mapping[str, Any], where: str, codec: TextCodec) -> list[Example]:
-    """A response whose request is elsewhere, as in the files that OpenAI's batches give: the text of every choice."""
-    choices = response.get("choices")
-    texts = []
-    for choice in choices if isinstance(choices, list) else []:
-        message = choice.get("message") if isinstance(choice, dict) else None
-        text = message.get("content") if isinstance(message, dict) else _mapping(choice).get("text")
-        if isinstance(text, str) and text:
-            texts.append(text)
-    if not texts:
-        raise InputError(f'{where}: its "response" has no choices with text; {UNDERSTOOD}')
-    return [codec.encode_text_example(text) for text in texts]
+def _is_chat(asked: str | Sequence[Any]) -> bool:
+    return not isinstance(asked, str) and any(isinstance(each, dict) for each in asked)
+
+
+def _answered(
+    messages: list[Any], answer: Mapping[str, Any], kwargs: dict[str, Any], codec: TextCodec
+) -> Iterator[Example]:
+    """The answer behind its prompt, as the server encodes it. Calls are written as the template writes them; where that
+    does not go on from the prompt, only the text before them is known."""
+    if not answer.get("content") and not answer.get("tool_calls"):
+        return
+    prompt = codec.encode_chat(messages, template_kwargs=kwargs)
+    if answer.get("tool_calls"):
+        whole = codec.encode_chat([*messages, answer], add_generation_prompt=False, template_kwargs=kwargs)
+        if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
+            ends = [at for at in range(len(prompt), len(whole)) if whole[at] in codec.eos_token_ids]
+            yield Example(whole[: ends[0] + 1] if ends else whole, len(prompt))
+            return
+    if answer.get("content"):
+        yield codec.encode_answer_example(prompt, str(answer["content"]))
+
+
+def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:
+    given = exchange.template_kwargs
+    if not isinstance(given, dict):
+        raise InputError(f'{where}: "chat_template_kwargs" must be an object, got {type(given).__name__}')
+    return {**given, "tools": exchange.tools} if exchange.tools else dict(given)
 
 
 def _as_they_are(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
@@ -218,38 +242,7 @@ def _ids(value: Any, where: str, codec: TextCodec) -> list[int]:
     return found
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _chat(messages: Any, fields: Mapping[str, Any], where: str, codec: TextCodec) -> list[Example]:
-    given = fields.get("chat_template_kwargs") or {}
-    if not isinstance(given, dict):
-        raise InputError(f'{where}: "chat_template_kwargs" must be an object, got {type(given).__name__}')
-    template_kwargs = dict(given)
-    if fields.get("tools"):
-        template_kwargs["tools"] = fields["tools"]
-    examples = codec.encode_chat_examples(messages, template_kwargs=template_kwargs)
-    if not examples:
-        raise InputError(f'{where}: "messages" has no assistant message with text, so there is nothing to learn')
-    return examples
-
-
-def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Batch files wrap the body once more."""
-    body = part.get("body")
-    return body if isinstance(body, dict) else part
-
-
-def _list(request: Mapping[str, Any], where: str) -> list[Any]:
-    messages = request["messages"]
-    if not isinstance(messages, list):
-        raise InputError(f'{where}: "messages" must be a list, got {type(messages).__name__}')
-    return messages
-
-
-def _string(fields: Mapping[str, Any], name: str, where: str) -> str:
-    value = fields.get(name)
+def _string(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise InputError(f'{where}: "{name}" must be a string, got {type(value).__name__}')
     return value

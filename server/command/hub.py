@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
-import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from ssd.errors import ModelError, first_line
+from ssd.text.hub import go_offline_without_a_hub, is_offline
 from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
-
-_PATIENCE_S = 3.0
-"""For the hub to take a connection; its own clients try for most of a minute."""
 
 _INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -117,18 +109,18 @@ def check_weights_are_there(model: str) -> None:
 
 
 def _fetched(model: str, name: str, hub: HubOptions) -> Path:
-    failure = _go_offline_without_a_hub()
+    failure = go_offline_without_a_hub()
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     arguments = hub.file_arguments()
     try:
         found = try_to_load_from_cache(model, name, **arguments)
-        if isinstance(found, str) and _is_offline():
+        if isinstance(found, str) and is_offline():
             if failure is not None:
                 log.warning("%s: using %s as it is in the hub's cache here", failure, model)
             return Path(found)
-        if _is_offline():
+        if is_offline():
             raise ModelError(
                 f"{model!r} is neither a directory here nor in the hub's cache, and "
                 f"{failure or '$HF_HUB_OFFLINE forbids to ask the hub'}: {_ADVICE}"
@@ -146,44 +138,3 @@ def _fetched(model: str, name: str, hub: HubOptions) -> Path:
             f"{model!r} is not a directory here, and the hub does not give it: {first_line(error)[:300]}; "
             f"{_ADVICE}. Models behind a gate need $HF_TOKEN"
         ) from error
-
-
-def _is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-def _go_offline_without_a_hub() -> str | None:
-    """Spare everything in this process its many attempts where nothing takes a connection; why, or None."""
-    if _is_offline():
-        return None
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    parts = urlsplit(endpoint)
-    host = parts.hostname or ""
-    proxy = None if proxy_bypass(host) else getproxies().get(parts.scheme)
-    if proxy is not None:
-        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    failure = _failure_to_connect(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
-    if failure is None:
-        return None
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
-        constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]  # read from the environment only once
-    return f"{endpoint} cannot be reached ({failure})"
-
-
-def _failure_to_connect(host: str, port: int) -> str | None:
-    """Why no connection could be made within ``_PATIENCE_S``; None where one could."""
-    failures: list[str | None] = ["no answer"]
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host, port), timeout=_PATIENCE_S).close()
-            failures[0] = None
-        except OSError as error:
-            failures[0] = error.strerror or str(error)
-
-    # On a thread: asking for an address may take longer, and cannot be given up.
-    thread = threading.Thread(target=connect, name="hub", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE_S)
-    return failures[0]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from threading import Timer
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class LLM:
                 self.caches.add_static_directory(Path(directory))
             self.engine = Engine.from_pretrained(model, caches=self.caches, codec=self.codec, **options)
             opened.callback(self.engine.close)
-            self.engine.warm_up()
+            _said_if_long(self.engine.warm_up)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -194,7 +197,7 @@ class LLM:
     def _ids_of(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self.codec.encode_prompt(prompt))
-        if not isinstance(prompt, Iterable) or not all(isinstance(each, Integral) for each in prompt):
+        if not _is_list(prompt) or not all(isinstance(each, Integral) for each in prompt):
             raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompts")
         return tuple(int(each) for each in prompt)
 
@@ -252,13 +255,30 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheSet:
     return caches
 
 
+def _said_if_long(work: Callable[[], None]) -> None:
+    """Do it; whoever waits is told why, once."""
+    said = "compiling kernels, once on each machine and version: a minute or two"
+    timer = Timer(_PATIENCE_S, log.warning, [said])
+    timer.daemon = True
+    timer.start()
+    try:
+        work()
+    finally:
+        timer.cancel()
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not _is_list(prompts):
         raise RequestError(f"prompts are text or token ids, got {type(prompts).__name__}", param="prompts")
     given: list[Any] = list(prompts)
     return [given] if given and all(isinstance(each, Integral) for each in given) else given
+
+
+def _is_list(given: object) -> bool:
+    """Of whatever kind; the keys of an object and the bytes of a text are no prompt."""
+    return isinstance(given, Iterable) and not isinstance(given, Mapping | bytes | bytearray | memoryview)
 
 
 def _settings(sampling: object) -> SamplingParams:

@@ -15,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ssd.errors import ModelError, first_line
+from ssd.text.hub import go_offline_without_a_hub
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
     lone_file = path if path.is_file() else path / "tokenizer.json"
     if path.is_dir() and not any((path / name).exists() for name in ("tokenizer.json", *_CONFIGS)):
         raise ModelError(f"{name_or_path} holds no tokenizer: it needs a tokenizer.json or a tokenizer_config.json")
+    unreachable = None if path.exists() else go_offline_without_a_hub()
     try:
         if path.is_file() or (lone_file.exists() and not any((path / name).exists() for name in _CONFIGS)):
             return _load_lone_file(lone_file)
@@ -62,7 +64,7 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
         if not path.exists():
             raise ModelError(
                 f"no tokenizer for {name_or_path!r}: it is neither a directory here nor a model id that can be "
-                f"downloaded ({first_line(error)[:300]})"
+                f"downloaded ({unreachable or first_line(error)[:300]})"
             ) from error
         raise ModelError(f"the tokenizer in {name_or_path} cannot be loaded: {first_line(error)[:300]}") from error
 

@@ -1,0 +1,114 @@
+"""What decoding requests with drafts and without came to: counted by request, by part of the log, and where it lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from cache_builder.evaluation.costs import run_program
+from cache_builder.evaluation.log import Log
+
+LEAST_REQUESTS: Final = 30
+"""Below which no figure is put on top of a report: chance is as large as what is to be shown."""
+_WINDOWS: Final = 10
+_MOST_LOSSES: Final = 5
+
+Row = Mapping[str, Any]
+
+
+def decode_with(
+    model: str, log: Log, fingerprint: str, *, requests: int, max_tokens: int, minutes: float,
+    temperatures: Sequence[float], draft_limit: int, warm: Sequence[str], learns: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What ``ssd.engine.measured_log`` says of the first ``requests`` of the log. Raises ModelError."""
+    numbers = log.with_prompt[:requests].tolist()
+    given = {
+        "prompts": [log.row(number).context.tolist() for number in numbers],
+        "lengths": [int(min(max_tokens, log.output_lengths[number])) for number in numbers],
+        "temperatures": list(temperatures),
+        "minutes": minutes,
+        "fingerprint": fingerprint,
+        "draft_limit": draft_limit,
+        "warm": list(warm),
+        "learns": learns,
+    }
+    return run_program("ssd.engine.measured_log", model, given)
+
+
+def log_of(found: Mapping[str, Any], log: Log) -> Log | None:
+    """The requests that were decoded greedily with what the model said to them; None where none were."""
+    rows: Sequence[Row] = next((each["requests"] for each in found["temperatures"] if not each["temperature"]), [])
+    if not rows:
+        return None
+    numbers = log.with_prompt
+    prompts = [log.row(numbers[row["request"]]).context for row in rows]
+    texts = [
+        np.concatenate([prompt, np.array(row["ssd"]["said"], np.int32)])
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    starts = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
+    return Log(np.concatenate(texts), starts, np.array([len(prompt) for prompt in prompts], np.int64))
+
+
+def summarised(found: Mapping[str, Any], log: Log, classes: Sequence[str]) -> dict[str, Any]:
+    """The report's part of it. ``classes`` : of every request of the log."""
+    names = [classes[number] for number in log.with_prompt.tolist()]
+    facts = {key: found[key] for key in ("model", "device", "dtype", "threads", "too_long")}
+    return {**facts, "temperatures": [_of_one(each, names) for each in found["temperatures"]]}
+
+
+def _of_one(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    rows: Sequence[Row] = found["requests"]
+    bounds = sorted({round(len(rows) * window / _WINDOWS) for window in range(_WINDOWS + 1)})
+    slower = sorted((row for row in rows if _seconds(row, "ssd") > _seconds(row, "none")), key=_ratio)
+    kinds = sorted(
+        {names[row["request"]] for row in rows}, key=lambda kind: -sum(names[r["request"]] == kind for r in rows)
+    )
+    return {
+        "temperature": found["temperature"],
+        **figures_of(rows),
+        "outputs_differ": sum(not row["same"] for row in rows),
+        "bits_compared": found["bits_compared"],
+        "bits_differ": found["bits_differ"],
+        "growth": [{"up_to": end, **figures_of(rows[begin:end])} for begin, end in pairwise(bounds)],
+        "classes": [{"name": kind, **figures_of([r for r in rows if names[r["request"]] == kind])} for kind in kinds],
+        "slower": len(slower),
+        "slowest": [
+            {"request": row["request"] + 1, "name": names[row["request"]], **figures_of([row])}
+            for row in slower[:_MOST_LOSSES]
+        ],
+    }
+
+
+def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of some requests: tokens a second both ways with prompts, their ratio, and that of the output alone."""
+    tokens = sum(row["ssd"]["tokens"] for row in rows)
+    off_s, on_s = (sum(_seconds(row, way) for row in rows) for way in ("none", "ssd"))
+    output_off_s, output_on_s = (
+        sum(row[way]["seconds"] - row[way]["first_s"] for row in rows) for way in ("none", "ssd")
+    )
+    drafted, accepted = (sum(row["ssd"][key] for row in rows) for key in ("drafted", "accepted"))
+    passes = {way: sum(row[way]["passes"] for row in rows) for way in ("none", "ssd")}
+    return {
+        "requests": len(rows),
+        "output_tokens": tokens,
+        "without_per_s": round(tokens / off_s, 2) if off_s else 0.0,
+        "with_per_s": round(tokens / on_s, 2) if on_s else 0.0,
+        "speedup": round(off_s / on_s, 4) if on_s else 1.0,
+        "output_speedup": round(output_off_s / output_on_s, 4) if output_on_s > 0 and output_off_s > 0 else 1.0,
+        "passes_without": passes["none"],
+        "passes_with": passes["ssd"],
+        "drafted": drafted,
+        "accepted": accepted,
+    }
+
+
+def _seconds(row: Row, way: str) -> float:
+    return float(row[way]["seconds"])
+
+
+def _ratio(row: Row) -> float:
+    return _seconds(row, "none") / max(1e-9, _seconds(row, "ssd"))

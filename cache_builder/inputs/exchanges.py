@@ -1,0 +1,327 @@
+"""What was asked and what was answered, from the records that other programs keep, each in its own form.
+
+Understood are bodies of OpenAI's and Anthropic's calls and of their batches, LiteLLM's and Langfuse's logs, exports of
+ChatGPT and Claude, ShareGPT, and plain pairs. A form is a key and a small reader: `CONVERSATIONS`, `ASKED`, `SAID`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+Message = Mapping[str, Any]
+
+UNDERSTOOD: Final = (
+    'understood are "text", "prompt" with "completion", "messages", "conversations", "token_ids", "request" or '
+    '"messages" or "input" with "response" or "output", batches, and exports of chats; other names with --field'
+)
+_REDACTED: Final = ("redacted-by-litellm", "redacted")
+_MOST_DEPTH: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """``asked`` : text, messages or token ids; None where it is not known. ``said`` : every answer, as text or as the
+    assistant's message; of a conversation none, its answers are among its messages. ``tools`` : as OpenAI has them.
+    ``template_kwargs`` : as the request had them, of any type."""
+
+    asked: str | Sequence[Any] | None
+    said: tuple[str | Message, ...] = ()
+    is_conversation: bool = False
+    tools: Any = None
+    template_kwargs: Any = field(default_factory=dict)
+
+
+def exchanges_of(line: Mapping[str, Any]) -> list[Exchange] | None:
+    """Those of a record; None where nothing of it is understood. One without an answer has no ``said``."""
+    for key, read in CONVERSATIONS:
+        if isinstance(line.get(key), list | dict):
+            return [Exchange(read(line), is_conversation=True, **_template(line))]
+    if isinstance(observations := line.get("observations"), list):
+        found = [exchanges_of(each) for each in observations if isinstance(each, dict)]
+        return [exchange for each in found for exchange in each or ()]
+    answer_key = next((key for key in SAID if key in line), None)
+    request_key = next((key for key in ASKED if _is_there(line.get(key))), None)
+    if answer_key is None:
+        if request_key == "messages":
+            return [Exchange(_turns(line["messages"], line), is_conversation=True, **_template(line))]
+        is_call = request_key in ("request", "params", "body", "proxy_server_request") or "input" in line
+        return [Exchange(None)] if is_call else None
+    is_other = line.get("type") in _NO_MODEL or line.get("status") == "failure"
+    said = () if is_other else tuple(said_in(line if answer_key == "choices" else line[answer_key]))
+    if request_key is None:
+        is_half = isinstance(line[answer_key], str) and not any(key in line for key in ("messages", "prompt", "input"))
+        return None if is_half and answer_key in ("completion", "output") else [Exchange(None, said)]
+    asked, options = _asked_in(line, request_key)
+    if _is_redacted(asked):
+        asked = None
+    elif isinstance(asked, str) and any(not isinstance(each, str) for each in said):
+        asked = [{"role": "user", "content": asked}]
+    return [Exchange(asked, said, **options)]
+
+
+# -- conversations, whole ---------------------------------------------------------------------------------------------
+
+_ROLES: Final = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
+    "function_call": "assistant", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+
+
+def _sharegpt(line: Mapping[str, Any]) -> Any:
+    """``from`` and ``value``."""
+    turns = line["conversations"]
+    if not isinstance(turns, list):
+        return turns
+    return [_named(turn["from"], turn["value"]) if _has(turn, "from", "value") else turn for turn in turns]
+
+
+def _claude(line: Mapping[str, Any]) -> Any:
+    """Claude's export: ``sender`` and ``text``; newer ones leave the text to ``content``."""
+    turns = [turn for turn in line["chat_messages"] if isinstance(turn, dict) and "sender" in turn]
+    return _joined((turn["sender"], turn.get("text") or _text_of(turn.get("content"))) for turn in turns)
+
+
+def _chatgpt(line: Mapping[str, Any]) -> Any:
+    """ChatGPT's export, a tree of messages: the branch that was shown last."""
+    nodes = {key: node for key, node in line["mapping"].items() if isinstance(node, dict)}
+    at, branch, seen = line.get("current_node"), list[tuple[Any, str]](), set[str]()
+    if not isinstance(at, str) or at not in nodes:
+        at = next((key for key in reversed(nodes) if not nodes[key].get("children")), None)
+    while isinstance(at, str) and at in nodes and at not in seen:
+        seen.add(at)
+        message = nodes[at].get("message")
+        if isinstance(message, dict) and not _mapping(message.get("metadata")).get(
+            "is_visually_hidden_from_conversation"
+        ):
+            content = _mapping(message.get("content"))
+            parts = content.get("parts") if content.get("content_type", "text") in ("text", "multimodal_text") else None
+            text = "\n".join(part for part in parts if isinstance(part, str)) if isinstance(parts, list) else ""
+            branch.append((_mapping(message.get("author")).get("role"), text))
+        at = nodes[at].get("parent")
+    return _joined(reversed(branch))
+
+
+CONVERSATIONS: Final[tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...]] = (
+    ("mapping", _chatgpt), ("chat_messages", _claude), ("conversations", _sharegpt),
+)  # fmt: skip
+
+
+def _named(role: Any, content: Any) -> Message:
+    return {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": content}
+
+
+def _joined(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
+    """What people read: without what tools said, and what one side said in several pieces as one message."""
+    found: list[dict[str, Any]] = []
+    for role, text in turns:
+        message = _named(role, text)
+        if not text or not isinstance(text, str) or message["role"] not in ("system", "user", "assistant"):
+            continue
+        if found and found[-1]["role"] == message["role"]:
+            found[-1]["content"] += "\n\n" + text
+        else:
+            found.append({**message})
+    return found
+
+
+# -- what was asked ---------------------------------------------------------------------------------------------------
+
+ASKED: Final = ("request", "params", "body", "messages", "prompt", "input", "proxy_server_request")
+"""By what records call it; the first that is there."""
+
+
+def _asked_in(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
+    """What a record asks under ``key``, and what its template is given."""
+    if key in ("messages", "prompt"):
+        value = line[key]
+        parsed = _parsed(value) if key == "messages" else value
+        return (_turns(parsed, line) if isinstance(parsed, list) else _text_or_ids(value)), _template(line)
+    value = _parsed(line[key])
+    if isinstance(value, dict):
+        body = _body(value)
+        inner = next((name for name in ("messages", "prompt", "input") if body.get(name)), None)
+        return (None, {}) if inner is None else _asked_in(body, inner)
+    if isinstance(value, list) and any(_has(each, "role") or _has(each, "type") for each in value):
+        return _turns(value, line), _template(line)
+    if isinstance(line.get("instructions"), str) and isinstance(value, str):
+        return _turns([{"role": "user", "content": value}], line), _template(line)
+    return (line[key] if isinstance(line[key], str) else None), _template(line)
+
+
+def _text_or_ids(value: Any) -> Any:
+    """OpenAI's prompt: a text, or a list of one, or ids."""
+    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
+
+
+def _template(line: Mapping[str, Any]) -> dict[str, Any]:
+    places = (line, *(_mapping(line.get(name)) for name in ("model_parameters", "modelParameters", "optional_params")))
+    tools = next((place["tools"] for place in places if place.get("tools")), None)
+    if isinstance(tools, list):
+        tools = [_tool(tool) for tool in tools]
+    return {"tools": tools, "template_kwargs": line.get("chat_template_kwargs") or {}}
+
+
+def _tool(tool: Any) -> Any:
+    """In the form of chat completions, from that of Anthropic's messages or OpenAI's responses."""
+    if not _has(tool, "name"):
+        return tool
+    parameters = tool.get("input_schema", tool.get("parameters", {}))
+    about = {"description": tool["description"]} if "description" in tool else {}
+    return {"type": "function", "function": {"name": tool["name"], **about, "parameters": parameters}}
+
+
+def _turns(messages: Any, body: Mapping[str, Any]) -> Any:
+    """Messages of chat completions, from those of Anthropic or items of OpenAI's responses too; else as it is."""
+    if not isinstance(messages, list):
+        return messages
+    system = body.get("system") or body.get("instructions")
+    found: list[Any] = [{"role": "system", "content": system}] if isinstance(system, str | list) else []
+    for message in messages:
+        found += _turn(message) if isinstance(message, dict) else [message]
+    return found
+
+
+def _turn(message: Message) -> Iterator[Any]:
+    kind, content = message.get("type"), message.get("content")
+    if kind == "function_call":
+        yield {"role": "assistant", "content": None, "tool_calls": [_call(message, "call_id", "arguments")]}
+    elif kind == "function_call_output":
+        yield {"role": "tool", "tool_call_id": message.get("call_id"), "content": _text_of(message.get("output"))}
+    elif kind == "reasoning":
+        return
+    elif not isinstance(content, list) or not any(
+        _has(block, "type") and block["type"] in _BLOCKS for block in content
+    ):
+        yield {key: value for key, value in message.items() if key != "type"}
+    else:
+        blocks = [block for block in content if isinstance(block, dict)]
+        for block in blocks:
+            if block.get("type") == "tool_result":
+                text = _text_of(block.get("content"))
+                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+        calls = [_call(block, "id", "input") for block in blocks if block.get("type") == "tool_use"]
+        text = _text_of(blocks)
+        if text or calls:
+            yield {"role": message.get("role"), "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+_BLOCKS: Final = ("tool_use", "tool_result", "thinking", "redacted_thinking")
+_TEXTS: Final = ("text", "input_text", "output_text")
+
+
+def _call(block: Message, id_key: str, arguments_key: str) -> dict[str, Any]:
+    given = block.get(arguments_key)
+    arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False, default=str)
+    return {
+        "id": block.get(id_key),
+        "type": "function",
+        "function": {"name": block.get("name"), "arguments": arguments},
+    }
+
+
+def _text_of(content: Any) -> str:
+    """The text of a content's parts, in lines."""
+    if isinstance(content, str):
+        return content
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    return "\n".join(str(part.get("text") or "") for part in parts if part.get("type", "text") in _TEXTS)
+
+
+# -- what was said ----------------------------------------------------------------------------------------------------
+
+SAID: Final = ("response", "completion", "result", "output", "choices")
+"""By what records call it; the first that is there. With the last the record is itself a response."""
+_NO_MODEL: Final = (
+    "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL",
+)  # fmt: skip
+"""Langfuse's observations of something else."""
+_ONE_TEXT: Final = ("text", "completion", "content", "response", "output")
+
+
+def said_in(value: Any, depth: int = 0) -> list[str | Message]:
+    """The answers in a response, of whatever form: texts and messages; none where there is none. O(its size)."""
+    parsed = _parsed(value)
+    if depth > _MOST_DEPTH or parsed is None:
+        return []
+    if isinstance(parsed, str):
+        return [parsed] if parsed and parsed not in _REDACTED else []
+    if isinstance(parsed, dict):
+        found = _said_in_object(_body(parsed), depth)
+    else:
+        turns = parsed if isinstance(parsed, list) else []
+        if any(_has(turn, "role") or _has(turn, "type") for turn in turns):
+            found = _one_answer(turns)
+        else:
+            found = [answer for turn in turns for answer in said_in(turn, depth + 1)]
+    return [value] if not found and isinstance(value, str) else found  # JSON that a model wrote
+
+
+def _said_in_object(body: Mapping[str, Any], depth: int) -> list[str | Message]:
+    if isinstance(choices := body.get("choices"), list):
+        return [answer for choice in choices if isinstance(choice, dict) for answer in said_in(choice, depth + 1)]
+    if isinstance(body.get("message"), dict):
+        return said_in(body["message"], depth + 1)
+    if body.get("role") or isinstance(body.get("content"), list) or body.get("tool_calls"):
+        return _one_answer([{"role": "assistant", **body}])
+    if isinstance(body.get("output"), list):
+        return said_in(body["output"], depth + 1)
+    return [body[key] for key in _ONE_TEXT if isinstance(body.get(key), str) and body[key]][:1]
+
+
+def _one_answer(turns: Sequence[Any]) -> list[str | Message]:
+    """The assistant's messages and calls as one message."""
+    texts, calls = list[str](), list[Any]()
+    for message in _turns([turn for turn in turns if isinstance(turn, dict)], {}):
+        if message.get("role") == "assistant":
+            text = _text_of(message.get("content"))
+            texts += [text] if text and text not in _REDACTED else []
+            calls += message["tool_calls"] if isinstance(message.get("tool_calls"), list) else []
+            if _has(older := message.get("function_call"), "name"):
+                calls.append({"type": "function", "function": older})
+        elif message.get("type") in _TEXTS or isinstance(message.get("text"), str):
+            texts.append(str(message.get("text") or ""))
+    if not any(texts) and not calls:
+        return []
+    return [{"role": "assistant", "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}]
+
+
+def _is_redacted(asked: Any) -> bool:
+    if isinstance(asked, list):
+        return all(_has(turn, "content") and turn["content"] in _REDACTED for turn in asked)
+    return isinstance(asked, str) and asked in _REDACTED
+
+
+def _parsed(value: Any) -> Any:
+    """JSON in a string, as exports have it; any other text as it is."""
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Files of batches wrap the body once more."""
+    for name in ("body", "params"):
+        if isinstance(part.get(name), dict):
+            return part[name]  # type: ignore[no-any-return]
+    return part
+
+
+def _is_there(value: Any) -> bool:
+    """Whether anything stands there: exports write nothing in many ways."""
+    if isinstance(value, str):
+        return value not in ("", "{}", "[]")
+    return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
+
+
+def _has(value: Any, *names: str) -> bool:
+    return isinstance(value, dict) and all(name in value for name in names)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,273 @@
+"""Logs as other programs write them: small ones in the forms that these document, with made text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_builder.__main__ import main
+from cache_builder.inputs import exchanges, record
+from cache_builder.inputs.record import FieldNames, InputError, Record
+from cache_builder.inputs.records import Found, examples_of, read_sources
+from cache_builder.inputs.sources import find_sources
+from ssd.text.codec import Example, TextCodec
+from tests.tokenizers_for_tests import write_model_directory
+
+ASK = {"role": "user", "content": "Where is the key?"}
+SAY = {"role": "assistant", "content": "Under the mat."}
+SYSTEM = {"role": "system", "content": "Answer briefly."}
+CHOICES = {
+    "id": "chatcmpl-1", "object": "chat.completion", "model": "gpt-x", "created": 1_760_000_000,
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {**SAY, "tool_calls": None}}],
+    "usage": {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13},
+}  # fmt: skip
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"where": "mat"}'}}
+CLAUDE = {"model": "claude-x", "max_tokens": 64, "system": "Answer briefly.", "messages": [ASK]}
+CLAUDE_SAYS = {
+    "id": "msg_1", "type": "message", "role": "assistant", "model": "claude-x", "stop_reason": "end_turn",
+    "content": [{"type": "text", "text": "Under the mat."}], "usage": {"input_tokens": 9, "output_tokens": 4},
+}  # fmt: skip
+LITELLM = {
+    "id": "x", "trace_id": "t", "call_type": "acompletion", "status": "success", "startTime": 1.5, "endTime": 2.5,
+    "model": "gpt-x", "cache_hit": None, "stream": False, "messages": [SYSTEM, ASK], "response": CHOICES,
+    "model_parameters": {"temperature": 0.2}, "metadata": {"user_api_key_alias": "a"}, "error_str": None,
+}  # fmt: skip
+LANGFUSE = {
+    "id": "o", "traceId": "t", "type": "GENERATION", "name": "answer", "startTime": "2026-01-01T00:00:00.000Z",
+    "model": "gpt-x", "modelParameters": {"temperature": 0.2}, "input": [SYSTEM, ASK], "output": SAY,
+}  # fmt: skip
+
+
+def node(
+    name: str, parent: str | None, children: list[str], role: str = "", *parts: Any, **more: Any
+) -> dict[str, Any]:
+    content = {"content_type": "text", "parts": list(parts)}
+    message = {"id": name, "author": {"role": role}, "content": content, "metadata": more} if role else None
+    return {"id": name, "parent": parent, "children": children, "message": message}
+
+
+CHATGPT = {
+    "title": "Key", "create_time": 1_760_000_000.0, "conversation_id": "x", "current_node": "d",
+    "mapping": {
+        "r": node("r", None, ["s"]),
+        "s": node("s", "r", ["a", "b"], "system", "", is_visually_hidden_from_conversation=True),
+        "a": node("a", "s", ["c"], "user", "An edited question"),
+        "c": node("c", "a", [], "assistant", "An answer that nobody sees"),
+        "b": node("b", "s", ["t"], "user", {"content_type": "image_asset_pointer"}, "Where is the key?"),
+        "t": node("t", "b", ["d"], "tool", "what a tool said"),
+        "d": node("d", "t", [], "assistant", "Under the mat."),
+    },
+}  # fmt: skip
+EXPORTED = {
+    "uuid": "x", "name": "Key", "created_at": "2026-01-01T00:00:00Z", "account": {"uuid": "y"}, "chat_messages": [
+        {"uuid": "1", "sender": "human", "text": "Where is the key?", "content": [], "attachments": []},
+        {"uuid": "2", "sender": "assistant", "text": "", "content": [{"type": "text", "text": "Under the mat."}]},
+    ],
+}  # fmt: skip
+RESPONSE = {
+    "id": "resp_1", "object": "response", "status": "completed", "output": [
+        {"type": "reasoning", "id": "rs", "summary": []},
+        {"type": "message", "id": "m", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "Under the mat.", "annotations": []}]},
+    ],
+}  # fmt: skip
+
+CHATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "litellm": (LITELLM, [SYSTEM, ASK]),
+    "litellm, spend logs": (
+        {"request_id": "x", "call_type": "acompletion", "messages": {}, "response": json.dumps(CHOICES),
+         "proxy_server_request": json.dumps({"model": "m", "messages": [SYSTEM, ASK]})}, [SYSTEM, ASK],
+    ),
+    "litellm, a text": ({**LITELLM, "messages": ASK["content"]}, [ASK]),
+    "langfuse": (LANGFUSE, [SYSTEM, ASK]),
+    "langfuse, from a bucket": (
+        {"id": "o", "trace_id": "t", "type": "GENERATION", "input": json.dumps({"messages": [SYSTEM, ASK]}),
+         "output": json.dumps(SAY)}, [SYSTEM, ASK],
+    ),
+    "langfuse, a trace": ({"id": "t", "input": None, "observations": [{"type": "SPAN", "output": "x"}, LANGFUSE]},
+                          [SYSTEM, ASK]),
+    "langfuse, whole answers": ({**LANGFUSE, "output": CHOICES}, [SYSTEM, ASK]),
+    "openai": ({"request": {"model": "m", "messages": [SYSTEM, ASK]}, "response": CHOICES}, [SYSTEM, ASK]),
+    "openai, responses": (
+        {"request": {"instructions": "Answer briefly.", "input": "Where is the key?"}, "response": RESPONSE},
+        [SYSTEM, ASK],
+    ),
+    "openai, response items": (
+        {"request": {"input": [{"type": "message", "role": "user",
+                                "content": [{"type": "input_text", "text": "Where is the key?"}]}]},
+         "response": RESPONSE},
+        [ASK],
+    ),
+    "anthropic": ({"request": CLAUDE, "response": CLAUDE_SAYS}, [SYSTEM, ASK]),
+    "chatgpt": (CHATGPT, [ASK]),
+    "claude": (EXPORTED, [ASK]),
+    "sharegpt": ({"id": "x", "conversations": [{"from": "human", "value": ASK["content"]},
+                                              {"from": "gpt", "value": SAY["content"]}]}, [ASK]),
+    "messages beside an answer": ({"messages": [ASK], "completion": "Under the mat."}, [ASK]),
+    "ollama": ({"request": {"messages": [ASK]}, "response": {"message": SAY, "done": True}}, [ASK]),
+}  # fmt: skip
+TEXTS: dict[str, dict[str, Any]] = {
+    "openai, completions": {"request": {"prompt": "the key is"}, "response": {"choices": [{"text": " under the mat"}]}},
+    "a pair": {"prompt": "the key is", "completion": " under the mat"},
+    "langfuse, texts": {**LANGFUSE, "input": "the key is", "output": " under the mat"},
+    "ids": {"prompt": [5, 6, 7], "completion": " under the mat"},
+    "text and response": {"prompt": "the key is", "response": " under the mat"},
+}
+UNANSWERED: dict[str, dict[str, Any]] = {
+    "litellm, failed": {**LITELLM, "status": "failure", "response": None, "error_str": "timeout"},
+    "litellm, redacted": {**LITELLM, "messages": [{"role": "user", "content": "redacted-by-litellm"}],
+                          "response": {"choices": [{"message": {**SAY, "content": "redacted-by-litellm"}}]}},
+    "langfuse, a span": {**LANGFUSE, "type": "SPAN"},
+    "batch, failed": {"custom_id": "1", "response": None, "error": {"code": "expired"}},
+    "claude's batch, failed": {"custom_id": "1", "result": {"type": "errored", "error": {"type": "invalid_request"}}},
+    "a request": {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [ASK]}},
+    "a question": {"messages": [ASK]},
+    "an empty answer": {"request": {"messages": [ASK]}, "response": {"choices": []}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_directory(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def codec(model: Path) -> TextCodec:
+    return TextCodec.load(str(model))
+
+
+def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.AS_WE_CALL_THEM) -> Found:
+    return examples_of(Record("log:1", json.dumps(line), is_json=True), codec, fields)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_a_chats_prompt_and_answer_are_both_found(name: str, codec: TextCodec) -> None:
+    line, asked = CHATS[name]
+    assert found_in(line, codec) == (codec.encode_chat_examples([*asked, SAY]), True, True)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_texts_prompt_and_answer_are_both_found(name: str, codec: TextCodec) -> None:
+    expected = codec.encode_completion_example("the key is", " under the mat")
+    if name == "ids":
+        expected = codec.encode_answer_example([5, 6, 7], " under the mat")
+    assert found_in(TEXTS[name], codec) == ([expected], True, True)
+
+
+@pytest.mark.parametrize("name", UNANSWERED)
+def test_what_says_no_answer_is_counted(name: str, codec: TextCodec) -> None:
+    assert found_in(UNANSWERED[name], codec) == ([], True, False)
+
+
+def test_an_answer_alone_is_known_for_one(codec: TextCodec) -> None:
+    alone = [codec.encode_text_example("Under the mat.")]
+    for line in (
+        {"response": CHOICES},
+        CHOICES,
+        RESPONSE,
+        {"custom_id": "1", "response": {"status_code": 200, "body": CHOICES}, "error": None},
+        {"custom_id": "1", "result": {"type": "succeeded", "message": CLAUDE_SAYS}},
+        {**LITELLM, "messages": []},
+        {**LITELLM, "messages": [{"role": "user", "content": "redacted-by-litellm"}]},
+    ):
+        assert found_in(line, codec) == (alone, False, True)
+
+
+def test_json_that_a_model_wrote_stays_its_text(codec: TextCodec) -> None:
+    said = '{"name": "key", "place": ["mat"]}'
+    expected = [codec.encode_completion_example("the key is", said)]
+    assert found_in({"prompt": "the key is", "completion": said}, codec).examples == expected
+    assert found_in({**LANGFUSE, "input": "the key is", "output": said}, codec).examples == expected
+
+
+def test_calls_are_written_as_the_template_writes_them(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}CALL "
+        "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    codec = TextCodec.load(str(write_model_directory(tmp_path)), chat_template=template)
+    result = {"role": "tool", "tool_call_id": "c1", "content": "a key"}
+    turns = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result, SAY]
+    openai = found_in({"messages": turns}, codec).examples
+    assert [codec.decode(each.token_ids[each.prompt_length :]) for each in openai] == [
+        'CALL look {"where": "mat"}<|end|>', "Under the mat.<|end|>",
+    ]  # fmt: skip
+    use = [{"type": "thinking", "thinking": "hm", "signature": ""},
+           {"type": "tool_use", "id": "c1", "name": "look", "input": {"where": "mat"}}]  # fmt: skip
+    back = [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "a key"}]}]
+    asked = {**CLAUDE, "system": None, "messages": [ASK]}
+    one = found_in({"request": asked, "response": {**CLAUDE_SAYS, "content": use}}, codec).examples
+    asked["messages"] = [ASK, {"role": "assistant", "content": use}, {"role": "user", "content": back}]
+    two = found_in({"request": asked, "response": CLAUDE_SAYS}, codec).examples
+    assert [*one, *two] == openai
+
+
+def test_claudes_batches_are_joined_and_their_tools_are_known(tmp_path: Path, codec: TextCodec) -> None:
+    request = {"custom_id": "a", "params": CLAUDE}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(request) + "\n")
+    result = {"custom_id": "a", "result": {"type": "succeeded", "message": CLAUDE_SAYS}}
+    (tmp_path / "results.jsonl").write_text(json.dumps(result) + "\n")
+    (joined,) = read_sources(find_sources([str(tmp_path)]), lambda num_bytes: None)
+    assert examples_of(joined, codec).examples == codec.encode_chat_examples([SYSTEM, ASK, SAY])
+    tool = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+    (exchange,) = exchanges.exchanges_of({"request": {**CLAUDE, "tools": [tool]}, "response": CLAUDE_SAYS}) or []
+    assert exchange.tools == [
+        {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+    ]
+
+
+def test_other_names_reach_into_records(codec: TextCodec) -> None:
+    line = {"call": {"asked": [ASK], "answers": [{"said": "Under the mat."}]}}
+    fields = FieldNames.parse(["messages=call.asked", "completion=call.answers.0.said"])
+    assert found_in(line, codec, fields).examples == codec.encode_chat_examples([ASK, SAY])
+
+
+def test_a_build_says_what_records_lack_and_a_table_holds_what_lines_hold(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    lines = [{"custom_id": str(n), "response": {"body": CHOICES}} for n in range(5)] + [UNANSWERED["batch, failed"]]
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--tokenizer", str(model), "--out", str(tmp_path / "warm")]
+    assert main(["build", str(tmp_path / "out.jsonl"), *options]) == 0
+    said = capsys.readouterr().out
+    assert "5 of 6 records had no prompt" in said and "1 of 6 records had no answer" in said
+    assert main(["build", str(tmp_path / "out.jsonl"), *options, "--force", "--quiet"]) == 0
+    rows = [{"messages": json.dumps([ASK]), "response": json.dumps(CHOICES), "spend": 0.1}] * 3
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "spend.parquet")
+    assert main(["build", str(tmp_path / "spend.parquet"), *options, "--force"]) == 0
+    assert "3 records, namespace default\n" in capsys.readouterr().out
+    (tmp_path / "asked.jsonl").write_text(json.dumps(UNANSWERED["a question"]) + "\n")
+    assert main(["build", str(tmp_path / "asked.jsonl"), *options, "--force"]) == 2
+    assert "1 of 1 records say no answer" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "asked.jsonl"), "--tokenizer", str(model)]) == 2
+    assert "hold no answer" in capsys.readouterr().err
+
+
+KEYS = sorted({*record.COLUMNS, *exchanges.ASKED, *exchanges.SAID, "role", "content", "choices", "message", "text",
+               "tool_calls", "function_call", "name", "arguments", "author", "parts", "parent", "children", "sender",
+               "from", "value", "custom_id", "log"})  # fmt: skip
+LEAVES = st.sampled_from([None, True, 0, 3, -1.5, "", "a", "user", "assistant", "{}", "[]", '{"role": "user"}',
+                          '[{"a":1}]', "tool_use", "tool_result", "message", "function_call", "vllm"])  # fmt: skip
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
+def test_any_record_is_understood_or_refused(codec: TextCodec, line: dict[str, Any]) -> None:
+    try:
+        found = found_in(line, codec)
+    except InputError as error:
+        assert str(error).startswith("log:1")
+        return
+    assert found.has_answer == bool(found.examples) or isinstance(found.examples[0], Example)
+    assert all(0 <= each.prompt_length <= len(each.token_ids) for each in found.examples)
