@@ -11,9 +11,8 @@ from typing import Any
 from server.tools.formats import JSON
 from server.tools.functions import Functions
 from server.tools.harmony import CHANNEL, CONSTRAIN, MESSAGE
+from ssd.text.json_schema import JSON_OPTIONS, closed
 
-_WHITE_SPACE = r"[\x20\n\r\t]{1,40}"
-"""What may stand between two tokens of JSON; without a bound small models write it for ever."""
 _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const"})
 """Keywords of a string's schema that a string without quotation marks can be held to."""
 
@@ -163,7 +162,7 @@ def _text(text: str, special: Mapping[str, int]) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}})
+    return "%json " + json.dumps({**closed(schema), "x-guidance": JSON_OPTIONS})
 
 
 def _tagged(
