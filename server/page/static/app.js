@@ -123,7 +123,7 @@ function showAsks() {
   find("asks").replaceChildren(...(asks.length < 2 ? [] : asks).map((answer) => {
     const bar = element("i");
     bar.style.setProperty("--share", answer.passes / most);
-    const text = `${count(answer.passes)} passes, ${answer.seconds.toFixed(2)} s`;
+    const text = `${count(answer.passes)} ${answer.passes === 1 ? "pass" : "passes"}, ${answer.seconds.toFixed(2)} s`;
     return element("li", "", element("span", "soft", `ask ${answer.number}, ${answer.kind}`), element("span", "bar", bar),
       element("span", "number", text));
   }));

@@ -67,7 +67,7 @@ function showSaved({ tokens, passes, since_s, pass_s }) {
   const share = Math.floor(100 * saved / Math.max(1, tokens));
   find("saved").replaceChildren(element("b", "", `${share}% of ${count(tokens)} passes saved`),
     element("span", "", ` and ${span(saved * pass_s)} of waiting, since the start ${span(since_s)} ago.`),
-    element("span", "soft", ` Without drafts each token is a pass; the time is at ${(1000 * pass_s).toPrecision(2)} ms a pass, `
+    element("span", "soft", ` Without drafts each token is a pass; the time is at ${(1000 * pass_s).toFixed(pass_s < 0.01 ? 1 : 0)} ms a pass, `
       + "the mean so far, added over all requests."));
 }
 
