@@ -1,4 +1,5 @@
 # make serve | quick | test | fuzz | bench | bench-vllm | bench-clients | lint: each sets up .venv in the checkout first.
+# make wheel: what `pip install` takes, into dist/.
 # make real-model | bench-real: a pretrained model under terms of its own, and what was measured on it.
 
 PYTHON ?= python3
@@ -7,6 +8,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 SERVES := $(VENV)/.serves
+TESTS := $(VENV)/.tests
 READY := $(VENV)/.ready
 PEERS := .venv-peers
 PEERS_READY := $(PEERS)/.ready
@@ -27,21 +29,33 @@ OTHERS := $(subst --tokenizer llama2-32k,,$(subst 60000,5000,$(CURVES)))
 CHAINS := --drafter llama-cpp --drafter vllm-ngram --drafter prompt-lookup-hf
 TREES := --drafter sglang --tree
 
-.PHONY: serve quick test kernels fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
+.PHONY: serve wheel quick test kernels fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 
-# Torch first and by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
+# Torch by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries. Python compiles
+# what is imported when it is; pip would compile all of it, which took as long as everything else.
+INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch==2.13.0 --editable
+
 $(SERVES): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[server,structured]'
+	$(INSTALL) '.[server,structured]'
 	touch $@
 
-$(READY): $(SERVES)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $@
+$(TESTS): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) '.[test]'
+	touch $(SERVES) $@
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) '.[dev]'
+	touch $(SERVES) $(TESTS) $@
 
 serve: $(SERVES)
 	exec $(BIN)/ssd-serve --port $(PORT) $(ARGS)
+
+wheel:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
 
 # One thread for each of JOBS processes.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
@@ -50,17 +64,18 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 quick: $(READY)
 	$(PYTEST) --quick
 
-# All but the tests marked slow; these too with ALL=1, which takes twice as long.
-test: $(READY)
-	$(MAKE) --no-print-directory --jobs=2 lint kernels
-	$(PYTEST) $(if $(ALL),--slow)
+# What the project promises, in four minutes (the files that tests/conftest.py names). With ALL=1 all there is, and the
+# linters: half an hour.
+test: $(if $(ALL),$(READY),$(TESTS))
+	$(MAKE) --no-print-directory --jobs=2 $(if $(ALL),lint) kernels
+	$(PYTEST) $(if $(ALL),--slow,--promises)
 
 # 5,000 requests made from our own description of the service, for a nightly run: a few minutes.
 fuzz: $(READY)
 	SSD_FUZZ_CASES=5000 $(BIN)/python -m pytest -s tests/hostile/test_openapi.py
 
 # Machine code of the kernels, once for all processes of the tests.
-kernels: $(READY)
+kernels: $(TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compile_ahead
 
 lint: $(READY)

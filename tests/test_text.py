@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ssd
+from ssd.bundled import MODEL_PATH
 from ssd.errors import ModelError, RequestError
 from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
@@ -419,3 +420,13 @@ def test_real_tokenizers_stream_what_they_decode(path: Path, data: st.DataObject
     whole = decoded_text(codec, ids)
     if "\ufffd" not in whole:
         assert streamed(codec, ids)[0] == whole
+
+
+@pytest.mark.parametrize(("knows", "role"), [(False, "system"), (True, "developer")])
+def test_a_developer_is_the_system_where_the_template_knows_no_other(knows: bool, role: str) -> None:
+    codec = TextCodec.load(str(MODEL_PATH))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + "{# developer #}" * knows
+    messages = [{"role": "developer", "content": "be brief"}, USER]
+    said = codec.decode(codec.encode_chat(messages, chat_template=template))
+    assert said.startswith(f"{role}: be brief")
+    assert messages[0]["role"] == "developer"

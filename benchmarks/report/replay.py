@@ -188,16 +188,16 @@ def gains_section(
     def add(what: str, against: str, ratio: float) -> None:
         lines.append(f"| {what} | {against} | {ratio:.2f}x |")
 
-    add(f"the same {again['requests']} greedy requests again, tokens/s", "speculation off", again["speedup_second"])
-    for run in growth["runs"]:
+    for run in sorted(growth["runs"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most people ask, first
         add(f"{_STREAMS[run['stream']]}, {run['sampling']}, last fifth", "speculation off", run["speedup_last"])
-    for row in coupled["rows"]:
-        if row["streams"] == _COUPLED_STREAMS and row["workload"] in ("asked again", "near-variants"):
-            what = f"coupled, {_COUPLED_STREAMS} streams, temperature {row['temperature']}: {row['workload']}"
-            add(what, "speculation off", row["coupled"]["over_off"][0])
     for row in overhead["rows"]:
         if row["traffic"] == "cold" and row["batch"] in (1, 8):
             add(f"nothing to gain, batch {row['batch']}, temperature 1", "speculation off", row["tokens_ratio_p50"])
+    add(f"the same {again['requests']} greedy requests again, tokens/s", "speculation off", again["speedup_second"])
+    for row in coupled["rows"]:
+        if row["streams"] == _COUPLED_STREAMS and row["workload"] in ("asked again", "near-variants"):
+            what = f"`--coupled-sampling {_COUPLED_STREAMS}`, temperature {row['temperature']}: {row['workload']}"
+            add(what, "speculation off", row["coupled"]["over_off"][0])
     of_v1 = [row for row in vllm["results"] if row.get("runner", "v1") == "v1"]
     rows = {(row["batch"], row["method"]): row["against_none"] for row in of_v1}
     for batch in (1, 8):

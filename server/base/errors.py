@@ -92,7 +92,8 @@ def anthropic_error_body(error: Exception) -> dict[str, Any]:
 
 def _noted(error: Exception) -> ApiError:
     found = as_api_error(error)
-    current_record().refusal = refusal_of(found.status, found.code) or "failed"
+    record = current_record()
+    record.refusal, record.param = refusal_of(found.status, found.code) or "failed", found.param
     return found
 
 
@@ -132,7 +133,8 @@ async def answer_error(_request: Request, error: Exception) -> Response:
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler for the framework's own refusals: an unknown path, a wrong method."""
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path:.200}"
+    what = "there is no such endpoint here, /docs lists those there are" if error.status_code == 404 else error.detail
+    message = f"{what}: {request.method} {request.url.path:.200}"
     response = error_response(ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response

@@ -30,6 +30,8 @@ class Record:
     """None while nothing was answered."""
     refusal: str | None = None
     """Why it was not served, or not to its end: one of a few words, see `refusal_of`."""
+    param: str | None = None
+    """The field at fault where a request was refused, as the client wrote it."""
     is_gone: bool = False
     """The client left before it had its answer."""
     is_stream: bool = False

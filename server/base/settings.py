@@ -73,6 +73,9 @@ class ServerSettings:
     allow_special_tokens: bool = False
     """Special tokens that messages spell out are control tokens; else they are text."""
 
+    ignore_unknown_fields: bool = False
+    """Fields of a request that nobody here knows are left unread; else they are refused."""
+
     tool_call_parser: str = "auto"
     """The format of the model's tool calls: a name of ``server.tools.formats``, "none", or "auto" by its template."""
 

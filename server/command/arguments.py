@@ -28,6 +28,7 @@ from server.command.options import (
     ToolOptions,
     read_adapters,
 )
+from server.observe.logs import tell
 from ssd.errors import ConfigError
 from ssd.sharing.connection import URL_VARIABLE
 
@@ -192,7 +193,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
     try:
         options = parsed(build_app(environment), words)
     except ConfigError as error:
-        print(f"ssd-serve: error: {error} (see ssd-serve --help)", file=sys.stderr)
+        tell("error", f"{error} (see ssd-serve --help)")
         sys.exit(2)
     if not isinstance(options, Options):
         sys.exit(0)  # it was help, or the version

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONFIG_OPTION = "--config"
-_SECRETS = {"api_key", "redis"}
 
 _NUMBER = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,18}))? ?([a-zA-Z]*)")
 _LETTERS = "kmgt"
@@ -142,9 +141,9 @@ def _read_file(path: Path, arguments: ArgumentCollection) -> None:
                 argument.append(token)
         except ValueError as error:
             raise ConfigError(f"{CONFIG_OPTION} {path}: {key}: {error}") from error
-    if _SECRETS & {str(key).replace("-", "_") for key in content} and path.stat().st_mode & (
-        stat.S_IRWXG | stat.S_IRWXO
-    ):
+    secrets = {str(key).replace("-", "_"): str(value) for key, value in content.items()}
+    has_secret = "api_key" in secrets or re.search("@|password=", secrets.get("redis", ""))
+    if has_secret and path.stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO):
         log.warning("%s %s holds a secret and may be read by other users: chmod 600 it", CONFIG_OPTION, path)
 
 

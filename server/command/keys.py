@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from server.observe.logs import tell
 from ssd.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     keys = checked_keys([line for line in lines if line and not line.startswith("#")], f"{FILE_OPTION} {path}")
     if not keys:
         raise ConfigError(f"{FILE_OPTION} {path} holds no key: write one a line, or leave the option out")
-    if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IWGRP | stat.S_IRWXO):
         log.warning("%s %s may be read by other users: chmod 600 it", FILE_OPTION, path)
     return keys
 
@@ -80,7 +81,7 @@ def hide_keys() -> None:
         return
     understood = bool(sys.executable) and whole[len(whole) - len(arguments) :] == arguments
     if not understood or sum(len(key) + 1 for key in keys) > _MOST_PIPED_BYTES:
-        print(f"ssd-serve: warning: {KEY_OPTION} shows in the process list: use {FILE_OPTION}", file=sys.stderr)
+        tell("warning", f"{KEY_OPTION} shows in the process list: use {FILE_OPTION}")
         return
     reader, writer = os.pipe()
     with os.fdopen(writer, "w", encoding="ascii") as pipe:

@@ -23,6 +23,7 @@ import uvicorn
 
 from server.base.settings import ServerSettings
 from server.command.options import NetworkOptions
+from server.observe.logs import Fields
 from server.running.engine_thread import Drained, Worker, WorkerState
 from ssd.errors import ConfigError
 
@@ -208,7 +209,7 @@ class HttpServer(uvicorn.Server):
         config: uvicorn.Config,
         worker: Worker,
         progress: Progress,
-        summary: Callable[[Engine], str],
+        summary: Callable[[Engine], dict[str, object]],
         address: str,
         shutdown_timeout_s: float,
     ) -> None:
@@ -249,7 +250,7 @@ class HttpServer(uvicorn.Server):
             self._announced = True
             gc.freeze()  # libraries and model stay: collections need not look at them again
             facts = self._summary(self._worker.engine)
-            log.info("ready after %.1f s: %s %s", self._progress.seconds, self._address, facts)
+            log.info(Fields(f"ready after {self._progress.seconds:.1f} s: {self._address}", **facts))
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

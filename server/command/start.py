@@ -38,7 +38,7 @@ from server.command.listen import (
 from server.command.options import API_KEY_VARIABLE, ModelOptions
 from server.endpoints.app import create_app
 from server.intake.connections import num_beyond, protocol_within
-from server.observe.logs import set_up_logging
+from server.observe.logs import set_up_logging, tell
 from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
 from server.tenants.opening import TenantSources, open_tenants
@@ -105,6 +105,7 @@ def make_settings(options: Options) -> ServerSettings:
         api_keys=service.api_keys,
         share_cache_across_keys=service.share_cache_across_keys,
         share_prefix_cache=service.share_prefix_cache,
+        ignore_unknown_fields=service.ignore_unknown_fields,
         allow_special_tokens=service.allow_special_tokens,
         tool_call_parser=options.tools.tool_call_parser,
         reasoning_parser=options.tools.reasoning_parser,
@@ -316,15 +317,15 @@ def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
 
 def summary_of(
     engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise_root: NoiseRoot | None
-) -> str:
-    """Model, device, slots, noise, cache, store and tenants, as ``name=value`` words."""
+) -> dict[str, object]:
+    """Model, device, slots, noise, cache, store and tenants, by name."""
     target = engine.target
-    facts: dict[str, object] = {
+    return {
         "model": settings.model,
         "adapters": len(settings.adapters) or "none",
         "class": type(target.model).__name__,
         "way": target.way.replace(" ", "-"),
-        "device": target.device,
+        "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "slots": target.num_slots,
         "context": engine.max_model_len,
@@ -333,7 +334,6 @@ def summary_of(
         **_drafting(engine, options),
         "tenants": num_tenants or "none",
     }
-    return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
 def _drafting(engine: Engine, options: Options) -> dict[str, object]:
@@ -348,7 +348,7 @@ def _drafting(engine: Engine, options: Options) -> dict[str, object]:
         "cache_tokens": spelled(cache.index.capacity_tokens),
         "cached": engine.caches.get().stats().num_tokens,
         "warm": len(options.cache.warm_directories) or "none",
-        "cache_dir": cache.directory or "none",
+        "cache_dir": str(cache.directory or "none"),
         "redis": "none" if cache.redis_url is None else address_of(cache.redis_url),
     }
 
@@ -427,7 +427,7 @@ def serve(
     address = url_of(listener, options.network)
     timeout_s = options.network.shutdown_timeout_s
 
-    def summary(engine: Engine) -> str:
+    def summary(engine: Engine) -> dict[str, object]:
         return summary_of(engine, options, settings, len(tenants.accounts()), loader.noise.root)
 
     server = HttpServer(config, worker, loader.progress, summary, address, timeout_s)
@@ -439,19 +439,23 @@ def serve(
         server.run(sockets=[listener])
     finally:
         watch.stop()
-        stopped = worker.stop(_CLOSE_S)
+        is_loading = worker.loaded_engine is None
+        stopped = worker.stop(0 if is_loading else _CLOSE_S)
         give_up(options.network)
     if worker.load_error is not None:
         return _refuse(worker.load_error)
     status = FAILED if worker.state is WorkerState.FAILED else OK
-    if (drained := server.drained) is not None:
+    if is_loading and status == OK:
+        log.info("stopped while loading")
+    elif (drained := server.drained) is not None:
         log.info(
             "stopped: %d requests in flight ended, %d were cut after %.1f s; what was learned is %s",
             drained.num_ended, drained.num_cut, drained.seconds, "sealed" if stopped else "still being sealed",
         )  # fmt: skip
     if not stopped:
         # The thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it.
-        log.warning("left before the engine had stopped")
+        if not is_loading:
+            log.warning("left before the engine had stopped")
         logging.shutdown()
         os._exit(status)
     return status
@@ -465,7 +469,5 @@ def _refuse(error: BaseException) -> int:
         message = f"not enough memory: {message}; lower --max-num-seqs, --max-model-len or --cache-tokens"
     elif not isinstance(error, SSDError):
         message = f"{type(error).__name__}: {message} (--log-level debug shows where)"
-    for handler in logging.getLogger().handlers:
-        handler.flush()  # what was logged before comes before
-    print(f"ssd-serve: error: {message}", file=sys.stderr)
+    tell("error", message)
     return UNUSABLE

@@ -75,7 +75,7 @@ class Service:
     async def read(self, request: Request, schema: type[B]) -> B:
         """The checked body of a request; raises RequestError, ApiError, QueueFull, or why there is no engine."""
         learns = may_learn(request.headers)
-        body = await self._read(request, lambda content: schema.parse(content, self.settings.limits))
+        body = await self._read(request, lambda content: self._parse(schema, content))
         if not learns:
             body.keep_out_of_cache()
         return body
@@ -86,9 +86,12 @@ class Service:
         def parse(content: Any) -> TokenizeTextBody | TokenizeChatBody:
             is_chat = isinstance(content, dict) and content.get("messages") is not None
             schema = TokenizeChatBody if is_chat else TokenizeTextBody
-            return schema.parse(content, self.settings.limits)
+            return self._parse(schema, content)
 
         return await self._read(request, parse)
+
+    def _parse(self, schema: type[B], content: Any) -> B:
+        return schema.parse(content, self.settings.limits, ignores_unknown=self.settings.ignore_unknown_fields)
 
     async def _read(self, request: Request, check: Callable[[Any], T]) -> T:
         context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done

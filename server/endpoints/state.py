@@ -1,4 +1,4 @@
-"""How the service is: /live, /health, /version, /metrics."""
+"""How the service is: /live, /health (/ping is another name of it), /version, /metrics."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def add_state(app: FastAPI, service: Service) -> None:
     async def live() -> dict[str, str]:
         return {"status": "ok"}
 
+    @app.head("/ping", include_in_schema=False)
+    @app.get("/ping", include_in_schema=False)
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:

@@ -12,7 +12,7 @@ from server.intake.connections import TOO_MANY
 from server.running.engine_thread import Worker
 from ssd.errors import QueueFull
 
-_ALWAYS = frozenset({"/live", "/health", "/version", "/metrics"})
+_ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
 """Whoever supervises the server is answered to the end."""
 _DISCARD_S = 1.0
 """A client that is refused may send its body for this long before it has the answer."""

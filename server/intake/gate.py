@@ -20,7 +20,7 @@ from server.tenants.registry import Tenants
 log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_OPEN_PATHS = frozenset({"/live", "/health", "/version", "/metrics", "/openapi.json"})
+_OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/version", "/metrics", "/openapi.json"})
 """Where there are keys, everything else needs one: an endpoint is closed until it is named here."""
 
 

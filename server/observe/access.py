@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
 
-PROBES = frozenset({"/live", "/health", "/metrics", "/page/stats"})
+PROBES = frozenset({"/live", "/health", "/ping", "/metrics", "/page/stats"})
 """Asked every few seconds by machines and open pages: where they say what they are for, their lines are at level
 DEBUG."""
 
@@ -26,6 +27,10 @@ _PROBED = frozenset({200, 503})
 """Ready, and not ready."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
+_FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]-]{0,63}")
+"""Names of fields; anything else may be a text."""
+_BEGINNING = re.compile(r"/(v1/)?[a-z_]{0,24}")
+"""What tells paths of other servers apart, and is too little for a key."""
 
 
 class HttpCounts:
@@ -106,7 +111,8 @@ class Access:
             if log.isEnabledFor(level):
                 account = tenant_of(scope)
                 tenant = None if account is None else account.name
-                log.log(level, access_fields(record, method, path, status, ended, tenant, ids))
+                asked = _BEGINNING.match(path_below_root(scope)) if path == "other" else None
+                log.log(level, access_fields(record, method, path, status, ended, tenant, ids, asked and asked[0]))
 
     def _path(self, scope: Scope) -> str:
         """The path as the application knows it, without what a client put in a place of its choice."""
@@ -127,13 +133,18 @@ def access_fields(
     ended_s: float,
     tenant: str | None,
     ids: tuple[str, str] | None,
+    asked: str | None = None,
 ) -> Fields:
-    """The access line. ``ids`` : of the trace and the span. ``tenant`` : its name, not its key."""
+    """The access line. ``ids`` : of the trace and the span. ``tenant`` : its name, not its key. ``asked`` : how a path
+    begins that is none of ours.
+    """
     given: dict[str, object] = {
         "request_id": record.request_id,
         "tenant": tenant,
         "total_s": ended_s - record.received_s,
         "reason": record.refusal,
+        "param": record.param if record.param is None or _FIELD.fullmatch(record.param) else "other",
+        "asked": asked,
         "disconnected": record.is_gone or None,
     }
     if ids is not None:

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from logging.handlers import QueueHandler
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, Literal, TextIO
 
@@ -57,6 +59,7 @@ class LaterHandler(QueueHandler):
         super().__init__(self._waiting)
         self.num_dropped = 0
         self._target = target
+        self.is_json = isinstance(target.formatter, JsonFormatter)
         self._most = most_waiting
         self._num_told = 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -165,6 +168,34 @@ def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) ->
         logging.getLogger(name).setLevel(least)
     logging.captureWarnings(True)
     return handler
+
+
+def wants_json(words: Sequence[str]) -> bool:
+    """Whether lines are to be JSON, before options are read: by the command line, or by the file that it names."""
+    given = _GIVEN.findall("\n".join(words))
+    for name, value in reversed(given):
+        if name == "log-format":
+            return bool(value == "json")
+    try:
+        return any(_FILED.search(Path(value).read_text(encoding="utf-8")) for _, value in given)
+    except (OSError, ValueError):
+        return False
+
+
+_GIVEN = re.compile(r"^--(log-format|config)[=\n](.+)$", re.MULTILINE)
+_FILED = re.compile(r"""^\s*["']?log[-_]format["']?\s*[:=]\s*["']?json\b""", re.MULTILINE)
+
+
+def tell(kind: str, message: str) -> None:
+    """Say what a start came to: a line of the log where that is JSON, else plain. ``kind`` : "error" or "warning"."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, LaterHandler)]
+    is_json = any(handler.is_json for handler in handlers)
+    if is_json:
+        logging.getLogger("server.command").log(getattr(logging, kind.upper()), message)
+    for handler in handlers:
+        handler.flush()  # what was logged before comes before
+    if not is_json:
+        print(f"ssd-serve: {kind}: {message}", file=sys.stderr)
 
 
 def num_dropped_lines() -> int:

@@ -15,7 +15,8 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
     """Counters that only grow, but for what runs and waits and the sizes of caches; without an engine the state alone.
 
     ``account`` : who asks. A tenant sees the sizes of its own cache alone, the operator all of them, as metrics do.
-    "time_s" is of a clock that never goes back, to divide differences by. O(sources + segments of all namespaces).
+    "time_s" is of a clock that never goes back, to divide differences by; "since_s" is the age of the service, "pass_s"
+    the mean time between two passes of a request. O(sources + segments of all namespaces).
     """
     found: dict[str, Any] = {
         "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
@@ -24,7 +25,11 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
     if engine is None:
         return found
     counts = engine.metrics
+    waited = counts.histograms.inter_token
     found |= {
+        "since_s": max(0.0, time.time() - settings.created),
+        "pass_s": waited.total / num_waits if (num_waits := sum(waited.counts)) else None,
+        "has_chat": engine.codec.chat_template() is not None,
         "max_model_len": engine.max_model_len,
         "is_drafting": engine.is_drafting,
         "running": counts.num_running,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from server.base.limits import Limits
 from server.schema.counts import require_counts
 from server.schema.fields import honoured_fields
-from server.schema.parts import UNKNOWN_FIELD
+from server.schema.parts import UNKNOWN_FIELD, meant
 from ssd.errors import RequestError, shown
 
 _DEFAULT_LIMITS = Limits()
@@ -24,17 +24,20 @@ class Body(BaseModel):
     model: str | None = Field(default=None, max_length=1024)
 
     @classmethod
-    def parse(cls, content: Any, limits: Limits = _DEFAULT_LIMITS) -> Self:
+    def parse(cls, content: Any, limits: Limits = _DEFAULT_LIMITS, *, ignores_unknown: bool = False) -> Self:
         """Validate decoded JSON; raises RequestError with the field at fault as ``param``.
 
+        ``ignores_unknown`` : fields of the body that no schema knows are left unread. Those of its parts are refused.
         Takes milliseconds for the largest body within ``limits``, whatever is wrong in it: one mistake is looked for.
         """
         if not isinstance(content, dict):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
         fields = cls.honoured(content)
-        unknown = next((name for name in fields if name not in cls.model_fields), None)
-        if unknown is not None:  # before anything else, since it explains other mistakes
-            raise _unknown_field(unknown)
+        unknown = [name for name in fields if name not in cls.model_fields]
+        if unknown and not ignores_unknown:  # before anything else, since it explains other mistakes
+            raise _unknown_field(unknown[0], meant(unknown[0], cls.model_fields))
+        for name in unknown:
+            del fields[name]
         require_counts(fields, limits)
         try:
             body = cls.model_validate(fields)
@@ -55,8 +58,9 @@ class Body(BaseModel):
         """Raises RequestError for what can be measured only now."""
 
 
-def _unknown_field(name: str) -> RequestError:
-    return RequestError(f"unknown field {shown(name)}: remove it, or check its spelling", param=name[:128])
+def _unknown_field(name: str, near: str | None) -> RequestError:
+    advice = "remove it, or check its spelling" if near is None else f"did you mean {near}?"
+    return RequestError(f"unknown field {shown(name)}: {advice}", param=name[:128])
 
 
 def _request_error(error: ValidationError) -> RequestError:
@@ -68,7 +72,7 @@ def _request_error(error: ValidationError) -> RequestError:
     # A union's branches are part of pydantic's location; the client knows the field only.
     param = str(first["loc"][0]) if first["loc"] else None
     if unknown:
-        return _unknown_field(f"{name}.{first['ctx']['name']}")
+        return _unknown_field(f"{name}.{first['ctx']['name']}", first["ctx"]["near"])
     if first["type"] == "missing":
         return RequestError(f"the field {name!r} is required", param=param)
     return RequestError(f"{param}: {first['msg']:.500}", param=param)

@@ -55,7 +55,7 @@ def read_rules(path: Path) -> RulesFile:
     if len(content) > _MOST_BYTES:
         raise ConfigError(f"{OPTION} {path} is longer than {_MOST_BYTES} bytes")
     rules = parse_rules(content, f"{OPTION} {path}")
-    if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IWGRP | stat.S_IRWXO):
         log.warning("%s %s may be read by other users: chmod 600 it", OPTION, path)
     return rules
 

@@ -62,7 +62,7 @@ def _read(path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.ope
             mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise ConfigError(f"{OPTION} {path} cannot be read: {error.strerror}") from error
-    if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
         log.warning("%s may be read by other users: chmod 600 it", path)
     return content.strip()
 

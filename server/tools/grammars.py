@@ -14,9 +14,8 @@ from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
 from server.tools.readers import Written
 from server.tools.reasoning import begins_inside
 from server.tools.values import Functions
+from ssd.text.json_schema import JSON_OPTIONS, closed
 
-_WHITE_SPACE = r"[\x20\n\r\t]{1,40}"
-"""What may stand between two tokens of JSON; without a bound small models write it for ever."""
 _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const"})
 """Keywords of a string's schema that a string without quotation marks can be held to."""
 _ANYTHING = "/(?s:.*)/"
@@ -90,7 +89,7 @@ def _text(text: str, special: Mapping[str, int]) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}})
+    return "%json " + json.dumps({**closed(schema), "x-guidance": JSON_OPTIONS})
 
 
 def _tagged(

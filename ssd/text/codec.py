@@ -151,6 +151,9 @@ class TextCodec:
         try:
             with self._lock:
                 template = self._tokenizer.get_chat_template(chat_template, kwargs.get("tools"))
+                if "developer" not in template:  # it knows no such role: this is what it is elsewhere
+                    for message in normalized:
+                        message["role"] = "system" if message["role"] == "developer" else message["role"]
                 if tools_in_words:
                     tools = kwargs.pop("tools", ())
                     normalized = in_words(normalized, tools, has_system=self._takes_system(template))

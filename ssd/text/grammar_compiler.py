@@ -22,6 +22,7 @@ from ssd.errors import RequestError, first_line, shown
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState, MaskThreads
 from ssd.text.grammar_memory import MOST_GRAMMAR_BYTES, Compiled, GrammarMemory, Weight, allocated_bytes
+from ssd.text.json_schema import JSON_OPTIONS, closed
 
 INSTALL = "pip install 'ssd-serving[structured]'"
 
@@ -40,8 +41,6 @@ _MOST_PARSER_STATES = 2000
 # counts up to the digits of a multiple (999983 took 22 s and 350 MB).
 _MOST_PAIRS = 1 << 16
 _MOST_MULTIPLE = 10_000
-# Enough to indent with. Without a bound small models write white space between two tokens for ever.
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\n\r\t]{1,40}"}
 
 
 def expected_cost(output: StructuredOutput) -> int:
@@ -183,10 +182,10 @@ def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
     """In llguidance's own form; raises ValueError where the source is malformed."""
     grammar: str
     if output.kind == "json_object":
-        grammar = matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+        grammar = matcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
     elif output.kind == "json_schema":
         _require_moderate(output.source)
-        grammar = matcher.grammar_from_json_schema(output.source, overrides=_JSON_OPTIONS)
+        grammar = matcher.grammar_from_json_schema(_closed(output.source), overrides=JSON_OPTIONS)
     elif output.kind == "regex":
         grammar = matcher.grammar_from_regex(output.source)
     elif output.kind == "choice":
@@ -204,6 +203,14 @@ def _grammar_of(output: StructuredOutput, matcher: Any) -> str:
             _require_moderate(output.source[embedded.end() :])
         grammar = matcher.grammar_from_lark(output.source)
     return grammar
+
+
+def _closed(source: str) -> str:
+    """See `closed`; what is no JSON, or too deep for us, is left to the compiler."""
+    try:
+        return json.dumps(closed(json.loads(source)))
+    except (ValueError, RecursionError):
+        return source
 
 
 _JSON_IN_LARK = re.compile(r"%json\s*(?=[{\[])")

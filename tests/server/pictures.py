@@ -1,4 +1,4 @@
-"""The pictures of docs/page.md, taken of a real server with the bundled model: ``python -m tests.server.pictures``."""
+"""The pictures of README and docs/page.md, taken of a real server with the bundled model: ``python -m tests.server.pictures``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from tests.waiting import wait_until
 
 _PLACE = Path(__file__).parents[2] / "docs" / "pictures"
 _SEALED_AFTER_S = 6.0
+_CALL = 2
+"""The example that calls a tool."""
 
 _ASKED_BEFORE = (
     "class Queue:\n    def put(self, item):\n",
@@ -47,6 +49,11 @@ def _take(page: Page, name: str) -> None:
     few.save(_PLACE / f"{name}.png", optimize=True)
 
 
+def _choose(page: Page, mode: str) -> None:
+    wait_until(lambda: page.script("return document.querySelector('input[value=chat]').checked"))
+    page.script(f"document.querySelector('input[value={mode}]').click()")
+
+
 def _rest(page: Page) -> None:
     """Nothing is pointed at, nothing has the focus."""
     page.script("document.activeElement.blur(); scrollTo(0, 0)")
@@ -54,7 +61,7 @@ def _rest(page: Page) -> None:
 
 
 def main() -> None:
-    """Ask, some of it long ago, and take the page in light, in dark and on a phone."""
+    """Ask, some of it long ago, and take the page in light, in dark, with an agent's call, and on a phone."""
     _PLACE.mkdir(exist_ok=True)
     with serving(_load, model=str(MODEL_PATH), model_names=("ssd-bundled",)) as server, chromium() as page:
         page.open(server.url, height=880)
@@ -63,6 +70,7 @@ def main() -> None:
             time.sleep(1)
         time.sleep(2 * _SEALED_AFTER_S)
         greedy_completion(server.port, prompt=_ASKED_LATELY, max_tokens=220)
+        _choose(page, "completion")
         page["prompt"].send_keys(_ASKED)
         page["run"].click()
         page.wait_for_answer()
@@ -77,8 +85,18 @@ def main() -> None:
         time.sleep(2)
         _rest(page)
         _take(page, "page-dark")
+        page.open(server.url, height=1000)
+        page.all(".example")[_CALL].click()
+        page.wait_for_answer()
+        for number in (2, 3):
+            page["again"].click()
+            wait_until(lambda number=number: len(page.all("#asks li")) == number)  # type: ignore[misc]
+        time.sleep(2)
+        page.resize(1280, 1000)
+        _rest(page)
+        _take(page, "agent-loop")
         page.open(server.url, width=390, height=844)
-        page.script("document.querySelector('input[value=chat]').click()")
+        _choose(page, "chat")
         page["prompt"].send_keys("Return the base name of a path.")
         page["run"].click()
         page.wait_for_answer()

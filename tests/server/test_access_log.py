@@ -137,6 +137,15 @@ def test_refused_requests_say_why_and_are_counted(
     assert (line["status"], line["reason"]) == (status, reason)
     assert line["path"] in ("/v1/completions", "/v1/models", "other")
     assert refusals(server)[reason] == before + 1
+    assert line.get("param") == {"invalid": "n"}.get(reason, "model" if "model" in body else line.get("param"))
+    assert line.get("asked") == ("/nothing" if path.startswith("/nothing") else None)
+
+
+def test_a_line_holds_no_field_and_no_path_that_may_be_a_text(server: RunningServer, log: Log) -> None:
+    assert send(server, "odd-field", {"prompt": "a", "my secret": 1}) == 400
+    assert log.of("odd-field")["param"] == "other"
+    assert send(server, "odd-path", {}, path="/v1/Sk-SECRET") == 404
+    assert log.of("odd-path")["asked"] == "/v1/"
 
 
 def refusals(server: RunningServer) -> dict[str, int]:

@@ -180,6 +180,20 @@ def test_a_file_with_a_key_is_for_its_owner_alone(tmp_path: Path, caplog: pytest
     assert "chmod 600" in caplog.text and "sesame" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("url", "mode", "warns"),
+    [("redis://cache:6379/0", 0o644, False), ("redis://:p@cache/0", 0o644, True), ("redis://:p@cache/0", 0o440, False)],
+)
+def test_a_file_without_a_secret_or_for_its_group_is_no_alarm(
+    url: str, mode: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"redis: {url}\n")
+    path.chmod(mode)
+    parse("--config", str(path))
+    assert ("chmod 600" in caplog.text) is warns
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("# nothing yet\n")

@@ -147,6 +147,8 @@ def test_a_file_holds_a_key_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
     path.write_text("# who: alice\nfirst\n\n  second#2  \n")
     path.chmod(0o600)
     assert read_key_file(path) == ("first", "second#2")
+    path.chmod(0o440)  # as Kubernetes mounts a secret
+    assert read_key_file(path) == ("first", "second#2")
     assert not caplog.records
     path.chmod(0o644)
     with caplog.at_level(logging.WARNING):

@@ -24,8 +24,8 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="no chromium with chromedriver here")
 
 PROMPT = test_page.PROMPT
-TAUGHT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n"
-"""The second example of the page."""
+CODE = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
+"""How the last example of the page begins."""
 QUESTION = "Return True if the path is a directory."
 
 
@@ -33,8 +33,7 @@ QUESTION = "Return True if the path is a directory."
 def server() -> Iterator[RunningServer]:
     """It has said before what it is asked for here: drafts are made where they pay, and then they do on any machine."""
     with serving(load_bundled, model=str(MODEL_PATH)) as running:
-        for prompt in (PROMPT, TAUGHT):
-            post(running.port, "/v1/completions", {"prompt": prompt, "max_tokens": 220, "temperature": 0, "seed": 0})
+        post(running.port, "/v1/completions", {"prompt": PROMPT, "max_tokens": 220, "temperature": 0, "seed": 0})
         yield running
 
 
@@ -47,11 +46,18 @@ def browser() -> Iterator[Page]:
 @pytest.fixture
 def page(browser: Page, server: RunningServer) -> Iterator[Page]:
     """The page of the server, about which the browser must have nothing to say, and which asks nobody else."""
-    browser.open(server.url)
+    open_page(browser, server)
     yield browser
     assert browser.complaints() == []
     asked = browser.script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert asked and all(name.startswith(f"{server.url}/") for name in asked)
+
+
+def open_page(browser: Page, server: RunningServer, **window: Any) -> None:
+    """With completions in place of the chat that comes first where a model has a template."""
+    browser.open(server.url, **window)
+    wait_until(lambda: browser.script("return document.querySelector('input[value=chat]').checked"))
+    browser.script("document.querySelector('input[value=completion]').click()")
 
 
 def ask_for(page: Page, prompt: str, max_tokens: int = 120) -> str:
@@ -106,8 +112,36 @@ def test_asking_again_takes_fewer_passes_and_says_so(page: Page) -> None:
     page["again"].click()
     wait_until(lambda: len(page.all("#asks li")) == 2)
     assert figures(page, "passes")[0] < first
-    assert [row.text.split("\n")[0] for row in page.all("#asks li")] == ["ask 1", "ask 2"]
-    assert not page["hint"].is_displayed()
+    assert [row.text.split("\n")[0] for row in page.all("#asks li")] == ["ask 1, greedy", "ask 2, greedy"]
+    assert page["hint"].text == "Greedy and asked before: the best case."
+    assert not page["same"].is_displayed()
+
+
+def test_asking_again_draws_a_new_seed_and_the_same_one_where_that_is_said(page: Page) -> None:
+    page.script("document.getElementById('temperature').value = 0.8")
+    ask_for(page, PROMPT, 40)
+    answers = [shown(page)[0]]
+    for number, button in enumerate(("again", "same"), 2):
+        page[button].click()
+        wait_until(lambda number=number: len(page.all("#asks li")) == number)  # type: ignore[misc]
+        answers.append(shown(page)[0])
+    assert answers[0] != answers[1] == answers[2]
+    rows = [row.text.split("\n")[0] for row in page.all("#asks li")]
+    assert rows == ["ask 1, new seed", "ask 2, new seed", "ask 3, same seed"]
+    assert "only clients that send their seeds" in page["hint"].text
+
+
+def test_what_was_saved_is_there_before_anything_is_asked_here(page: Page, server: RunningServer) -> None:
+    post(server.port, "/v1/completions", {"prompt": PROMPT, "max_tokens": 220, "temperature": 0, "seed": 0})
+    wait_until(lambda: page["saved"].is_displayed())
+    found = get(server.port, "/page/stats").json
+    share = int(100 * (found["tokens"] - found["passes"]) / found["tokens"])
+    said = rf"{share}% of {found['tokens']:,} passes saved and \d+ (s|min) of waiting, since the start .* ms a pass.*"
+    assert re.fullmatch(said, page["saved"].text)
+    shares = page.script(
+        "return [...document.querySelectorAll('#sources .rate')].map(each => parseFloat(each.textContent))"
+    )
+    assert abs(sum(shares) - 100) < 3
 
 
 def test_both_lanes_draw_with_a_seed_that_is_another_at_each_run_unless_it_is_given(page: Page) -> None:
@@ -143,11 +177,21 @@ def test_a_conversation_goes_on(page: Page, server: RunningServer) -> None:
 
 
 def test_examples_show_accepted_drafts(page: Page) -> None:
-    page.all(".example")[1].click()
-    assert "fewer passes, the same" in page.wait_for_answer()
-    assert page["prompt"].get_attribute("value") == TAUGHT
+    page.all(".example")[3].click()
+    page.wait_for_answer()
+    page["again"].click()
+    wait_until(lambda: len(page.all("#asks li")) == 2)
+    assert "fewer passes, the same" in page["verdict"].text
+    assert str(page["prompt"].get_attribute("value")).startswith(CODE)
     assert len(page.all("#lanes .t")) > 40
     assert not page["empty"].is_displayed()
+
+
+def test_an_example_calls_a_tool(page: Page) -> None:
+    page.all(".example")[2].click()
+    assert "the same" in page.wait_for_answer()
+    assert '"name": "read_file"' in shown(page)[0] and shown(page)[0] == shown(page)[1]
+    assert page.script("return document.querySelector('input[value=chat]').checked")
 
 
 def test_everything_can_be_done_by_keyboard(page: Page) -> None:
@@ -187,7 +231,7 @@ def test_every_control_has_a_name(page: Page) -> None:
 
 @pytest.mark.parametrize("width", [320, 390])
 def test_a_phone_sees_all_of_it_without_scrolling_sideways(browser: Page, server: RunningServer, width: int) -> None:
-    browser.open(server.url, width=width, height=844)
+    open_page(browser, server, width=width, height=844)
     ask_for(browser, PROMPT)
     assert browser.script("return document.documentElement.scrollWidth") <= width
     assert browser.script("return Math.max(...[...document.querySelectorAll('.lane')].map(l => l.offsetWidth))") > 280
@@ -241,7 +285,7 @@ def contrast(one: float, other: float) -> float:
 
 
 def test_errors_are_shown_as_the_api_words_them(browser: Page, server: RunningServer) -> None:
-    browser.open(server.url)
+    open_page(browser, server)
     ask_for(browser, PROMPT, max_tokens=100_000)
     body = {"prompt": PROMPT, "max_tokens": 100_000, "temperature": 0, "seed": 0}
     refused = post(server.port, "/v1/completions", body)
@@ -311,6 +355,9 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Page) -> None:
         browser.open(running.url)
         wait_until(lambda: browser["state"].text == "key needed")
         assert browser["key-form"].is_displayed()
+        browser["key"].send_keys("wrong", Keys.ENTER)
+        wait_until(lambda: browser["key-error"].text == "That key is not known here.")
+        browser["key"].clear()
         browser["key"].send_keys("secret", Keys.ENTER)
         wait_until(lambda: browser["state"].text == "ready")
         assert "the same 3 tokens" in ask_for(browser, "abc", max_tokens=3)

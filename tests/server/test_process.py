@@ -221,11 +221,30 @@ def test_requests_are_cut_after_the_timeout_or_at_a_second_signal(arguments: tup
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_loading_ends_with_status_0(number: signal.Signals) -> None:
+def test_a_signal_while_loading_ends_at_once_with_status_0(number: signal.Signals) -> None:
     with running(*SMALL) as (process, port):
         wait_until(lambda: answers(port, "/live"), START_S)
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("arguments", [("--wram", "x"), ("--warm", "nowhere"), ()])
+def test_every_line_of_a_json_log_is_json(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("log-format: json\napi-key: sesame\n")
+    config.chmod(0o644)  # a warning, before anything else is known
+    command = [sys.executable, "-m", "server", "--port", "0", *SMALL, "--config", str(config), *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(json.loads(line))
+            if lines[-1]["message"].startswith("loading"):
+                process.terminate()
+    assert process.returncode == (2 if arguments else 0)
+    assert "chmod 600" in lines[0]["message"]
+    assert lines[-1]["level"] == ("error" if arguments else "info")
+    assert arguments[:1] == () or arguments[0].strip("-") in lines[-1]["message"]
 
 
 def test_a_hang_up_keeps_what_was_learned_and_nohup_is_heard(tmp_path: Path) -> None:

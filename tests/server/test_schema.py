@@ -287,3 +287,27 @@ def test_tools_and_documents_reach_the_template() -> None:
         use = ChatBody.parse({**fields, "tool_choice": choice}).tool_use()
         assert use is not None
         assert ([function.name for function in use.functions], use.mode) == (["g"], "required")
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"repeat_penalty": 1.1}, "unknown field 'repeat_penalty': did you mean repetition_penalty?"),
+        ({"maxtokens": 1}, "unknown field 'maxtokens': did you mean max_tokens?"),
+        ({"grammar": ""}, "unknown field 'grammar': remove it, or check its spelling"),
+        ({"stream_options": {"include_usages": True}}, "include_usages': did you mean include_usage?"),
+    ],
+)
+def test_a_field_that_is_not_known_is_refused_with_the_one_that_may_be_meant(field: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        ChatBody.parse({"messages": [{"role": "user", "content": "a"}], **field})
+    assert said in str(refused.value)
+
+
+def test_fields_that_are_not_known_are_left_unread_where_that_was_asked_for() -> None:
+    content = {"messages": [{"role": "user", "content": "a"}], "cache_prompt": True, "top_a": 0, "max_tokens": 7}
+    assert ChatBody.parse(content, ignores_unknown=True).max_tokens == 7
+    with pytest.raises(RequestError, match="max_tokens"):
+        ChatBody.parse({**content, "max_tokens": "many"}, ignores_unknown=True)
+    with pytest.raises(RequestError, match="suffix"):
+        ChatBody.parse({**content, "suffix": "b"}, ignores_unknown=True)

@@ -10,7 +10,8 @@ export class ApiError extends Error {
 }
 
 export function setKey(key) {
-  sessionStorage.setItem(KEY, key);
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
 }
 
 function headers() {

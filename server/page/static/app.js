@@ -1,6 +1,6 @@
 // The playground: what is asked, in which lanes it runs, and what came of it.
 
-import { setKey } from "./api.js";
+import { setKey, stats } from "./api.js";
 import { EXAMPLES } from "./examples.js";
 import { Lane } from "./lane.js";
 import { watch } from "./panels.js";
@@ -13,6 +13,8 @@ const find = (id) => document.getElementById(id);
 const prompt = find("prompt"), verdict = find("verdict"), error = find("error");
 let messages = []; // of the conversation so far
 let asked = null; // the request that ran last, without what tells the lanes apart
+let drawn = null; // the seed that was drawn for it; null where it has its own, or needs none
+let extra = {}; // what an example asks for beside its prompt
 let asks = []; // what came of it, each time
 let stop = null;
 
@@ -22,6 +24,7 @@ function request() {
   const chat = mode() === "chat";
   const number = (id) => (find(id).value === "" ? undefined : Number(find(id).value));
   const body = {
+    ...extra,
     max_tokens: number("max-tokens"),
     temperature: number("temperature"),
     seed: number("seed"),
@@ -34,17 +37,19 @@ function request() {
   return { chat, path: chat ? "v1/chat/completions" : "v1/completions", body };
 }
 
-async function run(next) {
+/** `seed` : one that was drawn before, to draw the same again. */
+async function run(next, seed = null) {
   if (stop) return;
-  // Two lanes that draw need one seed between them; one lane alone is drawn as any request without a seed is.
-  if (next.body.seed === undefined && next.body.temperature !== 0 && find("race").checked) {
-    next = { ...next, body: { ...next.body, seed: Math.floor(Math.random() * 2 ** 31) } };
-  }
   const isAgain = JSON.stringify(next) === JSON.stringify(asked);
+  // Two lanes that draw need one seed between them; one lane alone is drawn as any request without a seed is.
+  const draws = next.body.seed === undefined && next.body.temperature !== 0;
+  drawn = !draws || !find("race").checked ? null : seed ?? Math.floor(Math.random() * 2 ** 31);
+  const kind = draws ? (seed === null ? "new seed" : "same seed") : next.body.temperature === 0 ? "greedy" : "your seed";
   asked = next;
+  if (drawn !== null) next = { ...next, body: { ...next.body, seed: drawn } };
   if (!isAgain) asks = [];
   error.hidden = find("empty").hidden = true;
-  find("outcome").hidden = find("again").hidden = false;
+  find("outcome").hidden = false;
   showAsks();
   say("Running", "soft");
   if (next.chat) showMessages(next.body.messages);
@@ -52,22 +57,23 @@ async function run(next) {
   const lanes = [new Lane("With drafts", "Point at a draft, or use the arrow keys, to see where it came from.")];
   const bodies = [next.body];
   if (find("race").checked) {
-    lanes.push(new Lane("Without", "Every token is a pass of its own."));
+    lanes.push(new Lane("Without", "Every token is a pass of its own. Both run at once, in one batch: compare passes, not seconds."));
     bodies.push({ ...next.body, num_speculative_tokens: 0 });
   }
   find("lanes").replaceChildren(...lanes.map((lane) => lane.element));
   stop = new AbortController();
-  find("run").disabled = find("again").disabled = true;
+  find("run").disabled = find("again").disabled = find("same").disabled = true;
   find("stop").hidden = false;
   const ended = await Promise.allSettled(lanes.map((lane, i) => lane.run(next.path, bodies[i], stop.signal)));
   const stopped = stop.signal.aborted;
   stop = null;
-  find("run").disabled = find("again").disabled = false;
+  find("run").disabled = find("again").disabled = find("same").disabled = false;
+  find("same").hidden = drawn === null;
   find("stop").hidden = true;
   const failed = ended.find((end) => end.status === "rejected");
   if (stopped) say("Stopped.");
   else if (failed) complain(failed.reason);
-  else conclude(...ended.map((end) => end.value));
+  else conclude(kind, ...ended.map((end) => end.value));
   if (next.chat && !asks.length) takeBack(next.body.messages);
 }
 
@@ -83,7 +89,14 @@ function complain(reason) {
   if (reason.status === 401) find("key-form").hidden = false;
 }
 
-function conclude(drafted, plain) {
+const HINTS = {
+  greedy: ["Greedy: the likeliest token each time. It is learned now, so ask again.", "Greedy and asked before: the best case."],
+  "new seed": ["Sampled, as most clients ask. Again draws another answer.", "Another seed, another answer: what clients get."],
+  "same seed": ["", "The same seed gives the same answer: only clients that send their seeds see this."],
+  "your seed": ["Sampled with your seed. It is learned now, so ask again.", "Your seed again: the same answer, asked before."],
+};
+
+function conclude(kind, drafted, plain) {
   const tokens = `${count(drafted.tokens.length)} token${drafted.tokens.length === 1 ? "" : "s"}`;
   if (!plain) {
     const perPass = (drafted.tokens.length / Math.max(1, drafted.passes)).toFixed(1);
@@ -97,19 +110,21 @@ function conclude(drafted, plain) {
     if (!isSame) say(`The outputs differ from token ${count(firstOther)} on.`, "bad");
     else say(`${ratio > 1.005 ? `${times}× fewer` : "As many"} passes, the same ${tokens}.`);
   }
-  asks = [...asks, { ...drafted, number: (asks.at(-1)?.number ?? 0) + 1 }].slice(-MOST_ASKS);
+  const isEarly = find("state").textContent.includes("drafts join");
+  find("hint").textContent = isEarly ? "Drafts had not joined yet: their kernels are being compiled."
+    : HINTS[kind][asks.length ? 1 : 0];
+  asks = [...asks, { ...drafted, kind, number: (asks.at(-1)?.number ?? 0) + 1 }].slice(-MOST_ASKS);
   showAsks();
   useMode();
 }
 
 function showAsks() {
   const most = Math.max(...asks.map((answer) => answer.passes));
-  find("hint").hidden = asks.length !== 1;
   find("asks").replaceChildren(...(asks.length < 2 ? [] : asks).map((answer) => {
     const bar = element("i");
     bar.style.setProperty("--share", answer.passes / most);
-    const text = `${count(answer.passes)} passes, ${answer.seconds.toFixed(2)} s`;
-    return element("li", "", element("span", "soft", `ask ${answer.number}`), element("span", "bar", bar),
+    const text = `${count(answer.passes)} ${answer.passes === 1 ? "pass" : "passes"}, ${answer.seconds.toFixed(2)} s`;
+    return element("li", "", element("span", "soft", `ask ${answer.number}, ${answer.kind}`), element("span", "bar", bar),
       element("span", "number", text));
   }));
 }
@@ -159,6 +174,7 @@ function offerExamples() {
       document.querySelector(`input[name=mode][value=${example.mode}]`).checked = true;
       useMode();
       prompt.value = example.prompt;
+      extra = example.extra ?? {};
       run(request());
     });
     return element("li", "", button);
@@ -172,7 +188,9 @@ find("ask").addEventListener("submit", (event) => {
   run(request());
 });
 find("ask").addEventListener("change", useMode);
+prompt.addEventListener("input", () => extra = {});
 find("again").addEventListener("click", () => run(asked));
+find("same").addEventListener("click", () => run(asked, drawn));
 find("new-chat").addEventListener("click", forget);
 find("stop").addEventListener("click", () => stop?.abort());
 document.addEventListener("keydown", (event) => {
@@ -182,10 +200,22 @@ document.addEventListener("keydown", (event) => {
 offerThemes(find("theme"));
 offerExamples();
 useMode();
-const look = watch(() => find("key-form").hidden = false);
-find("key-form").addEventListener("submit", (event) => {
+const look = watch({
+  onRefused: () => find("key-form").hidden = false,
+  onReady: ({ has_chat, model }) => {
+    find("toy").hidden = model !== "ssd-bundled";
+    if (!has_chat || prompt.value || asked) return; // chat first, where nobody has begun
+    document.querySelector("input[name=mode][value=chat]").checked = true;
+    useMode();
+  },
+});
+find("key-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   setKey(find("key").value);
+  const status = await stats().then(() => 200, (refused) => refused.status);
+  if (status === 401) setKey("");
+  find("key-error").textContent = status === 401 ? "That key is not known here." : "";
+  if (status === 401) return;
   find("key-form").hidden = error.hidden = true;
   find("key").value = "";
   look();

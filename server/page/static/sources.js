@@ -1,16 +1,16 @@
 // Where drafts come from: names of the API, what people call them, and what they are.
 
 export const SOURCES = {
-  own: ["own text", "the prompt and the answer so far"],
-  tail: ["ring", "learned lately, not yet sorted"],
-  segment: ["segments", "the sorted cache"],
-  warm: ["warm-up", "corpora, and what tenants share"],
-  prediction: ["prediction", "what the request expected"],
+  own: ["this request", "its prompt, and the answer so far"],
+  tail: ["newest answers", "learned in the last minutes"],
+  segment: ["earlier answers", "all that was learned before"],
+  warm: ["loaded text", "what ssd-cache built, and what tenants share"],
+  prediction: ["expected output", "what the request said would come"],
   model: ["draft model", "a smaller model"],
   head: ["draft head", "layers that read the model's hidden states"],
-  recycled: ["recycled", "what the model held likely here before"],
-  guess: ["guess", "what the model said behind a wrong token"],
-  coupled: ["shared noise", "what the same noise chose before, after the same tokens"],
+  recycled: ["likely before", "what the model held likely here the last time"],
+  guess: ["the last miss", "what the model said behind a wrong draft"],
+  coupled: ["same draw", "what the same noise chose before"],
 };
 
 export const nameOf = (source) => (source === "target" ? "the model" : (SOURCES[source] ?? [source])[0]);
@@ -32,4 +32,14 @@ export function short(number) {
     if (number >= unit) return (number / (name === "k" ? 1e3 : unit)).toPrecision(3) + name;
   }
   return count(Math.round(number));
+}
+
+export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.095 ? 1 : 0)}%`;
+
+/** Seconds as people say them. */
+export function span(seconds) {
+  for (const [unit, name] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
+    if (seconds >= 2 * unit) return `${Math.round(seconds / unit)} ${name}`;
+  }
+  return `${Math.round(seconds)} s`;
 }
