@@ -69,7 +69,7 @@ CASES = {
     "sync": Case(asks=("plain", "again", "grammars", "penalties")),
     "async": Case(("async",), asks=("plain", "again", "grammars", "stops", "limits")),
     "chunks": Case(("async",), {"max_num_batched_tokens": 32, "enable_chunked_prefill": True}),
-    "preemption": Case(("async",), {"num_gpu_blocks_override": 8, "block_size": 16}, length=96),
+    "preemption": Case(("async",), {"num_gpu_blocks_override": 5, "block_size": 32}, length=64),
     "longest context": Case(length=40),
     "longest, async": Case(("async",), length=40),
     "width by batch": Case(options=_WIDTHS),
