@@ -11,11 +11,11 @@ import os
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,8 +39,9 @@ _MOST_REMEMBERED = 1024
 class OpenGrammar(Protocol):
     """A compiled grammar that somebody uses; its memory is theirs while they hold it."""
 
-    costs_s: float
-    """What it takes to begin, of a processor's time."""
+    @property
+    def costs_s(self) -> float:
+        """What it takes to begin, of a processor's time."""
 
     def start(self) -> Any:
         """A matcher at the beginning."""
@@ -218,6 +219,9 @@ class GrammarState:
     # -- on the thread that makes masks ------------------------------------------------------------------------------
 
     def _make(self, trial: _Trial) -> None:
+        if trial.is_abandoned:  # before it was begun: who leaves is not worked for
+            self._trial = self._matcher = self._open = None
+            return
         started = time.thread_time()
         try:
             self._follow(trial)
@@ -308,10 +312,10 @@ class MaskThreads:
         """``when_idle`` : called a second after the last that was costly."""
         self._when_idle = when_idle
         self.submit = ThreadPoolExecutor(1024, "ssd-masks", lambda: _step_back(10)).submit
+        self._costly = ThreadPoolExecutor(1, "ssd-costly-masks", lambda: _step_back(15))
         self._changed = threading.Condition()
         self._waiting: list[_Costly] = []
-        self._last_turn: dict[str | None, int] = {}
-        self._is_begun = False
+        self._last_turn: OrderedDict[str | None, None] = OrderedDict()  # of each tenant, the latest last
 
     def submit_costly(self, tenant: str | None, costs_s: float, call: Callable[[], None]) -> Future[None]:
         """``costs_s`` : expected. One that waits goes before shorter ones that came far later."""
@@ -319,29 +323,23 @@ class MaskThreads:
         with self._changed:
             self._waiting.append(costly)
             self._changed.notify()
-            if not self._is_begun:
-                self._is_begun = True
-                threading.Thread(target=self._make_costly, name="ssd-costly-masks", daemon=True).start()
+        self._costly.submit(self._make_one)
         return costly.made
 
-    def _make_costly(self) -> None:
-        _step_back(15)
-        is_dirty = False
-        for turn in count():
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._waiting, _IDLE_S if is_dirty else None):
-                    costly = None
-                else:
-                    costly = min(self._waiting, key=lambda each: (self._last_turn.get(each.tenant, -1), each.due))
-                    self._waiting.remove(costly)
-                    self._last_turn[costly.tenant] = turn
-                    if len(self._last_turn) > _MOST_REMEMBERED:
-                        del self._last_turn[min(self._last_turn, key=self._last_turn.__getitem__)]
-            is_dirty = costly is not None
-            if costly is None:
-                self._when_idle()
-            else:
-                _settle(costly.made, costly.call)
+    def _make_one(self) -> None:
+        with self._changed:
+            turns = {tenant: turn for turn, tenant in enumerate(self._last_turn)}
+            costly = min(self._waiting, key=lambda each: (turns.get(each.tenant, -1), each.due))
+            self._waiting.remove(costly)
+            self._last_turn[costly.tenant] = None
+            self._last_turn.move_to_end(costly.tenant)
+            if len(self._last_turn) > _MOST_REMEMBERED:
+                self._last_turn.popitem(last=False)
+        _settle(costly.made, costly.call)
+        with self._changed:
+            is_idle = not self._changed.wait_for(lambda: self._waiting, _IDLE_S)
+        if is_idle:
+            self._when_idle()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from ssd.config import StructuredOutput
 from ssd.errors import RequestError, first_line, shown
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState, MaskThreads
-from ssd.text.grammar_memory import MOST_GRAMMAR_BYTES, Compiled, GrammarMemory, Weight, allocated_bytes
+from ssd.text.grammar_memory import MOST_GRAMMAR_BYTES, Compiled, GrammarMemory, Opened, Weight, allocated_bytes
 from ssd.text.json_schema import JSON_OPTIONS, closed
 
 INSTALL = "pip install 'ssd-serving[structured]'"
@@ -103,14 +103,12 @@ class GrammarCompiler:
             if len(self._tried) > _MAX_TRIED:
                 self._tried.popitem(last=False)
         found = weight
-        return GrammarState(
-            lambda may_refuse: self.memory.open(found, lambda: self._compile(output, tenant), may_refuse),
-            self._eos_token_ids,
-            self._vocab_size,
-            output.param,
-            self._threads,
-            tenant,
-        )
+
+        def open_it(may_refuse: bool) -> Opened | None:
+            kept = self.memory.find(tenant, output)
+            return self.memory.open(found, kept, lambda: self._compile(output, tenant), may_refuse=may_refuse)
+
+        return GrammarState(open_it, self._eos_token_ids, self._vocab_size, output.param, self._threads, tenant)
 
     def _compile(self, output: StructuredOutput, tenant: str | None) -> Compiled:
         kept = self.memory.find(tenant, output)

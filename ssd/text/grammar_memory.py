@@ -40,16 +40,20 @@ class Compiled:
 class Opened:
     """A place in the budget for one request, given back when nobody holds it any more."""
 
-    def __init__(self, weight: Weight, compiled: Callable[[], Compiled]) -> None:
-        self._find = compiled
+    def __init__(self, weight: Weight, compiled: Compiled | None, compile_it: Callable[[], Compiled]) -> None:
+        self._compile = compile_it
         self.weight = weight
-        self.compiled: Compiled | None = None
-        self.costs_s = 0.0
+        self.compiled = compiled
+
+    @property
+    def costs_s(self) -> float:
+        """What it takes to begin, of a processor's time."""
+        return self.weight.seconds if self.compiled is None else 0.0
 
     def start(self) -> Any:
         """A matcher at the beginning; compiled anew where it is not kept."""
         if self.compiled is None:
-            self.compiled = self._find()
+            self.compiled = self._compile()
         return self.compiled.start.deep_copy()
 
     @property
@@ -92,18 +96,20 @@ class GrammarMemory:
             while self._used() > self._most and self._kept:
                 self._forget_one()
 
-    def open(self, weight: Weight, compiled: Callable[[], Compiled], may_refuse: bool) -> Opened | None:
-        """A place for one that weighs so much; what is only kept leaves for it.
+    def open(
+        self, weight: Weight, compiled: Compiled | None, compile_it: Callable[[], Compiled], *, may_refuse: bool
+    ) -> Opened | None:
+        """A place for one that weighs so much, of which ``compiled`` may be kept; what is only kept leaves for it.
 
         None where those in use leave no room, but never for a small one, or where none is in use.
         """
+        opened = Opened(weight, compiled, compile_it)
         with self._lock:
-            while self._used() + weight.num_bytes > self._most and self._kept:
+            while self._used() + opened.num_bytes > self._most and self._kept:
                 self._forget_one()
-            is_large = weight.num_bytes > self._most // _SMALL_PARTS
-            if may_refuse and is_large and self._opened and self._used() + weight.num_bytes > self._most:
+            is_large = opened.num_bytes > self._most // _SMALL_PARTS
+            if may_refuse and is_large and self._opened and self._used() + opened.num_bytes > self._most:
                 return None
-            opened = Opened(weight, compiled)
             self._opened.add(opened)
             return opened
 

@@ -13,7 +13,7 @@ import pytest
 from ssd.bundled import MODEL_PATH
 from ssd.config import StructuredOutput
 from ssd.text.codec import TextCodec
-from ssd.text.grammar import MaskThreads
+from ssd.text.grammar import GrammarState, MaskThreads
 from ssd.text.grammar_compiler import GrammarCompiler, expected_cost
 from ssd.text.grammar_memory import Compiled, GrammarMemory, Opened, Weight
 
@@ -47,7 +47,7 @@ def test_large_grammars_wait_for_room_and_small_ones_do_not() -> None:
     memory = GrammarMemory(64 * MB)
 
     def open_one(num_bytes: int, may_refuse: bool = True) -> Opened | None:
-        return memory.open(Weight(num_bytes, 0.1), lambda: compiled(num_bytes), may_refuse)
+        return memory.open(Weight(num_bytes, 0.1), None, lambda: compiled(num_bytes), may_refuse=may_refuse)
 
     memory.keep(None, regex(0), compiled(30 * MB))
     first = open_one(1000 * MB)  # one alone is never refused, and what is only kept leaves
@@ -76,6 +76,32 @@ def test_costly_masks_are_made_for_tenants_in_turn_the_shortest_first() -> None:
     for each in made:
         each.result(20)
     assert order == [4, 5, 2, 3, 1, 0]
+
+
+def test_one_that_is_kept_takes_only_its_own_part_and_does_not_push_itself_out() -> None:
+    memory, kept = GrammarMemory(64 * MB), compiled(32 * MB)
+    memory.keep(None, regex(0), kept)
+    opened = [memory.open(kept.weight, kept, lambda: kept, may_refuse=True) for _ in range(8)]
+    assert None not in opened and memory.num_bytes == 64 * MB and memory.find(None, regex(0)) is kept
+    assert [each.costs_s for each in opened if each is not None] == [0.0] * 8
+
+
+def test_who_leaves_before_its_turn_is_not_worked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    codec = TextCodec.load(str(MODEL_PATH))
+    made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids)
+    state, gate, followed = made.compile(regex(1)), threading.Event(), list[Any]()
+    monkeypatch.setattr(GrammarState, "_follow", lambda _, trial: followed.append(trial))
+    first = made._threads.submit_costly(None, 0.1, lambda: followed.extend([] if gate.wait(20) else ["late"]))
+    state._open = made.memory.open(Weight(MB, 1.0), None, lambda: compiled(MB), may_refuse=False)
+    state._costs_s = 1.0
+    state.begin([])
+    state.put_down()
+    gate.set()
+    first.result(20)
+    assert state._made is not None
+    state._made.result(20)
+    assert followed == [] and state._open is None and made.memory.num_bytes < MB
 
 
 def test_memory_is_given_back_a_moment_after_the_last_that_was_costly() -> None:
