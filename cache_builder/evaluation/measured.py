@@ -43,7 +43,7 @@ def log_of(found: Mapping[str, Any], log: Log) -> Log | None:
     rows: Sequence[Row] = next((each["requests"] for each in found["temperatures"] if not each["temperature"]), [])
     if not rows:
         return None
-    numbers = log.with_prompt
+    numbers = log.with_prompt.tolist()
     prompts = [log.row(numbers[row["request"]]).context for row in rows]
     texts = [
         np.concatenate([prompt, np.array(row["ssd"]["said"], np.int32)])

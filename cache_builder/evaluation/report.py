@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
@@ -29,6 +29,7 @@ th, td { border-bottom: 1px solid #8886; padding: 0.2rem 0.8rem; text-align: rig
 th:first-child, td:first-child { overflow-wrap: anywhere; padding-left: 0; text-align: left; }
 """
 _MOST_ROWS: Final = 60
+_MOST_LINES: Final = 20
 _CACHES: Final = {
     "none": "the request's own text alone",
     "frozen": "warm directories too",
@@ -68,38 +69,22 @@ def _way(way: Evaluation) -> str:
 
 
 def summary(evaluation: Evaluation) -> str:
-    """All that it says but the cost curve, in lines of at most 110 characters or so."""
-    lines = [headline(evaluation)]
+    """All that the page says, in lines; of long tables the beginning."""
+    lines = [headline(evaluation), *_lacking(evaluation)]
     if evaluation.get("measured") is not None:
-        lines += ["", *_measured(evaluation["measured"]), ""]
-    lines += [
-        _headline(evaluation),
-        _drafts(evaluation),
-        f"costs: {evaluation['cost']['source']}",
-        *_lacking(evaluation),
-    ]
-    lines += _table("by class", evaluation["classes"], "name", ("requests", "output_tokens"))
-    definitions = evaluation["class_definitions"]
-    lines += [f"  {row['name']}: {definitions[row['name']]}" for row in evaluation["classes"] if definitions]
-    lines += _table("in the order they came", evaluation["growth"], "requests", (), "up to request {:,}")
-    lines += _table("by what is searched", _named_caches(evaluation["by_cache"]), "cache", ())
-    lines += _table("by draft limit", evaluation["by_draft_limit"], "limit", (), "{:,} tokens")
-    lines += _table("by capacity", evaluation["by_capacity"], "capacity_tokens", (), "{:,} tokens")
-    lines += _table("by replicas", _named_sharing(evaluation["sharing"]), "name", ())
-    lines += ["", "what it needs", *_needs(evaluation["needs"]), "", "what this cannot know"]
-    return "\n".join([*lines, *(f"  - {sentence}" for sentence in evaluation["unknown"])])
-
-
-def _measured(measured: Evaluation) -> Iterator[str]:
-    yield _measured_with(measured)
-    for table in _MEASURED:
-        if rows := table.rows({"measured": measured}):
-            cells = [[write(row[key]) for _, key, write in table.columns] for row in rows]
+        lines.append(_measured_with(evaluation["measured"]))
+    lines += [_headline(evaluation), _drafts(evaluation), f"costs: {evaluation['cost']['source']}"]
+    for table in _MEASURED + _TABLES:
+        if rows := table.rows(evaluation):
+            cells = [[write(row[key]) for _, key, write in table.columns] for row in rows[:_MOST_LINES]]
             heads = [head for head, _, _ in table.columns]
             widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-            yield table.title
+            lines += ["", table.title]
             for line in (heads, *cells):
-                yield "  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+                padded = [f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)]
+                lines.append("  ".join(["", f"{line[0]:<{widths[0]}}", *padded[1:]]))
+    lines += ["", "What it needs", *_needs(evaluation["needs"]), "", "What this cannot know"]
+    return "\n".join([*lines, *(f"  - {sentence}" for sentence in evaluation["unknown"])])
 
 
 def _measured_with(measured: Evaluation) -> str:
@@ -142,30 +127,6 @@ def _drafts(evaluation: Evaluation) -> str:
     )
 
 
-def _table(title: str, rows: Iterable[Evaluation], name: str, more: Iterable[str], shown: str = "{}") -> list[str]:
-    """The rows' names, then ``more``, tokens a step and speed-up; nothing where there are no rows."""
-    found, columns = list(rows), list(more)
-    if not found:
-        return []
-    head = "".join(f"{column.replace('_', ' '):>16}" for column in [*columns, "tokens a step", "speed-up"])
-    lines = ["", f"{title:<32}{head}"]
-    for row in found:
-        cells = [*(f"{row[column]:,}" for column in columns), f"{row['tokens_per_step']:.2f}", f"{row['speedup']:.2f}"]
-        lines.append(f"  {shown.format(row[name]):<30.30}" + "".join(f"{cell:>16}" for cell in cells))
-    return lines
-
-
-def _named_caches(rows: Iterable[Evaluation]) -> list[Evaluation]:
-    return [{**row, "cache": _CACHES[row["cache"]]} for row in rows]
-
-
-def _named_sharing(rows: Iterable[Evaluation]) -> list[Evaluation]:
-    return [
-        {**row, "name": f"{row['replicas']} replicas, {'one cache' if row['is_shared'] else 'each its own'}"}
-        for row in rows
-    ]
-
-
 def _needs(needs: Evaluation) -> list[str]:
     proposal = needs["propose_us"]
     return [
@@ -196,7 +157,8 @@ def page(evaluation: Evaluation) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1>{measured_with}{lacking}<p>{escape(_headline(evaluation))}.</p><p>{escape(_drafts(evaluation))}.</p>"
+        f"<h1>{escape(title)}</h1>{measured_with}{lacking}<p>{escape(_headline(evaluation))}.</p>"
+        f"<p>{escape(_drafts(evaluation))}.</p>"
         f"{''.join(parts)}"
         f"<h2>What it needs</h2><ul>{needs}</ul><h2>What a replay cannot know</h2><ul>{unknown}</ul>"
         f"<footer><p>{escape(about)}</p><p>{escape(parameters)}</p></footer></body></html>\n"
