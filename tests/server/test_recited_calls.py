@@ -28,6 +28,7 @@ from tests.tokenizers_for_tests import real_tokenizers
 from tests.waiting import PATIENCE_S
 
 MODEL = "test-model"
+FIXTURES = load_fixtures()
 QUICK = [("hermes", "qwen3"), ("openai", "openai_gptoss"), ("kimi_k3", "kimi_k3"), ("deepseek_v41", "deepseek_v3")]
 PAIRS = [
     pytest.param(pair, id="-".join(filter(None, pair)), marks=() if pair in QUICK else pytest.mark.slow)
@@ -46,7 +47,7 @@ def recorded(pair: tuple[str, str | None]) -> list[Fixture]:
         calls = expected.tool_calls
         return -(2 * (len(calls) > 1) + bool(expected.content and calls) + bool(expected.reasoning_content and calls))
 
-    found = [each for each in load_fixtures() if formats_of(each) == pair and each.expected and not each.truncated]
+    found = [each for each in FIXTURES if formats_of(each) == pair and each.expected and not each.truncated]
     return sorted(found, key=richness)
 
 
@@ -58,7 +59,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[str, str | None]:
 
 @pytest.fixture(scope="module")
 def server(pair: tuple[str, str | None], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    fixtures = [each for each in load_fixtures() if formats_of(each) == pair]
+    fixtures = [each for each in FIXTURES if formats_of(each) == pair]
     markers = {marker for each in fixtures for marker in FAMILIES[each.family].markers if "=" not in marker}
     special = {marker for marker in markers if re.search(r"\||｜|^\[", marker)} - {"<|assistant|>", "<|user|>"}
     outputs = {each.id: (prompt_of(each), each.raw_output) for each in fixtures}
@@ -299,11 +300,14 @@ def test_a_cut_call_is_left_out_of_what_is_not_streamed(
     num_tokens = len(codec.encode_completion(fixture.raw_output))
     num_calls = len(fixture.expected.tool_calls)
     said = [{"role": "user", "content": f"recite {fixture.id}"}]
-    fields = {"chat/completions": {"messages": said, "tools": [*fixture.tools]}}
-    fields["responses"] = {"input": said, "tools": [{"type": "function", **each["function"]} for each in fixture.tools]}
-    fields["messages"] = {"messages": said, "tools": anthropic_tools(fixture.tools)}
+    responses = [{"type": "function", **each["function"]} for each in fixture.tools]
+    fields: dict[str, Any] = {
+        "chat/completions": {"messages": said, "tools": [*fixture.tools]},
+        "responses": {"input": said, "tools": responses},
+        "messages": {"messages": said, "tools": anthropic_tools(fixture.tools)},
+    }
     limit = "max_output_tokens" if path == "responses" else "max_tokens"
-    for most in range(num_tokens // 2, num_tokens, 5):
+    for most in range(num_tokens // 2, num_tokens, 1 + num_tokens // 12):
         answer = post(server.port, f"/v1/{path}", {"model": MODEL, **fields[path], limit: most}).json
         if path == "chat/completions":
             calls = [each["function"]["arguments"] for each in answer["choices"][0]["message"].get("tool_calls") or ()]

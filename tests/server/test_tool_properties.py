@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -46,6 +46,7 @@ def texts(name: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("name", ROWS)
+@settings(max_examples=50)
 @given(st.data())
 def test_what_streams_is_what_is_read_whole_and_no_text_is_lost(name: str, data: st.DataObject) -> None:
     text, places = data.draw(texts(name)), data.draw(CUTS)
@@ -120,6 +121,7 @@ def can_hold(name: str, value: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ROWS)
+@settings(max_examples=50)
 @given(st.data())
 def test_values_hold_the_markers_of_their_format(name: str, data: st.DataObject) -> None:
     own = st.sampled_from([*markers(TOOL_FORMATS[name]), "\n", " ", '"', "\\", "x", "{", "</tool_call>"])
@@ -138,6 +140,7 @@ def speaks(row: CallFormat) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if speaks(TOOL_FORMATS[name])])
+@settings(max_examples=50)
 @given(st.data())
 def test_prose_that_speaks_of_markers_is_content_and_the_call_after_it_is_read(name: str, data: st.DataObject) -> None:
     row = TOOL_FORMATS[name]
