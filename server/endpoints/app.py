@@ -41,7 +41,7 @@ from server.tenants.registry import Tenants
 from ssd.errors import SSDError
 
 _BODIES = (ChatBody, CompletionBody, AnthropicBody, ResponsesBody)
-_FIELDS = frozenset().union(*(body.model_fields for body in _BODIES), IGNORED, REFUSED, ELSEWHERE)
+_FIELDS = frozenset[str]().union(*(body.model_fields for body in _BODIES), IGNORED, REFUSED, ELSEWHERE)
 
 
 def create_app(
