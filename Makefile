@@ -64,8 +64,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 quick: $(READY)
 	$(PYTEST) --quick
 
-# What the project promises, in four minutes (the files that tests/conftest.py names). With ALL=1 all there is, and the
-# linters: half an hour.
+# What the project promises: the files that tests/conftest.py names. With ALL=1 all tests and the linters, as CI does.
 test: $(if $(ALL),$(READY),$(TESTS))
 	$(MAKE) --no-print-directory --jobs=2 $(if $(ALL),lint) kernels
 	$(PYTEST) $(if $(ALL),--slow,--promises)

@@ -43,7 +43,7 @@ _PROMISES = {
     ],
     "pages and layers are as described": ["test_architecture", "test_pages", "test_docstrings", "test_llm"],
 }  # fmt: skip
-"""What `make test` runs, by what it is a test of: four minutes of two cores in place of half an hour."""
+"""What `make test` runs without ALL=1, by what it is a test of."""
 
 _NOT_QUICK = {"fastapi", "openai", "tests.redis_server", "torch", "transformers"}
 

@@ -439,7 +439,7 @@ def serve(
         server.run(sockets=[listener])
     finally:
         watch.stop()
-        is_loading = worker.loaded_engine is None
+        is_loading = worker.loaded_engine is None and worker.load_error is None
         stopped = worker.stop(0 if is_loading else _CLOSE_S)
         give_up(options.network)
     if worker.load_error is not None:

@@ -30,10 +30,18 @@ from server.observe.metrics import NamespaceStats
 from server.page.files import docs_files, page_files
 from server.page.routes import add_files, add_page
 from server.running.engine_thread import Worker
+from server.schema.anthropic_body import AnthropicBody
+from server.schema.chat import ChatBody
+from server.schema.completions import CompletionBody
+from server.schema.fields import ELSEWHERE, IGNORED, REFUSED
+from server.schema.responses import ResponsesBody
 from server.tenants.account import RATE_HEADERS
 from server.tenants.opening import tenants_of
 from server.tenants.registry import Tenants
 from ssd.errors import SSDError
+
+_BODIES = (ChatBody, CompletionBody, AnthropicBody, ResponsesBody)
+_FIELDS = frozenset[str]().union(*(body.model_fields for body in _BODIES), IGNORED, REFUSED, ELSEWHERE)
 
 
 def create_app(
@@ -73,6 +81,7 @@ def create_app(
         Access,
         counts=service.metrics.http,
         paths=lambda: [path for route in app.routes if (path := getattr(route, "path", None))],
+        fields=_FIELDS,
         writes_lines=settings.logs_requests,
         span=span,
     )

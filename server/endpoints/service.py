@@ -85,8 +85,7 @@ class Service:
 
         def parse(content: Any) -> TokenizeTextBody | TokenizeChatBody:
             is_chat = isinstance(content, dict) and content.get("messages") is not None
-            schema = TokenizeChatBody if is_chat else TokenizeTextBody
-            return self._parse(schema, content)
+            return self._parse(TokenizeChatBody, content) if is_chat else self._parse(TokenizeTextBody, content)
 
         return await self._read(request, parse)
 

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,10 +27,11 @@ _PROBED = frozenset({200, 503})
 """Ready, and not ready."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
-_FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_.\[\]-]{0,63}")
-"""Names of fields; anything else may be a text."""
-_BEGINNING = re.compile(r"/(v1/)?[a-z_]{0,24}")
-"""What tells paths of other servers apart, and is too little for a key."""
+_ELSEWHERE = re.compile(
+    r"/(?:v1/|api/)?(?:audio|batches|chat|classify|embed|embeddings|files|fine_tuning|generate|images|infill|invocations|"
+    r"load|moderations|pooling|props|rerank|score|slots|tags|threads)(?=/|$)"
+)
+"""Beginnings of paths that other servers have; anything else may be a text."""
 
 
 class HttpCounts:
@@ -54,6 +55,7 @@ class Access:
     """ASGI middleware around all that may refuse: makes a request's record and tells of it when its end was sent.
 
     ``paths`` gives the application's own; what else is asked for may hold anything, and is called "other".
+    ``fields`` : of requests, whose names may be told.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Access:
         *,
         counts: HttpCounts,
         paths: Callable[[], Iterable[str]],
+        fields: Container[str] = (),
         writes_lines: bool,
         span: SpanSink | None,
     ) -> None:
@@ -69,6 +72,7 @@ class Access:
         self._counts = counts
         self._find_paths = paths
         self._paths: frozenset[str] | None = None
+        self._fields = fields
         self._writes_lines = writes_lines
         self._span = span
 
@@ -111,8 +115,12 @@ class Access:
             if log.isEnabledFor(level):
                 account = tenant_of(scope)
                 tenant = None if account is None else account.name
-                asked = _BEGINNING.match(path_below_root(scope)) if path == "other" else None
-                log.log(level, access_fields(record, method, path, status, ended, tenant, ids, asked and asked[0]))
+                beginning = _ELSEWHERE.match(path_below_root(scope)) if path == "other" else None
+                asked = None if beginning is None else beginning[0]
+                param = None if record.param is None else re.split(r"[.\[]", record.param, maxsplit=1)[0]
+                if param is not None and param not in self._fields:
+                    param = "other"
+                log.log(level, access_fields(record, method, path, status, ended, tenant, ids, param, asked))
 
     def _path(self, scope: Scope) -> str:
         """The path as the application knows it, without what a client put in a place of its choice."""
@@ -133,17 +141,18 @@ def access_fields(
     ended_s: float,
     tenant: str | None,
     ids: tuple[str, str] | None,
+    param: str | None = None,
     asked: str | None = None,
 ) -> Fields:
-    """The access line. ``ids`` : of the trace and the span. ``tenant`` : its name, not its key. ``asked`` : how a path
-    begins that is none of ours.
+    """The access line. ``ids`` : of the trace and the span. ``tenant`` : its name, not its key. ``param`` : the field
+    at fault. ``asked`` : how a path begins that is none of ours.
     """
     given: dict[str, object] = {
         "request_id": record.request_id,
         "tenant": tenant,
         "total_s": ended_s - record.received_s,
         "reason": record.refusal,
-        "param": record.param if record.param is None or _FIELD.fullmatch(record.param) else "other",
+        "param": param,
         "asked": asked,
         "disconnected": record.is_gone or None,
     }

@@ -29,7 +29,7 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
     found |= {
         "since_s": max(0.0, time.time() - settings.created),
         "pass_s": waited.total / num_waits if (num_waits := sum(waited.counts)) else None,
-        "has_chat": engine.codec.chat_template() is not None,
+        "has_chat": engine.codec is not None and engine.codec.chat_template() is not None,
         "max_model_len": engine.max_model_len,
         "is_drafting": engine.is_drafting,
         "running": counts.num_running,

@@ -22,6 +22,13 @@ IGNORED: Mapping[str, str] = {
 }
 """Fields that may be left unread without changing the output, and why they are."""
 
+ELSEWHERE = {
+    "cache_prompt", "detokenize", "do_sample", "enable_thinking", "grammar", "kv_transfer_params", "max_new_tokens",
+    "mirostat", "n_predict", "options", "provider", "reasoning", "repeat_last_n", "repeat_penalty", "slot_id",
+    "thinking", "top_a", "transforms", "typical_p", "usage", "vllm_xargs",
+}  # fmt: skip
+"""Fields that other servers know and this one does not: an operator's log may name them."""
+
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 """Fields that would change the output and cannot be honoured: values that mean "without it", and the reason."""
 
