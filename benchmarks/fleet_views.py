@@ -8,14 +8,15 @@ reader and the writer that serve, accepted the same within 1 % when this shortcu
 
 from __future__ import annotations
 
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, cast
+from typing import Final, Literal, Protocol
 
 import numpy as np
 
 from cache_builder.evaluation.log import Row, TokenIds
+from ssd.compiled.addresses import Int64s
 from ssd.config import IndexConfig
 from ssd.retrieval.packed import Tokens
 from ssd.retrieval.prefixes import PrefixFilter, split_sequence
@@ -110,8 +111,8 @@ class Told:
     """
 
     def __init__(self, replicas: int, config: IndexConfig) -> None:
-        self._all = _filter(config)
-        self._filters = [_filter(config, self._all) for _ in range(replicas)]
+        self._all = _Filter(config)
+        self._filters = [_Filter(config, self._all) for _ in range(replicas)]
         self._log: list[tuple[float, Tokens]] = []
         self._num_told = 0
         self.num_entries = 0
@@ -138,13 +139,24 @@ class Told:
         return pieces
 
 
-def _filter(config: IndexConfig, told: PrefixFilter | None = None) -> PrefixFilter:
-    """``told`` : what is known beside what the filter notes itself."""
-    made = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
-    if told is not None:
-        made._positions = cast(dict[int, int], ChainMap(made._positions, told._positions))
-        made._ends = cast(dict[int, int], ChainMap(made._ends, told._ends))
-    return made
+class _Filter(PrefixFilter):
+    """``told`` : what is known beside what it notes itself."""
+
+    def __init__(self, config: IndexConfig, told: PrefixFilter | None = None) -> None:
+        super().__init__(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
+        self._told = told
+
+    def num_known(self, hashes: Int64s) -> int:
+        known, before = super().num_known(hashes), -1
+        while self._told is not None and known > before:
+            before = known
+            known += self._told.num_known(hashes[known:])
+            known += super().num_known(hashes[known:])
+        return known
+
+    def block_before(self, end: int) -> int | None:
+        found = super().block_before(end)
+        return self._told.block_before(end) if found is None and self._told is not None else found
 
 
 FINGERPRINT = "0" * 32
