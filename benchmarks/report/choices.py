@@ -147,8 +147,22 @@ CHOICES: dict[str, tuple[Choice, ...]] = {
         ),
         Choice(
             "pricing/calibration.py",
-            {"_FRUITLESS_AFTER": "4", "_LONGEST_PAUSE": "8", "_TIME_FORGETTING": "0.9"},
+            {
+                "_FRUITLESS_AFTER": "4",
+                "_LONGEST_PAUSE": "8",
+                "_TIME_FORGETTING": "0.9",
+            },
             "which rows, and how long they rest",
+        ),
+        Choice(
+            "pricing/calibration.py",
+            {"_SHARE_IN_DEBT": "0.0015", "_FRUITLESS_AFTER_IN_DEBT": "1", "_LONGEST_PAUSE_IN_DEBT": "32"},
+            "the same where drafts do not pay",
+        ),
+        Choice(
+            "pricing/account.py",
+            {"_CREDIT": "1.0", "_MOST": "4.0", "_MARGIN": "1.25"},
+            "when drafts that have not paid are not verified any more, and again",
         ),
         Choice(
             "drafting/rows.py",
