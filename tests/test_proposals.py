@@ -80,7 +80,7 @@ def test_what_is_always_wrong_is_verified_a_few_times_only_and_what_is_right_aga
     target = open_target(MODEL, num_slots=1, max_length=128)
     said, drafted = list[list[int]](), list[int]()
     for kind in (None, Wrong, Knowing):
-        drafter = make_drafter("none", DraftConfig()) if kind is None else kind(said[0], 0.9)
+        drafter: Drafter = make_drafter("none", DraftConfig()) if kind is None else kind(said[0], 0.9)
         if kind is not Knowing:
             engine = Engine(
                 target,
