@@ -461,7 +461,7 @@ class Engine:
                 self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
             self.metrics.count_row(stats, draft, num_accepted, len(taken.token_ids), now)
             sequence.draft = stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted
-            self._proposals.count(sequence, draft, num_right)
+            self._proposals.count(sequence, draft, num_right, ended.path(b))
         self._proposals.observe_pass(ended, sum(len(taken.token_ids) for _, _, taken in committed))
         return [(ended.batch[b], taken) for b, _, taken in committed]
 
