@@ -184,6 +184,18 @@ def test_a_preempted_request_that_is_aborted_is_learned() -> None:
     speculator.close()
 
 
+def test_a_request_that_was_told_nothing_teaches_nothing() -> None:
+    runner, speculator = made()
+    learned = learned_by(speculator)
+    runner.begin({"a": scripted(1), "b": scripted(2), "c": scripted(3)})
+    runner.step(["a", "b"], waiting=["b"])
+    runner.end(["b"])
+    text = client_text(runner.requests["a"])
+    speculator.close()
+    assert learned == [text]
+    assert speculator.stats().num_learned == 1
+
+
 def test_a_stop_string_ends_what_is_learned() -> None:
     codec = bundled_codec()
     prompt, output = codec.encode_prompt("x = "), codec.encode_completion("first(1)\nsecond(2)\nthird(3)\n")

@@ -290,6 +290,8 @@ class Learner:
             if request.stop is not None and self._codec is not None:
                 said = tokens[request.prompt_length : end].tolist()
                 end = request.prompt_length + before_stop(self._codec, said, request.stop)
+            if end <= request.prompt_length:
+                continue  # nothing was said
             self.namespace.learn(tokens[:end], prompt_length=request.prompt_length, num_known=request.num_learned)
             self.num_learned += 1
 
