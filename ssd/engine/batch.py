@@ -24,7 +24,9 @@ from ssd.compiled.addresses import (
     view_of,
 )
 from ssd.drafting.ask import MAX_DRAFT
+from ssd.drafting.noise import SequenceNoise
 from ssd.engine.request import NUM_SOURCES, RowCounts
+from ssd.model.sampling.noise import Noise
 from ssd.retrieval.cache_state import LearnedState
 
 if TYPE_CHECKING:
@@ -92,13 +94,13 @@ def _ends(row: Row, token: int) -> bool:
 
 
 @kernel
-def begin_fed(batch: int, fed: Ints, before: TokenIds) -> None:
-    """Write each row's last token at the beginning of ``fed``, and the one before it, -1 for none."""
+def begin_fed(batch: int, fed: Ints, before: TokenIds, lengths: Int64s) -> None:
+    """Write each row's last token at the beginning of ``fed``, the one before it, -1 for none, and its length."""
     rows = int64_array(_frame_at(batch).rows, len(fed))
     for b in range(len(fed)):
         row = _row_at(rows[b])
         tokens = int32_array(row.tokens, row.length)
-        fed[b, 0] = tokens[row.length - 1]
+        fed[b, 0], lengths[b] = tokens[row.length - 1], row.length
         before[b] = tokens[row.length - 2] if row.length > 1 else -1
 
 
@@ -174,7 +176,7 @@ def count_rows(batch: int, sizes: Int64s, now: float) -> None:
 def warm_up_rows() -> None:
     """Compile what is done to all rows, with none."""
     batch, none, matrix = Batch(()), np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
-    begin_fed(batch.address, matrix, np.zeros(0, np.int32))
+    begin_fed(batch.address, matrix, np.zeros(0, np.int32), none)
     append_said(batch.address, matrix, none)
     count_rows(batch.address, none, 0.0)
 
@@ -205,7 +207,17 @@ class Batch:
         self.is_ruled = any(sequence.grammar is not None for sequence in sequences)
         self.unseen = [b for b, sequence in enumerate(sequences) if not sequence.stats.num_verify_steps]
         self.noted = [b for b, sequence in enumerate(sequences) if sequence.stats.steps is not None]
+        self.chooses_by_position = all(s.is_plain or s.is_drawn_by_position for s in sequences)
+        drawn_at = [s.request.sampling.temperature if s.is_drawn_by_position else 0.0 for s in sequences]
+        self._drawn_at = np.array(drawn_at, np.float32)
+        self._noises = [sequence.sampling.noise for sequence in sequences]
         self._owners: tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]] | None = None
+
+    def noise(self, lengths: Int64s, width: int) -> Noise:
+        """What a pass of chains that is ``width`` wide, behind so many tokens of each row, chooses tokens with where
+        they are chosen by position."""
+        keys = SequenceNoise.seeded_keys(self._noises, lengths.tolist(), width)
+        return Noise(keys, np.repeat(self._drawn_at[:, None], width, axis=1))
 
     def is_of(self, sequences: Rows[Sequence]) -> bool:
         """Whether it is the one of these sequences, in the slots that they have now."""

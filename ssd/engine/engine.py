@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter
-from ssd.engine.batch import LEFT, Batch, append_said, count_rows, warm_up_rows
+from ssd.engine.batch import LEFT, Batch, append_said, warm_up_rows
 from ssd.engine.isolation import Isolation, settle, violations
 from ssd.engine.metrics import BestEffort, EngineMetrics
 from ssd.engine.proposals import Proposals
@@ -146,19 +145,14 @@ class Engine:
             head = load_head(draft_head, loaded, draft_hub)
         report(f"trying how to drive {type(loaded).__name__}")
         target = open_target(
-            loaded,
-            num_slots=config.max_num_seqs,
-            max_length=config.max_model_len,
-            max_draft_tokens=draft.num_speculative_tokens,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            enforce_eager=config.enforce_eager,
+            loaded, num_slots=config.max_num_seqs, max_length=config.max_model_len,
+            max_draft_tokens=draft.num_speculative_tokens, kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            gpu_memory_utilization=config.gpu_memory_utilization, enforce_eager=config.enforce_eager,
             fuse_linears=config.fuse_linears,
             exact="off",  # until the threads are known that will make the passes
-            adapters=adapted,
-            tapped=None if head is None else tapped_by(head, loaded.device, loaded.dtype),
+            adapters=adapted, tapped=None if head is None else tapped_by(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
-        )
+        )  # fmt: skip
         report("trying numbers of threads, and whether passes agree to the bit")
         settle_threads(target)
         settle_exactness(target, config.exact)
@@ -168,27 +162,16 @@ class Engine:
             drafters.append(HeadDrafter(head, target))
         if draft_model is not None:
             report(f"reading the draft model {draft_model}")
-            smaller = load_draft_model(
-                draft_model,
-                target,
-                codec,
-                dtype=dtype,
-                device=device,
-                hub=draft_hub,
-                enforce_eager=config.enforce_eager,
-                fuse_linears=config.fuse_linears,
-            )
-            drafters.append(smaller)
+            drafters.append(
+                load_draft_model(
+                    draft_model, target, codec, dtype=dtype, device=device, hub=draft_hub,
+                    enforce_eager=config.enforce_eager, fuse_linears=config.fuse_linears,
+                )
+            )  # fmt: skip
         return cls(
-            target,
-            drafter=drafters[0] if len(drafters) == 1 else Arbiter(drafters),
-            codec=codec,
-            caches=caches,
-            config=config,
-            draft=draft,
-            draw_seed=draw_seed,
-            noise_root=noise_root,
-        )
+            target, drafter=drafters[0] if len(drafters) == 1 else Arbiter(drafters), codec=codec, caches=caches,
+            config=config, draft=draft, draw_seed=draw_seed, noise_root=noise_root,
+        )  # fmt: skip
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -462,7 +445,7 @@ class Engine:
         if taken is None:
             return 0
         ended, batch = taken.ended, taken.ended.batch
-        count_rows(batch.address, ended.sizes, time.perf_counter())
+        taken.count()
         self.metrics.count_rows(batch)
         for b in [b for b in batch.unseen if batch.taken[b] > 0]:
             sequence = batch.sequences[b]

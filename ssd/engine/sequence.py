@@ -22,7 +22,7 @@ from ssd.engine.batch import Row
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
-from ssd.model.sampling.target_tokens import drawn_scores, needs_prefix
+from ssd.model.sampling.target_tokens import drawn_scores, is_by_temperature, needs_prefix
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.codec import TextCodec
@@ -152,6 +152,8 @@ class Sequence:
         )
         self.is_plain = sampling.greedy and grammar is None and not needs_prefix(sampling)
         """Whether its tokens are the most probable ones, whatever its text."""
+        self.is_drawn_by_position = grammar is None and not noise.is_coupled and is_by_temperature(self.sampling)
+        """Whether its tokens are the most probable ones with noise of their positions, whatever its text."""
         self.slot = -1
         self.turn = (0, 0)
         self.num_preemptions = 0

@@ -15,7 +15,7 @@ import torch
 
 from ssd.config import DraftShape
 from ssd.drafting.protocol import Draft, SamplingRow, ScoredPass
-from ssd.engine.batch import Batch, begin_fed
+from ssd.engine.batch import Batch, begin_fed, count_rows
 from ssd.engine.request import VerifiedDraft, number_of_source
 from ssd.engine.sequence import Committed, Sequence
 from ssd.errors import require_fault
@@ -90,10 +90,9 @@ class Pass:
         self._counts, width = np.array(self._count_list), max(self._count_list)
         self._has_trees = width > 1 and any(draft.parents is not None for draft in drafts)
         self._fed, self._before = np.zeros((len(drafts), width), np.int64), np.empty(len(drafts), np.int32)
-        begin_fed(batch.address, self._fed, self._before)
-        batch.drafted[:] = self._counts - 1
+        lengths = np.empty_like(self._counts)
+        begin_fed(batch.address, self._fed, self._before, lengths)
         if width > 1:
-            batch.sources[:] = [number_of_source(draft.source) for draft in drafts]
             for row, draft, count in zip(self._fed, drafts, self._count_list, strict=True):
                 row[1:count] = draft.token_ids
         self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
@@ -105,8 +104,10 @@ class Pass:
             if grammar.was_late:
                 grammar.begin(tokens)
         noise = None
+        self._is_chosen = batch.is_plain
         if target.takes_noise and not batch.is_plain:
-            noise = noise_of(self._rows, width)
+            self._is_chosen = batch.chooses_by_position and not self._has_trees
+            noise = batch.noise(lengths, width) if self._is_chosen else noise_of(self._rows, width)
         if self._parents is not None:
             self._output = target.forward_trees(batch.slot_list, self._fed, self._count_list, self._parents, noise)
         else:
@@ -157,7 +158,7 @@ class Pass:
     def _choose(self) -> dict[int, BaseException]:
         """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
         try:
-            if self._output.chosen is not None and self.batch.is_plain:
+            if self._output.chosen is not None and self._is_chosen:
                 self._chosen = np.array(self._output.chosen.cpu().numpy())
             else:
                 self._chosen = np.ascontiguousarray(target_tokens(self._output, self._rows))
@@ -207,6 +208,14 @@ class Taken:
 
     ended: Pass
     special: dict[int, Committed]
+
+    def count(self) -> None:
+        """Count it in the rows and in the batch; in the step in which it was taken."""
+        batch, drafts = self.ended.batch, self.ended.drafts
+        batch.drafted[:] = [len(draft.token_ids) for draft in drafts]
+        if batch.drafted.any():
+            batch.sources[:] = [number_of_source(draft.source) for draft in drafts]
+        count_rows(batch.address, self.ended.sizes, time.perf_counter())
 
     def by_row(self) -> Iterator[tuple[Sequence, Committed]]:
         """The sequences that took something and what, in order; once that is counted."""
