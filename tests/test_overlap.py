@@ -14,6 +14,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
+from ssd.engine.batch import Batch
 from ssd.engine.sequence import Sequence
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.target import Target
@@ -183,9 +184,9 @@ def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeyp
             engine = engine_of("tiny", runs_beside_host=runs_beside_host, caches=caches)
             propose, prepared = engine._proposals.propose, list[bool]()
 
-            def counted(batch: list[Sequence]) -> Any:
+            def counted(batch: Batch) -> Any:
                 drafts = propose(batch)
-                prepared.extend(sequence.used is not None for sequence in batch)
+                prepared.extend(sequence.used is not None for sequence in batch.sequences)
                 return drafts
 
             monkeypatch.setattr(engine._proposals, "propose", counted)

@@ -5,24 +5,25 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import Arbiter, make_drafter
 from ssd.drafting.protocol import Draft, Drafter
+from ssd.engine.batch import LEFT, Batch, append_said, warm_up_rows
 from ssd.engine.isolation import Isolation, settle, violations
 from ssd.engine.metrics import BestEffort, EngineMetrics
 from ssd.engine.proposals import Proposals
 from ssd.engine.request import FinishReason, Request, RequestOutput
 from ssd.engine.schedule import Prefill, PrefixReuse, Scheduler
-from ssd.engine.sequence import Committed, Coupling, Sequence, open_sequence
-from ssd.engine.verify import Pass, warm_up_verification
+from ssd.engine.sequence import Coupling, Sequence, open_sequence
+from ssd.engine.verify import Pass, Taken, warm_up_verification
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.draft.model import load_draft_model
 from ssd.model.exact.settle import settle_exactness
@@ -39,9 +40,6 @@ from ssd.text.grammar_compiler import GrammarCompiler
 from ssd.text.load_tokenizer import HubOptions
 
 log = logging.getLogger(__name__)
-
-Verified = tuple[Pass, list[list[int] | BaseException]]
-"""A pass that has ended, and of each row what the target says or what it raised."""
 
 
 class Engine:
@@ -86,6 +84,7 @@ class Engine:
         self._best_effort = BestEffort()
         self._proposals = Proposals(target, drafter, draft, self._best_effort)
         self._under_way: Pass | None = None
+        self._batch = Batch(())
         self._is_calibrated = False
         self._reuse = PrefixReuse(target, enabled=self.config.enable_prefix_caching)
         self._scheduler = Scheduler(target.num_slots, self._reuse)
@@ -146,19 +145,14 @@ class Engine:
             head = load_head(draft_head, loaded, draft_hub)
         report(f"trying how to drive {type(loaded).__name__}")
         target = open_target(
-            loaded,
-            num_slots=config.max_num_seqs,
-            max_length=config.max_model_len,
-            max_draft_tokens=draft.num_speculative_tokens,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            enforce_eager=config.enforce_eager,
+            loaded, num_slots=config.max_num_seqs, max_length=config.max_model_len,
+            max_draft_tokens=draft.num_speculative_tokens, kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            gpu_memory_utilization=config.gpu_memory_utilization, enforce_eager=config.enforce_eager,
             fuse_linears=config.fuse_linears,
             exact="off",  # until the threads are known that will make the passes
-            adapters=adapted,
-            tapped=None if head is None else tapped_by(head, loaded.device, loaded.dtype),
+            adapters=adapted, tapped=None if head is None else tapped_by(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
-        )
+        )  # fmt: skip
         report("trying numbers of threads, and whether passes agree to the bit")
         settle_threads(target)
         settle_exactness(target, config.exact)
@@ -168,27 +162,16 @@ class Engine:
             drafters.append(HeadDrafter(head, target))
         if draft_model is not None:
             report(f"reading the draft model {draft_model}")
-            smaller = load_draft_model(
-                draft_model,
-                target,
-                codec,
-                dtype=dtype,
-                device=device,
-                hub=draft_hub,
-                enforce_eager=config.enforce_eager,
-                fuse_linears=config.fuse_linears,
-            )
-            drafters.append(smaller)
+            drafters.append(
+                load_draft_model(
+                    draft_model, target, codec, dtype=dtype, device=device, hub=draft_hub,
+                    enforce_eager=config.enforce_eager, fuse_linears=config.fuse_linears,
+                )
+            )  # fmt: skip
         return cls(
-            target,
-            drafter=drafters[0] if len(drafters) == 1 else Arbiter(drafters),
-            codec=codec,
-            caches=caches,
-            config=config,
-            draft=draft,
-            draw_seed=draw_seed,
-            noise_root=noise_root,
-        )
+            target, drafter=drafters[0] if len(drafters) == 1 else Arbiter(drafters), codec=codec, caches=caches,
+            config=config, draft=draft, draw_seed=draw_seed, noise_root=noise_root,
+        )  # fmt: skip
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -265,18 +248,18 @@ class Engine:
         """
         if self._under_way is not None:  # only beside the host
             self._proposals.prepare(self._under_way)
-        ended = self._commit(self._verify())
+        taken = self._commit(self._verify())
         cancelled = self._admit_and_cancel()
         batch = self._prefill_prompts()
         drafts = self._proposals.propose(batch)
         self._forward(batch, drafts)
         if not self.target.runs_beside_host:
-            ended = self._commit(self._verify())
-        committed = self._count(*ended)
-        outputs = [output for sequence, taken in committed if (output := self._spell(sequence, taken)) is not None]
+            taken = self._commit(self._verify())
+        num_tokens = self._prefill.take_count() + self._count(taken)
+        outputs = self._spell(taken)
         outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
-        if num_tokens := self._prefill.take_count() + sum(len(taken.token_ids) for _, taken in committed):
+        if num_tokens:
             self.metrics.histograms.step_tokens.observe(num_tokens)
         self._observe_load()
         return outputs
@@ -303,6 +286,7 @@ class Engine:
         """
         self._coupling.warm_up()
         warm_up_verification()
+        warm_up_rows()
         self.target.warm_up()
         if patience_s is not None:  # one kernel is compiled at a time: first those without which nothing is answered
             self._proposals.wait()
@@ -380,100 +364,111 @@ class Engine:
             self._proposals.forget(sequence)
         return ended
 
-    def _prefill_prompts(self) -> list[Sequence]:
+    def _prefill_prompts(self) -> Batch:
         """Compute prompts: the sequences that are ready for the pass, or one suspect alone."""
         ready = self._prefill.run(self._scheduler.running)
-        return next(([sequence] for sequence in ready if sequence.is_suspect), ready)
+        ready = next(([sequence] for sequence in ready if sequence.is_suspect), ready)
+        if not self._batch.is_of(ready):
+            self._batch = Batch(ready)
+        return self._batch
 
-    def _forward(self, batch: list[Sequence], drafts: list[Draft]) -> None:
+    def _forward(self, batch: Batch, drafts: list[Draft]) -> None:
         """Begin the pass over every sequence's last token and draft."""
-        if not batch:
+        if not batch.sequences:
             return
         try:
             self._under_way = Pass(self.target, batch, drafts)
         except BaseException as error:
-            self._isolation.lose(batch, error)
+            self._isolation.lose(batch.sequences, error)
 
-    def _verify(self) -> Verified | None:
+    def _verify(self) -> Pass | None:
         """Wait for the pass that is under way: how far the target agrees with each draft; None where none is."""
         ended, self._under_way = self._under_way, None
-        if ended is None:
-            return None
-        try:
-            return ended, ended.said()
-        except BaseException as error:
-            self._isolation.lose(ended.batch, error)
-            return None
+        if ended is not None:
+            try:
+                ended.verify()
+            except BaseException as error:
+                self._isolation.lose(ended.batch.sequences, error)
+                return None
+        return ended
 
-    def _commit(self, verified: Verified | None) -> tuple[Pass | None, list[tuple[int, int, Committed]]]:
-        """Append to every sequence what was accepted of its draft and the target's own token: of each row its number,
-        how many drafted tokens were right, and what was taken.
+    def _commit(self, ended: Pass | None) -> Taken | None:
+        """Append to every sequence what was accepted of its draft and the target's own token.
 
         Done here is what the next pass needs, no more: for that a device waits.
         """
-        committed = list[tuple[int, int, Committed]]()
-        if verified is None:
-            return None, committed
-        ended, said = verified
+        if ended is None:
+            return None
         self._proposals.observe_scores(ended)
-        for b, (sequence, token_ids) in enumerate(zip(ended.batch, said, strict=True)):
-            if sequence.finish_reason is not None:  # its text failed while the pass ran
-                self._isolation.drop(sequence)
-            elif isinstance(token_ids, BaseException):
-                self._isolation.fail(sequence, "choosing a token", token_ids)
-            elif not token_ids:  # its grammar is late: the same pass again
-                self._proposals.observe(sequence, ended.drafts[b], None, 0)
-                self.target.rollback(sequence.slot, sequence.num_tokens - 1)
-            else:
-                try:
-                    committed.append((b, len(token_ids) - 1, self._commit_one(ended, b, sequence, token_ids)))
-                except BaseException as error:
-                    self._isolation.fail(sequence, "taking tokens", error)
-        if not committed and all(said):
-            self._isolation.require_a_target()
-        return ended, committed
-
-    def _commit_one(self, ended: Pass, b: int, sequence: Sequence, token_ids: list[int]) -> Committed:
-        """Append what was accepted, roll back the rest of the draft, give the slot back at the end."""
-        taken = sequence.take(token_ids, ended.logits(b) if sequence.asks_logprobs else None)
-        sequence.is_suspect = False
-        num_accepted = min(len(token_ids) - 1, len(taken.token_ids))
-        self._proposals.observe(sequence, ended.drafts[b], ended.path(b), num_accepted)
-        if taken.finish_reason is None:
-            if len(token_ids) <= len(ended.drafts[b].token_ids):
-                self.target.rollback(sequence.slot, sequence.num_tokens - 1)
-        else:  # before the next pass is drafted for: a drafter may have as many slots as the target
-            self._scheduler.release(sequence)
-            self._proposals.forget(sequence)
+        batch, taken = ended.batch, Taken(ended, {})
+        append_said(batch.address, ended.said, ended.sizes)
+        num_rows, num_left = len(batch.slots), batch.frame.num_left
+        if num_left < num_rows:
+            goes_on = slice(None) if not num_left else np.flatnonzero(batch.taken != LEFT)
+            self.target.keep(batch.slots[goes_on], batch.lengths[goes_on] - 1)
+            self._proposals.observe(ended)
+            batch.sequences[0].is_suspect &= num_rows > 1
+        if num_left:
+            for b in np.flatnonzero(batch.taken == LEFT).tolist():
+                self._commit_left(taken, b, batch.sequences[b])
+            if (batch.taken <= 0).all() and not ended.is_late:
+                self._isolation.require_a_target()
         return taken
 
-    def _count(
-        self, ended: Pass | None, committed: list[tuple[int, int, Committed]]
-    ) -> list[tuple[Sequence, Committed]]:
-        """Count what a pass brought and learn from it; the sequences that it gave tokens, and which."""
-        if ended is None:
-            return []
-        now = time.perf_counter()
-        for b, num_right, taken in committed:
-            sequence, draft = ended.batch[b], ended.drafts[b]
-            stats, num_accepted = sequence.stats, min(num_right, len(taken.token_ids))
-            if not stats.num_verify_steps:
-                self.metrics.count_prompt(stats, queried=self._reuse.serves(sequence))
-            self.metrics.count_row(stats, draft, num_accepted, len(taken.token_ids), now)
-            sequence.draft = stats.num_verify_steps, draft.source, len(draft.token_ids), num_accepted
-            self._proposals.count(sequence, draft, num_right, ended.path(b))
-        self._proposals.observe_pass(ended, sum(len(taken.token_ids) for _, _, taken in committed))
-        return [(ended.batch[b], taken) for b, _, taken in committed]
+    def _commit_left(self, taken: Taken, b: int, sequence: Sequence) -> None:
+        """Append what was said to a row about which something is special, and give its slot back at its end."""
+        ended, size = taken.ended, int(taken.ended.sizes[b])
+        if sequence.finish_reason is not None:  # its text failed while the pass ran
+            self._isolation.drop(sequence)
+        elif b in ended.failed:
+            self._isolation.fail(sequence, "choosing a token", ended.failed[b])
+        elif not size:  # its grammar is late: the same pass again
+            self._proposals.observe_one(ended, b, 0)
+            self.target.rollback(sequence.slot, sequence.num_tokens - 1)
+        else:
+            try:
+                token_ids = ended.said[b, :size].tolist()
+                found = sequence.take(token_ids, ended.logits(b) if sequence.asks_logprobs else None)
+                sequence.is_suspect = False
+                self._proposals.observe_one(ended, b, min(size - 1, len(found.token_ids)))
+                if found.finish_reason is None:
+                    self.target.keep([sequence.slot], [sequence.num_tokens - 1])
+                else:  # before the next pass is drafted for: a drafter may have as many slots as the target
+                    self._scheduler.release(sequence)
+                    self._proposals.forget(sequence)
+                ended.batch.taken[b], taken.special[b] = len(found.token_ids), found
+            except BaseException as error:
+                self._isolation.fail(sequence, "taking tokens", error)
 
-    def _spell(self, sequence: Sequence, taken: Committed) -> RequestOutput | None:
-        """Make text of what was taken; learn from a sequence that has ended. None where that failed."""
-        try:
-            output = sequence.output(taken)
-        except BaseException as error:
-            is_under_way = self._under_way is not None and sequence in self._under_way.batch
-            self._isolation.fail(sequence, "making text", error, is_under_way=is_under_way)
-            return None
-        return output if output.finish_reason is None else self._finish(sequence, output)
+    def _count(self, taken: Taken | None) -> int:
+        """Count what a pass brought and learn from it; how many tokens it gave."""
+        if taken is None:
+            return 0
+        ended, batch = taken.ended, taken.ended.batch
+        taken.count()
+        self.metrics.count_rows(batch)
+        for b in [b for b in batch.unseen if batch.taken[b] > 0]:
+            sequence = batch.sequences[b]
+            self.metrics.count_prompt(sequence.stats, queried=self._reuse.serves(sequence))
+            batch.unseen.remove(b)
+        self._proposals.count(ended)
+        self._proposals.observe_pass(ended, batch.frame.num_tokens)
+        return batch.frame.num_tokens
+
+    def _spell(self, taken: Taken | None) -> list[RequestOutput]:
+        """Make text of what was taken; learn from sequences that have ended. Nothing of one where that failed."""
+        if taken is None:
+            return []
+        outputs = list[RequestOutput]()
+        for sequence, found in taken.by_row():
+            try:
+                output = sequence.output(found)
+            except BaseException as error:
+                under_way = () if self._under_way is None else self._under_way.batch.sequences
+                self._isolation.fail(sequence, "making text", error, is_under_way=sequence in under_way)
+            else:
+                outputs.append(output if output.finish_reason is None else self._finish(sequence, output))
+        return outputs
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
         self.metrics.histograms.count_ended(sequence.request, sequence.stats)
@@ -497,7 +492,9 @@ class Engine:
         self.metrics.num_failed_passes = self._isolation.num_failed_passes
         self.metrics.num_running = len(scheduler.running)
         self.metrics.num_waiting = scheduler.num_waiting
-        held = sum(sequence.num_tokens for sequence in scheduler.running)
+        held = sum(sequence.row.length for sequence in scheduler.running)
         self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
+        if not scheduler.running:
+            self._batch = Batch(())  # it holds sequences
         if not scheduler.running and not scheduler.num_waiting:
             self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))

@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ssd.drafting.protocol import Draft
-from ssd.engine.request import Request, RequestStats
+import numpy as np
+import numpy.typing as npt
+
+from ssd.engine.batch import Batch
+from ssd.engine.request import Request, RequestStats, by_source_name
 from ssd.errors import require_fault
 
 log = logging.getLogger(__name__)
@@ -62,6 +65,7 @@ _TOKEN_SECONDS = (
     20, 40, 80,
 )  # fmt: skip
 _TOKENS = tuple(factor * 10**exponent for exponent in range(6) for factor in (1, 2, 5))
+_FEW = 16
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -80,6 +84,17 @@ class Histogram:
         """Count one number. O(log bounds)."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
+        """Count many numbers. O(n log bounds)."""
+        if len(values) < _FEW:
+            for value in values.tolist():
+                self.observe(value)
+            return
+        places, counts = np.unique(np.searchsorted(self.bounds, values), return_counts=True)
+        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+            self.counts[place] += count
+        self.total += float(values.sum())
 
 
 class EngineHistograms:
@@ -106,14 +121,6 @@ class EngineHistograms:
         """The limit of the request, what is left of the context where it brings none."""
         self.step_tokens = Histogram(_STEP_TOKENS)
         """Prompt tokens computed and tokens generated in one step."""
-
-    def count_tokens(self, stats: RequestStats, now: float) -> None:
-        """A pass gave a request tokens at time ``now``."""
-        if stats.first_token_s:
-            self.inter_token.observe(now - stats.last_token_s)
-        else:
-            stats.first_token_s = now
-        stats.last_token_s = now
 
     def count_ended(self, request: Request, stats: RequestStats) -> None:
         """A request has ended, however it did."""
@@ -178,32 +185,28 @@ class EngineMetrics:
     kv_usage: float = 0.0
     """Share of the KV cache's positions in use, 0..1."""
 
-    def count_row(self, stats: RequestStats, draft: Draft, num_accepted: int, num_tokens: int, now: float) -> None:
-        """One verified row: its draft, how many tokens of that were emitted, and how many tokens in all; at ``now``."""
-        num_drafted, source = len(draft.token_ids), draft.source
-        self.histograms.count_tokens(stats, now)
-        self.generation_tokens += num_tokens
-        self.num_verify_steps += 1
-        stats.num_verify_steps += 1
-        if not num_drafted:
+    def count_rows(self, batch: Batch) -> None:
+        """Add what was counted of a pass."""
+        frame = batch.frame
+        self.num_verify_steps += frame.num_taken
+        self.generation_tokens += frame.num_tokens
+        self.histograms.inter_token.observe_all(batch.gaps[: frame.num_gaps])
+        if not frame.num_drafts:
             return
-        stats.num_drafts += 1
-        stats.num_draft_tokens += num_drafted
-        stats.num_accepted_tokens += num_accepted
-        if num_accepted:
-            stats.accepted_by_source[source] = stats.accepted_by_source.get(source, 0) + num_accepted
-        if stats.steps is not None:
-            stats.steps.append((num_drafted, num_accepted))
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
-        counts = self.by_source.setdefault(source, SourceCounts())
-        counts.num_draft_tokens += num_drafted
-        counts.num_accepted_tokens += num_accepted
-        missing = num_accepted - len(self.accepted_per_position)
-        self.accepted_per_position.extend([0] * missing)
-        for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
+        self.num_drafts += frame.num_drafts
+        for name, drafted, accepted in by_source_name(frame.by_source[0], frame.by_source[1]):
+            counts = self.by_source.setdefault(name, SourceCounts())
+            counts.num_draft_tokens += drafted
+            counts.num_accepted_tokens += accepted
+            self.num_draft_tokens += drafted
+            self.num_accepted_tokens += accepted
+        self.accepted_per_position += [0] * (frame.num_positions - len(self.accepted_per_position))
+        for position in range(frame.num_positions):
+            self.accepted_per_position[position] += int(frame.positions[position])
+        for b in batch.noted:
+            steps = batch.sequences[b].stats.steps
+            if batch.taken[b] > 0 and batch.drafted[b] and steps is not None:
+                steps.append((int(batch.drafted[b]), int(batch.accepted[b])))
 
     def count_prompt(self, stats: RequestStats, *, queried: bool) -> None:
         """One prompt that has been computed; ``queried`` : where reuse was possible."""

@@ -10,15 +10,15 @@ from itertools import product
 from threading import Thread
 
 import numpy as np
-import numpy.typing as npt
 
 from ssd.config import DraftConfig
 from ssd.drafting.drafter import SuffixDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, ScoredPass, ScoreObserver
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, ScoredPass, ScoreObserver
 from ssd.drafting.source import OneByOne
+from ssd.engine.batch import Batch
 from ssd.engine.metrics import BestEffort
 from ssd.engine.sequence import Prepared, Sequence
-from ssd.engine.verify import Pass, RowOwners, branches, possible_shape, usable
+from ssd.engine.verify import Pass, branches, possible_shape, usable
 from ssd.model.target import Target
 from ssd.pricing.account import Account, Withheld, gain, promise_tested
 from ssd.pricing.calibration import KeptShares, Throttle
@@ -68,9 +68,8 @@ class Proposals:
         self._drafter = drafter
         self._asked = OneByOne(drafter)
         self._best_effort = best_effort
-        self._limit = draft.num_speculative_tokens if target.can_roll_back else 0
+        self._limit = draft.num_speculative_tokens if target.can_roll_back and not isinstance(drafter, NoDrafter) else 0
         self._shape = possible_shape(draft.draft_shape, target)
-        self._owners: RowOwners | None = None
         self._observer = drafter if draft.recycling and self._limit and isinstance(drafter, ScoreObserver) else None
         self._price_list = PriceList()
         self._kept_shares = KeptShares()
@@ -129,11 +128,12 @@ class Proposals:
                 self._price_list.calibrate(num_rows * width, seconds, is_wide=width > 1)
             self._price_list.begin()
 
-    def propose(self, batch: Rows[Sequence]) -> list[Draft]:
+    def propose(self, batch: Batch) -> list[Draft]:
         """One draft per sequence; those that are not asked for get none, and all where this fails."""
-        is_asked = batch and self._limit and self.is_ready
-        drafts = self._best_effort(lambda: self._paying_drafts(batch)) if is_asked else None
-        return drafts or [EMPTY_DRAFT] * len(batch)
+        rows = batch.sequences
+        is_asked = rows and self._limit and self.is_ready
+        drafts = self._best_effort(lambda: self._paying_drafts(rows)) if is_asked else None
+        return drafts or [EMPTY_DRAFT] * len(rows)
 
     def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
         is_priced = self._price_list.pass_time is not None
@@ -226,7 +226,7 @@ class Proposals:
 
     def _prepare(self, under_way: Pass) -> None:
         asked = list[tuple[Sequence, Draft]]()
-        for sequence, draft in zip(under_way.batch, under_way.drafts, strict=True):
+        for sequence, draft in zip(under_way.batch.sequences, under_way.drafts, strict=True):
             size = len(draft.token_ids)
             if not (sequence.is_foretold and size and draft.parents is None) or sequence.finish_reason is not None:
                 continue
@@ -241,7 +241,7 @@ class Proposals:
         limits = [
             sequence.most_drafted(len(draft.token_ids) + _PASSES_AHEAD * (1 + self._limit)) for sequence, draft in asked
         ]
-        found = self._ask(sequences, self._shares(sequences), limits, len(under_way.batch), may_branch=False)
+        found = self._ask(sequences, self._shares(sequences), limits, len(under_way.drafts), may_branch=False)
         for (sequence, draft), whole in zip(asked, found, strict=True):
             size, common = len(draft.token_ids), 0
             while common < min(size, len(whole.token_ids)) and whole.token_ids[common] == draft.token_ids[common]:
@@ -263,19 +263,22 @@ class Proposals:
         ):
             return
         started = time.perf_counter()
-        self._scored = self._best_effort(lambda: ended.scored(self._owners_of(ended)))
+        self._scored = self._best_effort(ended.scored)
         if (scored := self._scored) is not None:
             self._best_effort(lambda: observer.observe_scores(scored))
         self._telling_s = time.perf_counter() - started
 
-    def _owners_of(self, ended: Pass) -> RowOwners:
-        self._owners = RowOwners.of(ended.batch, self._owners)
-        return self._owners
+    def observe(self, ended: Pass) -> None:
+        """Tell the drafter of the drafts of all rows that took all tokens that were said."""
+        if self._limit:
+            for b in np.flatnonzero(ended.batch.taken > 0).tolist():
+                self.observe_one(ended, b, int(ended.sizes[b]) - 1)
 
-    def observe(self, sequence: Sequence, draft: Draft, path: npt.NDArray[np.int32] | None, num_accepted: int) -> None:
-        """Tell the drafter of a draft, of which ``num_accepted`` tokens were emitted; ``path`` : as in `Pass.path`."""
+    def observe_one(self, ended: Pass, b: int, num_accepted: int) -> None:
+        """Tell the drafter of one row's draft, of which ``num_accepted`` tokens were emitted."""
         if not self.is_ready:
             return
+        sequence, draft, path = ended.batch.sequences[b], ended.drafts[b], ended.path(b)
         if path is not None:
             draft = replace(draft, path=path[:num_accepted])
         sequence.is_foretold = 0 < len(draft.token_ids) == num_accepted
@@ -291,22 +294,26 @@ class Proposals:
         except BaseException as error:
             self._best_effort.note(error)
 
-    def count(self, sequence: Sequence, draft: Draft, num_right: int, path: npt.NDArray[np.int32] | None) -> None:
-        """Learn how far what drafts promise comes true and pays, from one of which ``num_right`` tokens were right.
-
-        ``path`` : as in `Pass.path`.
-        """
-        if draft is EMPTY_DRAFT:  # nobody was asked, or what was said has been put aside
+    def count(self, ended: Pass) -> None:
+        """Learn how far what drafts promise comes true and pays."""
+        if not self._limit:
             return
-        temperature = _temperature(sequence)
-        if len(draft.token_ids):
-            self._account.settle(temperature, sequence, gain(num_right, sequence.draft_cost))
-        if draft.probabilities is not None or not len(draft.token_ids):
-            promised = promise_tested(draft, range(num_right) if path is None else path.tolist())
-            self._kept_shares.observe(temperature, promised, num_right)
+        taken, right = ended.batch.taken.tolist(), (ended.sizes - 1).tolist()
+        for b, draft in enumerate(ended.drafts):
+            if draft is EMPTY_DRAFT or taken[b] <= 0:  # nobody was asked, or what was said has been put aside
+                continue
+            sequence, path = ended.batch.sequences[b], ended.path(b)
+            temperature = _temperature(sequence)
+            if len(draft.token_ids):
+                self._account.settle(temperature, sequence, gain(right[b], ended.costs[b]))
+            if draft.probabilities is not None or not len(draft.token_ids):
+                promised = promise_tested(draft, range(right[b]) if path is None else path.tolist())
+                self._kept_shares.observe(temperature, promised, right[b])
 
     def observe_pass(self, ended: Pass, num_tokens: int) -> None:
         """Learn from a pass that put out ``num_tokens``: what it took, and what the target said."""
+        if not self._limit:
+            return
         self._best_effort(lambda: self._observe_pass(ended.drafts, num_tokens, ended.seconds))
         observer, scored = self._observer, self._scored
         if observer is not None and scored is not None:
@@ -322,7 +329,6 @@ class Proposals:
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a request: nothing of it will be asked for, or all of it anew."""
-        self._owners = None  # it holds the sequence
         if self._scored is not None and sequence.namespace is None:  # its own is not learned any more
             is_its = [name == sequence.request.request_id for name in self._scored.request_ids]
             self._scored.counts[is_its] = 0

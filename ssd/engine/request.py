@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, Final, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
+from ssd.compiled.addresses import Float64, Int64, Int64s, Record, Records
 from ssd.config import SamplingParams
+from ssd.drafting.ask import SOURCES
 from ssd.errors import RequestError
 from ssd.model.sampling.sampler import TokenLogprobs
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
+
+N = TypeVar("N", int, float)
 
 
 class FinishReason(StrEnum):
@@ -65,36 +72,89 @@ class Request:
     adapter: str | None = None
 
 
-@dataclass(slots=True)
+NUM_SOURCES: Final = 16
+_SOURCE_NAMES = [*SOURCES, "none"]
+
+
+def number_of_source(name: str) -> int:
+    """What a ``Draft.source`` is counted under; of names that nobody knows only the first few have a number each."""
+    if name not in _SOURCE_NAMES:
+        if len(_SOURCE_NAMES) == NUM_SOURCES:
+            name = "none"
+        else:
+            _SOURCE_NAMES.append(name)
+    return _SOURCE_NAMES.index(name)
+
+
+def by_source_name(drafted: Int64s, accepted: Int64s) -> list[tuple[str, int, int]]:
+    """Of each source with drafted tokens its name, these, and those accepted; both are given by its number."""
+    rows = zip(_SOURCE_NAMES, drafted, accepted, strict=False)
+    return [(name, int(of_all), int(right)) for name, of_all, right in rows if of_all]
+
+
+class RowCounts(Record):
+    """The counts of a `RequestStats` that every pass changes, as kernels find them."""
+
+    num_output_tokens: Int64
+    num_verify_steps: Int64
+    num_drafts: Int64
+    num_draft_tokens: Int64
+    num_accepted_tokens: Int64
+    first_token_s: Float64
+    last_token_s: Float64
+    by_source: Annotated[Int64s, np.int64, NUM_SOURCES]
+
+
+class _Count(Generic[N]):
+    """An attribute that lies in ``counts``."""
+
+    def __set_name__(self, _owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, stats: RequestStats, _owner: type | None = None) -> N:
+        found: N = getattr(stats.counts, self._name)
+        return found
+
+    def __set__(self, stats: RequestStats, value: N) -> None:
+        setattr(stats.counts, self._name, value)
+
+
 class RequestStats:
     """Counts of one request; accepted tokens are those that were emitted.
 
-    Times are those of ``time.perf_counter``, 0 while it has not come to that.
+    ``num_cached_tokens`` : tokens of the prompt whose keys and values were there already. ``steps`` : of every draft
+    its tokens and how many were accepted, where the request asks for that. ``is_coupled`` : whether it is drawn with
+    noise that other requests share. ``started_s`` : when it was first given a slot. Times are those of
+    ``time.perf_counter``, 0 while it has not come to that.
     """
 
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_verify_steps: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Tokens of the prompt whose keys and values were there already."""
-    accepted_by_source: dict[str, int] = field(default_factory=dict)
-    """Of the accepted tokens, how many by ``Draft.source``."""
-    steps: list[tuple[int, int]] | None = None
-    """Of every draft, its tokens and how many were accepted, where the request asks for that."""
-    submitted_s: float = 0.0
-    started_s: float = 0.0
-    """When it was first given a slot."""
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-    is_coupled: bool = False
-    """Whether it is drawn with noise that other requests share."""
+    __slots__ = (
+        "counts", "is_coupled", "num_cached_tokens", "num_prompt_tokens", "started_s", "steps", "submitted_s",
+    )  # fmt: skip
+    num_output_tokens = _Count[int]()
+    num_verify_steps = _Count[int]()
+    num_drafts = _Count[int]()
+    num_draft_tokens = _Count[int]()
+    num_accepted_tokens = _Count[int]()
+    first_token_s = _Count[float]()
+    last_token_s = _Count[float]()
+
+    def __init__(self, num_prompt_tokens: int = 0, counts: RowCounts | None = None) -> None:
+        """``counts`` : where those are that passes change, memory of its own where None."""
+        self.counts = Records(RowCounts)[0] if counts is None else counts
+        self.num_prompt_tokens, self.num_cached_tokens = num_prompt_tokens, 0
+        self.steps: list[tuple[int, int]] | None = None
+        self.submitted_s = self.started_s = 0.0
+        self.is_coupled = False
+
+    @property
+    def accepted_by_source(self) -> dict[str, int]:
+        """Of the accepted tokens, how many by ``Draft.source``."""
+        found = by_source_name(self.counts.by_source, self.counts.by_source)
+        return {name: accepted for name, _, accepted in found}
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedDraft:
+class VerifiedDraft(NamedTuple):
     """What a pass said to a request's draft.
 
     ``number`` : of the pass, from 1, among those of the request. ``source`` : as in ``Draft.source``.
@@ -107,7 +167,7 @@ class VerifiedDraft:
     num_accepted: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made for a row at every step
 class RequestOutput:
     """What one step produced for one request.
 

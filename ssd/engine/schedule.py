@@ -233,11 +233,11 @@ class Prefill:
         Not those whose grammar is late; where there are no others, one of them is waited for, a little.
         """
         late = [s.grammar for s in running if s.grammar is not None and not s.grammar.is_ready()]
-        ready = [sequence for sequence in running if not self.remaining(sequence)]
-        if len(ready) < len(running):
+        held = self._target.lengths_of([sequence.slot for sequence in running]).tolist() if running else []
+        if [sequence.row.length - 1 for sequence in running] != held:
             self._share([sequence for sequence in running if self.remaining(sequence)], running)
         elif not late:
-            return ready
+            return running
         elif len(late) == len(running):
             await_masks(late)
         return [s for s in running if not self.remaining(s) and (s.grammar is None or s.grammar.is_ready())]
@@ -355,9 +355,8 @@ class Scheduler:
             self._reuse.place(sequence, self._free_slots, self.running)
             self._free_slots.remove(sequence.slot)
             sequence.stats.started_s = sequence.stats.started_s or time.perf_counter()
-            self.running.append(sequence)
-        # In slot order: a batch of neighbouring slots needs no gather of keys and values.
-        self.running.sort(key=lambda running: running.slot)
+            # In slot order: a batch of neighbouring slots needs no gather of keys and values.
+            insort(self.running, sequence, key=_slot)
         return preempted
 
     def release(self, sequence: Sequence) -> None:
@@ -425,6 +424,10 @@ class Scheduler:
             and running.turn > sequence.turn
         ]
         return max(later, key=_turn, default=None)
+
+
+def _slot(sequence: Sequence) -> int:
+    return sequence.slot
 
 
 def _turn(sequence: Sequence) -> tuple[int, int]:

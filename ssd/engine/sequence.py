@@ -14,13 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ssd.compiled.addresses import Records, address
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
+from ssd.engine.batch import Row
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
-from ssd.model.sampling.target_tokens import drawn_scores, needs_prefix
+from ssd.model.sampling.target_tokens import drawn_scores, is_by_temperature, needs_prefix
 from ssd.pricing.account import Withheld
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
@@ -85,10 +87,10 @@ class Committed(NamedTuple):
 
     token_ids: tuple[int, ...]
     spelled: list[int]
-    text: str
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None
-    logprobs: tuple[TokenLogprobs, ...] | None
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class Prepared(NamedTuple):
@@ -132,15 +134,18 @@ class Sequence:
         self.namespace = namespace
         self.prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
         self.num_prompt_tokens = len(prompt)
-        self.num_tokens = len(prompt)
+        self._memory = Records(Row)
+        self.row, self.address = self._memory[0], self._memory.address
         asked = max_length if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
-        self.max_length = min(max_length, asked)
+        self.max_length = self.row.end = min(max_length, asked)
         self.tokens: npt.NDArray[np.int32] = np.empty(self.max_length, np.int32)
         self.tokens[: len(prompt)] = prompt
+        self.row.tokens, self.row.length = address(self.tokens), len(prompt)
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self._is_coupled = noise.is_coupled
-        self._ending_ids = self.eos_token_ids | self.stop_token_ids
+        self._endings = np.array(sorted(self.eos_token_ids | self.stop_token_ids), np.int32)
+        self.row.endings, self.row.num_endings = address(self._endings), len(self._endings)
         self.sampling = SamplingRow(
             params=sampling,
             noise=noise,
@@ -148,6 +153,8 @@ class Sequence:
         )
         self.is_plain = sampling.greedy and grammar is None and not needs_prefix(sampling)
         """Whether its tokens are the most probable ones, whatever its text."""
+        self.is_drawn_by_position = grammar is None and not noise.is_coupled and is_by_temperature(self.sampling)
+        """Whether its tokens are the most probable ones with noise of their positions, whatever its text."""
         self.slot = -1
         self.turn = (0, 0)
         self.num_preemptions = 0
@@ -164,12 +171,9 @@ class Sequence:
         """Whether keys and values of others may be copied: not any more once that failed."""
         self.may_draft = True
         """Whether it is drafted for: not any more once a pass with it failed, a draft may have been why."""
-        self.stats = RequestStats(
-            num_prompt_tokens=len(prompt),
-            steps=[] if request.keeps_steps else None,
-            submitted_s=time.perf_counter(),
-            is_coupled=noise.is_coupled,
-        )
+        self.stats = RequestStats(len(prompt), self.row.counts)
+        self.stats.steps = [] if request.keeps_steps else None
+        self.stats.submitted_s, self.stats.is_coupled = time.perf_counter(), noise.is_coupled
         self.asking: DraftRequest | None = None
         """What the drafter is asked, the same object at every step."""
         self.is_foretold = False
@@ -177,15 +181,19 @@ class Sequence:
         self.prepared: Prepared | None = None
         self.used: Prepared | None = None
         """What is verified now, where it was prepared."""
-        self.draft: tuple[int, str, int, int] | None = None
-        """What was drafted for the last pass, as a `VerifiedDraft` says it, until its output is made."""
+        self.draft: VerifiedDraft | None = None
+        """What was drafted for the last pass, until its output is made."""
         self.finish_reason: FinishReason | None = None
         self._stream = stream
         self.grammar = grammar
-        self._is_simple = grammar is None and sampling.logprobs is None and (stream is None or not stream.may_stop)
-        """Whether tokens that do not end the output only need to be appended."""
+        self.row.is_simple = grammar is None and sampling.logprobs is None and (stream is None or not stream.may_stop)
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._prompt_logprobs_sent = sampling.prompt_logprobs is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return self.row.length
 
     @property
     def context(self) -> npt.NDArray[np.int32]:
@@ -245,11 +253,6 @@ class Sequence:
         here only as far as it may end the output: `output` must follow, for one after the other.
         """
         before = self.num_tokens
-        if self._is_simple and len(token_ids) < self.num_remaining and self._ending_ids.isdisjoint(token_ids):
-            self.num_tokens += len(token_ids)
-            self.tokens[before : self.num_tokens] = token_ids
-            self.stats.num_output_tokens += len(token_ids)
-            return Committed(tuple(token_ids), token_ids, "", None, None, None)
         emitted: list[int] = []
         spelled: list[int] = []
         stop_reason: str | int | None = None
@@ -258,7 +261,7 @@ class Sequence:
         for token_id in token_ids:
             emitted.append(token_id)
             self.tokens[self.num_tokens] = token_id
-            self.num_tokens += 1
+            self.row.length += 1
             if token_id in self.eos_token_ids:
                 self.finish_reason = FinishReason.STOP
             elif token_id in self.stop_token_ids:
@@ -303,8 +306,8 @@ class Sequence:
 
     def end(self, reason: FinishReason, error: str | None = None, refusal: RequestError | None = None) -> RequestOutput:
         """Close the output without another token."""
-        self.finish_reason = reason
-        return self._output(Committed((), [], "", reason, None, None), "", error, refusal)
+        self.finish_reason, self.row.is_simple = reason, 0
+        return self._output(Committed((), [], finish_reason=reason), "", error, refusal)
 
     def _output(
         self, taken: Committed, text: str, error: str | None = None, refusal: RequestError | None = None
@@ -322,7 +325,7 @@ class Sequence:
             refusal=refusal,
             logprobs=taken.logprobs,
             prompt_logprobs=prompt_logprobs,
-            draft=None if draft is None else VerifiedDraft(*draft),
+            draft=draft,
             stats=self.stats,
         )
 

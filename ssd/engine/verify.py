@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,41 +15,14 @@ import torch
 
 from ssd.config import DraftShape
 from ssd.drafting.protocol import Draft, SamplingRow, ScoredPass
-from ssd.engine.sequence import Sequence
+from ssd.engine.batch import Batch, begin_fed, count_rows
+from ssd.engine.request import VerifiedDraft, number_of_source
+from ssd.engine.sequence import Committed, Sequence
 from ssd.errors import require_fault
 from ssd.model.kv.tree import agree, is_tree, leading_chain, node_parents
 from ssd.model.sampling.target_tokens import noise_of, target_tokens
 from ssd.model.target import Target
-from ssd.retrieval.cache_state import LearnedState
 from ssd.text.grammar import settle_masks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowOwners:
-    """Of each row of a batch, ``request_ids``, ``learned`` and ``may_keep`` as ``ScoredPass`` has them."""
-
-    batch: Rows[Sequence]
-    request_ids: list[str]
-    learned: list[LearnedState | None]
-    may_keep: npt.NDArray[np.bool_]
-    is_final: bool
-    """Whether all caches are open: what is learned of a namespace has a place only then."""
-
-    @classmethod
-    def of(cls, batch: Rows[Sequence], known: RowOwners | None) -> RowOwners:
-        """That of ``batch``; ``known``, the one before it, where that is the same. O(rows)."""
-        if known is not None and known.is_final and known.batch == batch:
-            return known
-        names, learned, may_keep, is_final = list[str](), list[LearnedState | None](), list[bool](), True
-        for sequence in batch:
-            request, namespace = sequence.request, sequence.namespace
-            cache = None if namespace is None else namespace.cache
-            names.append(request.request_id)
-            learned.append(None if cache is None else cache.learned)
-            may_keep.append(cache is not None and request.learn)
-            is_final = is_final and (cache is not None or namespace is None)
-        return cls(batch, names, learned, np.array(may_keep), is_final)
-
 
 log = logging.getLogger(__name__)
 
@@ -96,96 +70,104 @@ def warm_up_verification() -> None:
 
 
 class Pass:
-    """A verify pass: every sequence's last token and draft, fed at once. What is ``said`` must be asked for, once,
-    before the next pass begins.
+    """A verify pass: every sequence's last token and draft, fed at once. `verify` must be called, once, before the next
+    pass begins.
 
-    ``seconds`` : what it took, once that is known.
+    ``seconds`` : what it took, once that is known. ``sizes`` : int64[B], how many tokens each row says, the accepted
+    ones and one more, the target's own; 0 where that raised, see ``failed``, and where its grammar takes longer than
+    the pass. ``said`` : int64[B, T], these tokens. ``costs`` : of each row's draft, in output tokens.
     """
 
-    def __init__(self, target: Target, batch: Rows[Sequence], drafts: Rows[Draft]) -> None:
+    def __init__(self, target: Target, batch: Batch, drafts: Rows[Draft]) -> None:
         """Begin the pass; a device that runs beside the host computes from here on."""
         self.batch, self.drafts = batch, drafts
         self.seconds = 0.0
+        self.failed: dict[int, BaseException] = {}
+        self.is_late = False
         self._target = target
         self._started = time.perf_counter()
-        self._slots = [sequence.slot for sequence in batch]
-        self._counts = [len(draft.token_ids) + 1 for draft in drafts]
-        self._has_trees = any(draft.parents is not None for draft in drafts)
-        width = max(self._counts)
-        self._fed, self._before = _fed(batch, drafts, width)
+        self._count_list = [len(draft.token_ids) + 1 for draft in drafts]
+        self._counts, width = np.array(self._count_list), max(self._count_list)
+        self._has_trees = width > 1 and any(draft.parents is not None for draft in drafts)
+        self._fed, self._before = np.zeros((len(drafts), width), np.int64), np.empty(len(drafts), np.int32)
+        lengths = np.empty_like(self._counts)
+        begin_fed(batch.address, self._fed, self._before, lengths)
+        if width > 1:
+            for row, draft, count in zip(self._fed, drafts, self._count_list, strict=True):
+                row[1:count] = draft.token_ids
+        self.costs = [sequence.draft_cost for sequence in batch.sequences] if width > 1 else [0.0] * len(drafts)
         self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
-        self._chosen: npt.NDArray[np.int64] = np.zeros(self._fed.shape, np.int64)
-        self._paths, self._sizes = self._chosen, np.zeros(len(batch), np.int64)
-        self._is_plain = all(sequence.is_plain for sequence in batch)
-        rows = zip(batch, drafts, strict=True)
-        self._ruled = [] if self._is_plain else [(s.grammar, d.token_ids) for s, d in rows if s.grammar is not None]
+        self._chosen = self.said = self._paths = self._fed
+        self.sizes = self._counts
+        rows = zip(batch.sequences, drafts, strict=True) if batch.is_ruled else ()
+        self._ruled = [(s.grammar, d.token_ids) for s, d in rows if s.grammar is not None]
         for grammar, tokens in self._ruled:  # those that take long have the whole pass, and disturb it
             if grammar.was_late:
                 grammar.begin(tokens)
         noise = None
-        if target.takes_noise and not self._is_plain:
-            noise = noise_of(self._rows, width)
+        self._is_chosen = batch.is_plain
+        if target.takes_noise and not batch.is_plain:
+            self._is_chosen = batch.chooses_by_position and not self._has_trees
+            noise = batch.noise(lengths, width) if self._is_chosen else noise_of(self._rows, width)
         if self._parents is not None:
-            self._output = target.forward_trees(self._slots, self._fed, self._counts, self._parents, noise)
+            self._output = target.forward_trees(batch.slot_list, self._fed, self._count_list, self._parents, noise)
         else:
-            self._output = target.forward(self._slots, self._fed, self._counts, noise)
+            self._output = target.forward(batch.slot_list, self._fed, self._count_list, noise)
         for grammar, tokens in self._ruled:
             if not grammar.was_late:
                 grammar.begin(tokens)
 
     @cached_property
     def _rows(self) -> list[SamplingRow]:
-        return [sequence.sampling_row(draft) for sequence, draft in zip(self.batch, self.drafts, strict=True)]
+        return [s.sampling_row(draft) for s, draft in zip(self.batch.sequences, self.drafts, strict=True)]
 
-    def said(self) -> list[list[int] | BaseException]:
-        """Of each row, once the pass is done, the accepted tokens and one more, the target's own; or what it raised.
-        Nothing of a row whose grammar takes longer than the pass.
+    def verify(self) -> None:
+        """Wait for the pass and see what each row says.
 
         The slots then hold the context and the accepted tokens, or more where a chain was rejected: the caller lowers
         them to what is committed. Raises where the pass itself failed: what the slots hold is then not known.
         """
-        counts, parents = np.array(self._counts), self._fed if self._parents is None else self._parents
+        counts, parents = self._counts, self._fed if self._parents is None else self._parents
         if self._ruled:
             self._output.logits[0, 0, 0].item()  # waits for the device
-            counts = np.minimum(counts, settle_masks([sequence.grammar for sequence in self.batch]))
-        failed = self._choose()
-        self._paths, said, self._sizes = agree(self._fed, self._chosen, counts, parents, self._has_trees)
-        sizes = self._sizes.tolist()
+            counts = np.minimum(counts, settle_masks([sequence.grammar for sequence in self.batch.sequences]))
+        self.failed = self._choose()
+        self._paths, self.said, self.sizes = agree(self._fed, self._chosen, counts, parents, self._has_trees)
         if self._has_trees:
-            paths = [path[:size] for path, size in zip(self._paths, sizes, strict=True)]
-            self._target.keep_paths(self._slots, self._counts, paths)
+            paths = [path[:size] for path, size in zip(self._paths, self.sizes.tolist(), strict=True)]
+            self._target.keep_paths(self.batch.slot_list, self._count_list, paths)
         self.seconds = time.perf_counter() - self._started
-        rows: list[list[int] | BaseException] = [row[:size] for row, size in zip(said.tolist(), sizes, strict=True)]
-        for b in np.flatnonzero(counts == 0).tolist():
-            rows[b], self._sizes[b] = [], 0
-        for b, error in failed.items():
-            rows[b], self._sizes[b] = error, 0
-        return rows
+        if self._ruled:
+            self.sizes[counts == 0] = 0
+            self.is_late = not counts.all()
+        for b in self.failed:
+            self.sizes[b] = 0
 
     def path(self, b: int) -> npt.NDArray[np.int32] | None:
         """The accepted tokens' indices in the draft of row ``b``, int32[accepted]; None of a chain."""
         if self.drafts[b].parents is None:
             return None
-        return (self._paths[b, 1 : self._sizes[b]] - 1).astype(np.int32)
+        return (self._paths[b, 1 : self.sizes[b]] - 1).astype(np.int32)
 
     def logits(self, b: int) -> torch.Tensor:
         """The model's own, [>= tokens said, V]: row i for the i-th token that row ``b`` said."""
         logits = self._output.logits[b]
         if self.drafts[b].parents is None:
             return logits
-        return logits[torch.from_numpy(self._paths[b, : self._sizes[b]]).to(logits.device)]
+        return logits[torch.from_numpy(self._paths[b, : self.sizes[b]]).to(logits.device)]
 
     def _choose(self) -> dict[int, BaseException]:
         """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
         try:
-            if self._output.chosen is not None and self._is_plain:
+            if self._output.chosen is not None and self._is_chosen:
                 self._chosen = np.array(self._output.chosen.cpu().numpy())
             else:
                 self._chosen = np.ascontiguousarray(target_tokens(self._output, self._rows))
             return {}
         except BaseException as error:
             require_fault(error)
-            if len(self.batch) == 1:
+            self._chosen = np.zeros_like(self._fed)
+            if len(self.drafts) == 1:
                 return {0: error}
         failed: dict[int, BaseException] = {}
         for b, row in enumerate(self._rows):
@@ -196,36 +178,53 @@ class Pass:
                 failed[b] = error
         return failed
 
-    def scored(self, owners: RowOwners) -> ScoredPass:
+    def scored(self) -> ScoredPass:
         """What the target said at every position; once it is known what is ``said``, before any of that is taken."""
-        used = np.where(self._sizes > 0, self._counts, 0)
+        is_said = self.sizes > 0
+        used = np.where(is_said, self._counts, 0)
         top_ids, top_logits = self._output.top(used.tolist())
+        request_ids, learned, may_keep = self.batch.owners()
         return ScoredPass(
-            request_ids=owners.request_ids,
-            learned=owners.learned,
-            may_keep=owners.may_keep,
+            request_ids=request_ids,
+            learned=learned,
+            may_keep=may_keep,
             before=self._before,
             fed=self._fed,
             counts=used,
             parents=self._parents,
             chosen=self._chosen,
-            ends=np.where(self._sizes > 0, self._paths[np.arange(len(used)), self._sizes - 1], -1),
+            ends=np.where(is_said, self._paths[np.arange(len(used)), self.sizes - 1], -1),
             top_ids=top_ids,
             top_logits=top_logits,
         )
 
 
-def _fed(batch: Rows[Sequence], drafts: Rows[Draft], width: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Each row's last token and draft, int64[B, width], padded with 0; and the token before, int32[B], -1 for none."""
-    ends = [
-        sequence.tokens[sequence.num_tokens - 2 : sequence.num_tokens].tolist()
-        if sequence.num_tokens > 1
-        else [-1, int(sequence.tokens[0])]
-        for sequence in batch
-    ]
-    fed = np.zeros((len(batch), width), np.int64)
-    fed[:, 0] = [last for _, last in ends]
-    if width > 1:
-        for row, draft in zip(fed, drafts, strict=True):
-            row[1 : 1 + len(draft.token_ids)] = draft.token_ids
-    return fed, np.array([before for before, _ in ends], np.int32)
+@dataclass(slots=True, eq=False)
+class Taken:
+    """What a pass that has ended gave its rows.
+
+    ``special`` : of rows that more was done for than to append tokens. The others' are the first of what was said, as
+    many as the batch says.
+    """
+
+    ended: Pass
+    special: dict[int, Committed]
+
+    def count(self) -> None:
+        """Count it in the rows and in the batch; in the step in which it was taken."""
+        batch, drafts = self.ended.batch, self.ended.drafts
+        batch.drafted[:] = [len(draft.token_ids) for draft in drafts]
+        if batch.drafted.any():
+            batch.sources[:] = [number_of_source(draft.source) for draft in drafts]
+        count_rows(batch.address, self.ended.sizes, time.perf_counter())
+
+    def by_row(self) -> Iterator[tuple[Sequence, Committed]]:
+        """The sequences that took something and what, in order; once that is counted."""
+        ended, batch = self.ended, self.ended.batch
+        counts = batch.taken.tolist(), batch.accepted.tolist(), batch.numbers.tolist()
+        rows = zip(batch.sequences, ended.drafts, *counts, ended.said.tolist(), strict=True)
+        for b, (sequence, draft, count, num_accepted, number, said) in enumerate(rows):
+            if count > 0:
+                sequence.draft = VerifiedDraft(number, draft.source, len(draft.token_ids), num_accepted)
+                found = self.special.get(b)
+                yield sequence, Committed(tuple(said[:count]), said[:count]) if found is None else found

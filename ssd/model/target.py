@@ -89,6 +89,12 @@ class Target(ABC):
     def rollback(self, slot: int, length: int) -> None:
         """Forget everything after the slot's first ``length`` tokens; 0 frees the slot for another sequence."""
 
+    def keep(self, slots: Sequence[int] | Int64s, lengths: Sequence[int] | Int64s) -> None:
+        """Forget what slots hold beyond so many tokens each."""
+        for slot, length in zip(slots, lengths, strict=True):
+            if self.length(slot) > length:
+                self.rollback(int(slot), int(length))
+
     @torch.inference_mode()
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
         """Make ``slot`` hold the first ``length`` tokens of ``source`` without computing them.

@@ -287,6 +287,11 @@ class TextCodec:
 
     # Ids to text
 
+    @cached_property
+    def pieces(self) -> dict[tuple[int, int], tuple[str, str]]:
+        """What `TextStream` found lately: the text that a token adds behind another, and its text alone."""
+        return {}
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ``token_ids``, each within [0, 2^31). Ids without a token give nothing, broken UTF-8 U+FFFD."""
         if self._rust_decode is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from ssd.config import SamplingParams
 from ssd.text.codec import TextCodec
 
 _REPLACEMENT = "\ufffd"
+_MOST_PIECES = 1 << 15
 _MAX_INCOMPLETE_TOKENS = 8  # more than any character has bytes; beyond it the text is broken and not incomplete
 
 
@@ -69,12 +71,20 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """New text that is safe to send; as ``push_token`` of each, decoded at once where that cannot differ."""
-        together = self._push_together(token_ids) if len(token_ids) > 1 else None
+        if len(token_ids) == 1:
+            return self.push_token(token_ids[0])
+        together = None if self._is_known(token_ids) else self._push_together(token_ids)
         return "".join([self.push_token(token_id) for token_id in token_ids]) if together is None else together
 
     def push_token(self, token_id: int) -> str:
         """New text that is safe to send; look at ``stop_hit`` afterwards."""
-        codec = self._codec
+        codec, window = self._codec, self._window
+        pair = (window[0], token_id) if self._num_context == len(window) == 1 else None
+        known = None if pair is None else codec.pieces.get(pair)
+        if known is not None and token_id not in self._silent and self.stop_hit is None:
+            piece, self._context_text = known
+            window[0] = token_id
+            return self._send(piece)
         if self.stop_hit is not None or token_id in self._silent or not 0 <= token_id < codec.vocab_size:
             return ""
         self._window.append(token_id)
@@ -91,7 +101,18 @@ class TextStream:
         self._window = pending
         self._num_context = len(pending) - kept
         self._context_text = codec.decode(pending[: self._num_context])
+        if pair is not None and pending == [token_id] and not kept:
+            if len(codec.pieces) >= _MOST_PIECES:
+                codec.pieces.clear()
+            codec.pieces[pair] = piece, self._context_text
         return self._send(piece)
+
+    def _is_known(self, token_ids: Sequence[int]) -> bool:
+        """Whether what each of the tokens adds was found before."""
+        pieces = self._codec.pieces
+        return self._num_context == len(self._window) == 1 and all(
+            pair in pieces for pair in pairwise([self._window[0], *token_ids])
+        )
 
     def _push_together(self, token_ids: Sequence[int]) -> str | None:
         """None, and nothing was pushed, where a string may stop the text or a character may be incomplete."""

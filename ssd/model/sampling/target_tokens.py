@@ -227,7 +227,7 @@ def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
 
     Of rows that are sampled by temperature alone; all others have temperature 0. None where there is no such row.
     """
-    drawn = [b for b, row in enumerate(rows) if _is_by_temperature(row)]
+    drawn = [b for b, row in enumerate(rows) if is_by_temperature(row)]
     if not drawn:
         return None
     keys, temperatures = np.zeros((len(rows), width), np.uint64), np.zeros((len(rows), width), np.float32)
@@ -243,7 +243,7 @@ def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
     return Noise(keys, temperatures)
 
 
-def _is_by_temperature(row: SamplingRow) -> bool:
+def is_by_temperature(row: SamplingRow) -> bool:
     """Whether the row's tokens are the argmax of `noisy_scores` with noise."""
     params = row.params
     if params.greedy:

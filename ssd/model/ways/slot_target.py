@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from ssd.compiled.addresses import Int64s
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
@@ -66,6 +67,10 @@ class SlotTarget(Target):
         """Lower the slot's length; what lies beyond is overwritten later."""
         assert 0 <= length <= self.kv_cache.lengths[slot]
         self.kv_cache.lengths[slot] = length
+
+    def keep(self, slots: Sequence[int] | Int64s, lengths: Sequence[int] | Int64s) -> None:
+        """Lower the slots' lengths where they are greater."""
+        self.kv_cache.lengths[slots] = np.minimum(self.kv_cache.lengths[slots], lengths)
 
     @property
     def takes_noise(self) -> bool:
