@@ -215,7 +215,7 @@ class AnnotatedEngine(Engine):
         with record_function("commit"):
             return super()._commit(*args)
 
-    def _spell(self, *args: Any) -> RequestOutput | None:
+    def _spell(self, *args: Any) -> list[RequestOutput]:
         with record_function("spell"):
             return super()._spell(*args)
 
