@@ -71,8 +71,8 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """New text that is safe to send; as ``push_token`` of each, decoded at once where that cannot differ."""
-        if len(token_ids) == 1:
-            return self.push_token(token_ids[0])
+        if len(token_ids) < 2:
+            return self.push_token(token_ids[0]) if token_ids else ""
         together = None if self._is_known(token_ids) else self._push_together(token_ids)
         return "".join([self.push_token(token_id) for token_id in token_ids]) if together is None else together
 
