@@ -127,6 +127,7 @@ class WatchedCodec(CharCodec):
     """Notes what it is given, and waits with it; its tokens are few."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.given: list[str] = []
         self.may_go_on = threading.Event()
 

@@ -34,6 +34,9 @@ class CharCodec:
     vocab_size = 0x110000
     special_ids = frozenset[int]()
 
+    def __init__(self) -> None:
+        self.pieces: dict[tuple[int, int], tuple[str, str]] = {}
+
     def encode_prompt(self, text: str) -> list[int]:
         return [ord(character) for character in text]
 

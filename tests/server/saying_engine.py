@@ -15,6 +15,7 @@ class SayingCodec(CharCodec):
     added_tokens: Mapping[str, int] = {}
 
     def __init__(self, template: str) -> None:
+        super().__init__()
         self._template = template
 
     def chat_template(self, given: str | None = None, **_options: Any) -> str | None:
