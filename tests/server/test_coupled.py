@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -228,7 +229,10 @@ def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_ser
 
 
 @pytest.mark.parametrize("value", ["-1", "1048577", "x", "1.5", ""])
-def test_a_number_of_streams_of_no_use_is_said_in_one_line(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_of_streams_of_no_use_is_said_in_one_line(
+    value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # else it is a line of this module's log
     with pytest.raises(SystemExit) as stopped:
         parse_arguments([f"--coupled-sampling={value}"], environment={})
     message = capsys.readouterr().err

@@ -134,10 +134,16 @@ def test_asking_again_draws_a_new_seed_and_the_same_one_where_that_is_said(page:
 def test_what_was_saved_is_there_before_anything_is_asked_here(page: Page, server: RunningServer) -> None:
     post(server.port, "/v1/completions", {"prompt": PROMPT, "max_tokens": 220, "temperature": 0, "seed": 0})
     wait_until(lambda: page["saved"].is_displayed())
-    found = get(server.port, "/page/stats").json
-    share = int(100 * (found["tokens"] - found["passes"]) / found["tokens"])
-    said = rf"{share}% of {found['tokens']:,} passes saved and \d+ (s|min) of waiting, since the start .* ms a pass.*"
-    assert re.fullmatch(said, page["saved"].text)
+
+    def says_what_is() -> bool:  # it looks every second
+        found = get(server.port, "/page/stats").json
+        share = int(100 * (found["tokens"] - found["passes"]) / found["tokens"])
+        saved = (
+            rf"{share}% of {found['tokens']:,} passes saved and \d+ (s|min) of waiting, since the start .* ms a pass.*"
+        )
+        return re.fullmatch(saved, page["saved"].text) is not None
+
+    wait_until(says_what_is)
     shares = page.script(
         "return [...document.querySelectorAll('#sources .rate')].map(each => parseFloat(each.textContent))"
     )

@@ -150,6 +150,8 @@ def test_a_draft_model_drafts_beside_the_cache() -> None:
         seeded = [post(port, "/v1/completions", {**asked, "seed": 3}).json["choices"][0]["text"] for _ in range(2)]
         assert seeded[0] == seeded[1]
         assert post(port, "/v1/completions", asked).json["usage"]["completion_tokens"] == 24
+        for _ in range(4):  # one as large as its target does not pay; what is said again does
+            post(port, "/v1/completions", {**asked, "max_tokens": 64, "temperature": 0})
         metrics = get(port, "/metrics").content.decode()
         assert "ssd:source_draft_tokens_total" in metrics and 'source="' in metrics
         assert "ssd:drafter_failures_total" in metrics and get(port, "/health").status == 200
