@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.drafting.protocol import Draft
-from ssd.pricing.account import promise_tested
 from ssd.pricing.calibration import KeptShares, PlattScaling
 from ssd.pricing.price_list import PriceList
 from tests.test_price_list import learned
@@ -24,7 +23,7 @@ def draft_lengths(shares: KeptShares, prices: PriceList, promised: float, true: 
         draft = draft.cut(prices.paying_width([draft], [shares.share(1.0)]))
         length = len(draft.token_ids)
         accepted = int((np.cumprod(random.random(length) < true)).sum())
-        shares.observe(1.0, promise_tested(draft, range(accepted)), accepted)
+        shares.observe(1.0, float(draft.chances().sum()), accepted)
         prices.observe(1 + length, 1 + accepted, PASS[0] + PASS[1] * (1 + length), is_wide=length > 0)
         lengths.append(length)
     return lengths
@@ -56,15 +55,6 @@ def test_the_share_approaches_what_is_kept(true: float) -> None:
         shares.observe(1.0, 5.0, int(random.binomial(5, true)))
         seen.append(shares.share(1.0))
     assert np.mean(seen[100:]) == pytest.approx(true, abs=0.05)
-
-
-def test_one_long_wrong_draft_weighs_as_much_as_one_wrong_token() -> None:
-    shares = KeptShares()
-    draft = Draft(np.zeros(16, np.int32), probabilities=np.full(16, 0.9))
-    shares.observe(1.0, promise_tested(draft, ()), 0)
-    assert shares.share(1.0) > 0.5
-    shares.observe(1.0, promise_tested(draft, range(16)), 16)
-    assert shares.share(1.0) > 0.9
 
 
 @given(st.floats(0, 2), st.floats(0, 2))

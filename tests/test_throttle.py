@@ -27,13 +27,11 @@ def row() -> Any:
     return SimpleNamespace(num_fruitless=0)
 
 
-def run(
-    throttle: Throttle, batch: list[Any], steps: int, lengths: Rows[int], ask_s: float, pass_s: float, pays: bool = True
-) -> list[int]:
+def run(throttle: Throttle, batch: list[Any], steps: int, lengths: Rows[int], ask_s: float, pass_s: float) -> list[int]:
     """How often each row was asked."""
     counts = [0] * len(batch)
     for _ in range(steps):
-        due = throttle.due(batch, [pays] * len(batch))
+        due = throttle.due(batch)
         asked = [(row, length) for row, length, is_due in zip(batch, lengths, due, strict=True) if is_due]
         throttle.observe_asking(
             [row for row, _ in asked], [length for _, length in asked], ask_s * sum(due), spares_some=not all(due)
@@ -69,15 +67,6 @@ def test_a_row_that_gets_a_draft_again_is_asked_at_every_step() -> None:
     assert throttle.period(8) == 8
     run(throttle, batch, 8, [1] * 8, 1e-3, 10e-3)
     assert run(throttle, batch, 10, [1] * 8, 1e-3, 10e-3) == [10] * 8
-
-
-def test_where_drafts_do_not_pay_rows_are_asked_and_the_drafter_is_told_hardly_ever() -> None:
-    throttle, batch = Throttle(), [row() for _ in range(8)]
-    assert run(throttle, batch, 1, [0] * 8, 1e-3, 10e-3, pays=False) == [1] * 8
-    assert run(throttle, batch, 64, [0] * 8, 1e-3, 10e-3, pays=False) == [2] * 8
-    throttle.observe_telling(1e-3)
-    assert [throttle.tells(has_drafts=False) for _ in range(64)] == 2 * ([False] * 31 + [True])
-    assert run(throttle, batch, 16, [0] * 8, 1e-3, 10e-3)[0] >= 2, "as soon as they pay again"
 
 
 def test_a_call_that_compiled_kernels_is_not_counted() -> None:

@@ -339,8 +339,6 @@ class SuffixDrafter:
         """One draft per request, in order; one kernel call for all with the same snapshot and ``learned``."""
         if self._choices is not None:
             self._choices.begin_pass()
-        for request in requests:  # nothing is verified yet of what is drafted now
-            self._verified.pop(request.request_id, None)
         if len(requests) == 1:
             return [self._propose_one(requests[0])]
         members: dict[tuple[int, int], list[int]] = {}

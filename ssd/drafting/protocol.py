@@ -116,13 +116,21 @@ class Draft:
 
         O(k).
         """
+        return np.array(self._chances())
+
+    @property
+    def promised(self) -> float:
+        """Expected accepted tokens, of a tree's nodes all together; with estimates only. O(k)."""
+        return float(sum(self._chances()))
+
+    def _chances(self) -> list[float]:
         # Drafts are short: a loop over Python's numbers takes less than two calls of numpy.
         assert self.probabilities is not None
         chances: list[float] = self.probabilities.tolist()
         for node, parent in enumerate(self.parents_of_all()):
             if parent >= 0:
                 chances[node] *= chances[parent]
-        return np.array(chances)
+        return chances
 
     def parents_of_all(self) -> list[int]:
         """``parents``, of a chain too: the index of the token before each, -1 for the context. O(k)."""

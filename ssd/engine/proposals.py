@@ -20,7 +20,6 @@ from ssd.engine.metrics import BestEffort
 from ssd.engine.sequence import Prepared, Sequence
 from ssd.engine.verify import Pass, branches, possible_shape, usable
 from ssd.model.target import Target
-from ssd.pricing.account import Account, Withheld, gain, promise_tested
 from ssd.pricing.calibration import KeptShares, Throttle
 from ssd.pricing.price_list import PriceList
 
@@ -73,7 +72,6 @@ class Proposals:
         self._observer = drafter if draft.recycling and self._limit and isinstance(drafter, ScoreObserver) else None
         self._price_list = PriceList()
         self._kept_shares = KeptShares()
-        self._account = Account()
         self._throttle = Throttle()
         self._scored: ScoredPass | None = None
         """What the last pass said, until it is learned from."""
@@ -136,15 +134,9 @@ class Proposals:
         return drafts or [EMPTY_DRAFT] * len(rows)
 
     def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
-        is_priced = self._price_list.pass_time is not None
-        waits = [sequence.withheld is not None and self._watch(sequence) for sequence in batch]
-        pays = [not is_priced or self._account.pays(_temperature(sequence), sequence) for sequence in batch]
-        due = self._throttle.due(batch, pays)
+        due = self._throttle.due(batch)
         drafts = [self._prepared(sequence) for sequence in batch]
-        asked = [b for b, draft in enumerate(drafts) if draft is EMPTY_DRAFT and due[b] and not waits[b]]
-        if not asked and all(draft is EMPTY_DRAFT for draft in drafts):
-            self._throttle.observe_asking((), (), 0.0, spares_some=not all(due))
-            return drafts
+        asked = [b for b, draft in enumerate(drafts) if draft is EMPTY_DRAFT and due[b]]
         shares = self._shares(batch)
         started = time.perf_counter()
         limits = [batch[b].most_drafted(self._limit) for b in asked]
@@ -153,53 +145,19 @@ class Proposals:
             may_branch = branches(self._shape, len(batch))
             rows, trusted = [batch[b] for b in asked], [shares[b] for b in asked]
             found = self._ask(rows, trusted, limits, len(batch), may_branch=may_branch)
-        offered = [EMPTY_DRAFT] * len(batch)
-        for b, draft in zip(asked, found, strict=True):
-            if not pays[b]:
-                offered[b] = draft
-            elif batch[b].has_output or _is_sure(draft, shares[b]):
-                drafts[b] = draft
-        drafts = self._cut(batch, drafts, shares)
-        for b, draft in enumerate(self._cut(batch, offered, shares) if not all(pays) else ()):
-            if len(draft.token_ids):
-                batch[b].withheld = Withheld(draft, batch[b].num_tokens, batch[b].draft_cost)
-        asking, lengths = gain(0, self._throttle.asking(len(batch))), [len(drafts[b].token_ids) for b in asked]
-        for b in asked:
-            self._account.settle(_temperature(batch[b]), batch[b], asking)
         seconds = time.perf_counter() - started
+        for b, draft in zip(asked, found, strict=True):
+            if batch[b].has_output or _is_sure(draft, shares[b]):
+                drafts[b] = draft
+        width = self._price_list.paying_width(drafts, shares)
+        drafts = [draft.cut(width) for draft in drafts]
+        lengths = [len(drafts[b].token_ids) for b in asked]
         self._throttle.observe_asking([batch[b] for b in asked], lengths, seconds, spares_some=not all(due))
         return drafts
 
-    def _cut(self, batch: Rows[Sequence], drafts: list[Draft], shares: Rows[float]) -> list[Draft]:
-        """Cut drafts to what pays, and note what each costs: of what all take its part of their tokens."""
-        width = self._price_list.paying_width(drafts, shares)
-        drafts = [draft.cut(width) for draft in drafts]
-        if width:
-            cost = self._price_list.cost(len(batch), width) / sum(len(draft.token_ids) for draft in drafts)
-            telling = self._throttle.telling()
-            for sequence, draft in zip(batch, drafts, strict=True):
-                if len(draft.token_ids):
-                    sequence.draft_cost = telling + cost * len(draft.token_ids)
-        return drafts
-
-    def _watch(self, sequence: Sequence) -> bool:
-        """Follow a withheld draft; whether it may still come true, and would not pay yet."""
-        withheld, temperature = sequence.withheld, _temperature(sequence)
-        assert withheld is not None
-        goes_on = withheld.follow(sequence.context)
-        gained = gain(withheld.num_right, withheld.cost)
-        if goes_on and not self._account.pays(temperature, sequence, gained):
-            return True
-        sequence.withheld = None
-        self._account.settle(temperature, sequence, gained)
-        self._kept_shares.observe(temperature, withheld.promised, withheld.num_right)
-        if gained > 0.0:
-            sequence.num_fruitless = 0
-        return False
-
     def _shares(self, batch: Rows[Sequence]) -> list[float]:
         """How far what drafts promise is trusted, of each row."""
-        temperatures = [_temperature(sequence) for sequence in batch]
+        temperatures = [sequence.request.sampling.temperature for sequence in batch]
         by_temperature = {temperature: self._kept_shares.share(temperature) for temperature in set(temperatures)}
         return [by_temperature[temperature] for temperature in temperatures]
 
@@ -282,8 +240,6 @@ class Proposals:
         if path is not None:
             draft = replace(draft, path=path[:num_accepted])
         sequence.is_foretold = 0 < len(draft.token_ids) == num_accepted
-        if sequence.withheld is not None:  # of what the drafter made last nothing was verified
-            return
         if (prepared := sequence.prepared) is not None:  # the drafter speaks of the draft that it made last
             draft = prepared.whole.cut(prepared.begin - 1)
             num_accepted = min(prepared.verified + num_accepted, len(draft.token_ids))
@@ -295,19 +251,15 @@ class Proposals:
             self._best_effort.note(error)
 
     def count(self, ended: Pass) -> None:
-        """Learn how far what drafts promise comes true and pays."""
+        """Learn how far what drafts promise comes true."""
         if not self._limit:
             return
         taken, right = ended.batch.taken.tolist(), (ended.sizes - 1).tolist()
         for b, draft in enumerate(ended.drafts):
-            if draft is EMPTY_DRAFT or taken[b] <= 0:  # nobody was asked, or what was said has been put aside
-                continue
-            sequence, path = ended.batch.sequences[b], ended.path(b)
-            temperature = _temperature(sequence)
-            if len(draft.token_ids):
-                self._account.settle(temperature, sequence, gain(right[b], ended.costs[b]))
-            if draft.probabilities is not None or not len(draft.token_ids):
-                promised = promise_tested(draft, range(right[b]) if path is None else path.tolist())
+            is_told = draft.probabilities is not None or not len(draft.token_ids)
+            if is_told and draft is not EMPTY_DRAFT and taken[b] > 0:  # else nobody was asked, or it was put aside
+                promised = 0.0 if draft.probabilities is None else draft.promised
+                temperature = ended.batch.sequences[b].request.sampling.temperature
                 self._kept_shares.observe(temperature, promised, right[b])
 
     def observe_pass(self, ended: Pass, num_tokens: int) -> None:
@@ -383,10 +335,6 @@ class Proposals:
         found = usable(draft, request.limit, vocab_size=self._target.vocab_size, allow_tree=request.tree)
         self._best_effort.num_failures += found is None
         return EMPTY_DRAFT if found is None else found
-
-
-def _temperature(sequence: Sequence) -> float:
-    return sequence.request.sampling.temperature
 
 
 def _is_sure(draft: Draft, share: float) -> bool:

@@ -23,7 +23,6 @@ from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStat
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
 from ssd.model.sampling.target_tokens import drawn_scores, is_by_temperature, needs_prefix
-from ssd.pricing.account import Withheld
 from ssd.retrieval.cache import CacheSet
 from ssd.retrieval.namespace import HeldNamespace
 from ssd.text.codec import TextCodec
@@ -159,12 +158,7 @@ class Sequence:
         self.turn = (0, 0)
         self.num_preemptions = 0
         self.num_fruitless = 0
-        """Times in a row that it was asked for and got no draft that would have paid."""
-        self.balance = 0.0
-        """What its drafts gained, see `Account`."""
-        self.withheld: Withheld | None = None
-        self.draft_cost = 0.0
-        """Output tokens that verifying its last draft took."""
+        """Times in a row that it was asked for and got no draft."""
         self.is_suspect = False
         """It was in a pass that failed, and is yet to be computed alone: only then is it known whose fault that was."""
         self.may_copy = True

@@ -75,7 +75,7 @@ class Pass:
 
     ``seconds`` : what it took, once that is known. ``sizes`` : int64[B], how many tokens each row says, the accepted
     ones and one more, the target's own; 0 where that raised, see ``failed``, and where its grammar takes longer than
-    the pass. ``said`` : int64[B, T], these tokens. ``costs`` : of each row's draft, in output tokens.
+    the pass. ``said`` : int64[B, T], these tokens.
     """
 
     def __init__(self, target: Target, batch: Batch, drafts: Rows[Draft]) -> None:
@@ -95,7 +95,6 @@ class Pass:
         if width > 1:
             for row, draft, count in zip(self._fed, drafts, self._count_list, strict=True):
                 row[1:count] = draft.token_ids
-        self.costs = [sequence.draft_cost for sequence in batch.sequences] if width > 1 else [0.0] * len(drafts)
         self._parents = node_parents([draft.parents for draft in drafts], width) if self._has_trees else None
         self._chosen = self.said = self._paths = self._fed
         self.sizes = self._counts

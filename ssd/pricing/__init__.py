@@ -22,12 +22,10 @@ seconds become tokens at the rate at which tokens come. Who estimates what, from
   without estimates are offered too, the arbiter takes the one of most.
 - ``calibration.PlattScaling``: the **chance of a token that a draft model drew**, from the model's own probability and
   what came of those before. It is the draft model's estimate.
-- ``calibration.KeptShares``: the **share of promised tokens that came**, by temperature, of those whose turn it was.
-  The engine divides prices by it and multiplies what drafts promise.
-- ``account.Account``: the **tokens that drafts gained of late**, by temperature and request, less twice what asking,
-  telling and verifying took. The engine verifies drafts of who has some; others' are compared with what comes.
+- ``calibration.KeptShares``: the **share of promised tokens that came**, by temperature. The engine divides prices by
+  it and multiplies what drafts promise.
 - ``calibration.Throttle``: the **steps between two askings** of a request that gets nothing, and between two tellings
-  of what passes said, from the time of a lookup, of telling and of a pass, and from who is in debt. Read by the engine.
+  of what passes said, from the time of a lookup, of telling and of a pass. Read by the engine.
 
 **Which corrects which.** A drafter's estimates are corrected where they are made: the suffix drafter's by its
 acceptance model (``ssd/drafting/acceptance.py``: a mixer weighs views, one of which is the mood of the

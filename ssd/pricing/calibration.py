@@ -9,17 +9,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ssd.pricing.account import kind_of
-
 _FORGETTING = 0.97
 _FORGETTING_UNTRIED = 0.999
 _PRIOR_TOKENS = 1.0
 
 
 class KeptShares:
-    """The share of the promised tokens that came of late, for each temperature; 1 where that is not known.
-
-    Of a draft those tokens count whose turn it was: one long wrong draft weighs as much as one wrong token.
+    """The share of the promised tokens that was accepted of late, for each temperature; 1 where that is not known.
 
     Estimates are learned over all requests of a namespace; in a new one they are a rule of thumb. A token drawn at a
     high temperature is accepted less often than a greedy one after the same text, and until the model has found out,
@@ -32,15 +28,20 @@ class KeptShares:
 
     def share(self, temperature: float) -> float:
         """The share for a temperature, 0 to 1."""
-        promised, accepted = self._sums.get(kind_of(temperature), (0.0, 0.0))
+        promised, accepted = self._sums.get(_kind(temperature), (0.0, 0.0))
         return min(1.0, (accepted + _PRIOR_TOKENS) / (promised + _PRIOR_TOKENS))
 
     def observe(self, temperature: float, promised: float, accepted: int) -> None:
-        """Learn from one row of a pass: the tokens that should have come of those tested, and those that came."""
-        kind = kind_of(temperature)
+        """Learn from one row of a pass: the tokens that its draft was expected to bring, and those that it brought."""
+        kind = _kind(temperature)
         before = self._sums.get(kind, (0.0, 0.0))
         kept = _FORGETTING if promised else _FORGETTING_UNTRIED
         self._sums[kind] = before[0] * kept + promised, before[1] * kept + accepted
+
+
+def _kind(temperature: float) -> float:
+    """Quarters, so that there are few: temperatures are at most 2."""
+    return round(4 * temperature) / 4
 
 
 _LEARNING_RATE = 0.02
@@ -79,15 +80,12 @@ def _log_odds(chances: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 _SHARE = 0.0075
-"""Of a step that asking may take for rows that get nothing, and telling a drafter what the target said where nothing
-was drafted."""
-_SHARE_IN_DEBT = 0.0015
-"""The same where drafts do not pay, see `Account`."""
+"""Of a step that asking may take for rows that get nothing."""
+_TELLING_SHARE = 0.0075
+"""Of a pass that telling a drafter what the target said may take where nothing was drafted."""
 _FRUITLESS_AFTER = 4
 """Times in a row that a request got no draft worth verifying."""
-_FRUITLESS_AFTER_IN_DEBT = 1
 _LONGEST_PAUSE = 8
-_LONGEST_PAUSE_IN_DEBT = 32
 _TIME_FORGETTING = 0.9
 _COMPILED_S = 1.0
 """What takes longer has compiled its kernels, and says nothing of the next time."""
@@ -97,7 +95,7 @@ class Row(Protocol):
     """A request that may be asked for a draft."""
 
     num_fruitless: int
-    """Times in a row that it was asked for and got no draft that would have paid."""
+    """Times in a row that it was asked for and got no draft."""
 
 
 class Throttle:
@@ -105,8 +103,8 @@ class Throttle:
 
     Looking up takes each row the same, while a pass takes little more for another row: beside one row it is nothing,
     in a large batch of new text it would be several percent of a step. A request that gets a draft is asked at every
-    step, the others all at the same one: a call takes something of its own. Where drafts of all rows have not paid,
-    see `Account`, both are as cheap as learning of a change allows. Only speed depends on it, never a token. O(rows).
+    step, the others all at the same one: a call takes something of its own. Only speed depends on it, never a token.
+    O(rows).
 
     Likewise a drafter is told of every pass that verified a draft; of the others as seldom as keeps telling cheap.
     """
@@ -115,34 +113,22 @@ class Throttle:
         self._row_s = self._pass_s = self._telling_s = 0.0
         self._num_spared = 0  # steps since all rows were asked
         self._num_untold = 0  # passes since a drafter was told
-        self._in_debt = False
 
-    def due(self, rows: Sequence[Row], pay: Sequence[bool]) -> list[bool]:
-        """Of each row whether it is asked at this step. ``pay`` : whether its drafts would be verified."""
-        self._in_debt = not any(pay)
-        if self._num_spared + 1 >= self.period(len(rows)):
-            return [True] * len(rows)
-        return [
-            row.num_fruitless < (_FRUITLESS_AFTER if pays else _FRUITLESS_AFTER_IN_DEBT)
-            for row, pays in zip(rows, pay, strict=True)
-        ]
+    def due(self, rows: Sequence[Row]) -> list[bool]:
+        """Of each row whether it is asked at this step."""
+        all_are = self._num_spared + 1 >= self.period(len(rows))
+        return [all_are or row.num_fruitless < _FRUITLESS_AFTER for row in rows]
 
     def period(self, num_rows: int) -> int:
         """Steps from one time to the next that a fruitless row is asked."""
-        return self._pause(num_rows * self._row_s)
-
-    def asking(self, num_rows: int) -> float:
-        """Output tokens that asking for one of so many rows takes."""
-        return num_rows * self._row_s / self._pass_s if self._pass_s else 0.0
-
-    def telling(self) -> float:
-        """Output tokens of a row that telling the drafter of a pass takes."""
-        return self._telling_s / self._pass_s if self._pass_s else 0.0
+        if self._pass_s == 0.0:
+            return 1
+        return max(1, min(_LONGEST_PAUSE, math.ceil(num_rows * self._row_s / self._pass_s / _SHARE)))
 
     def observe_asking(
         self, asked: Sequence[Row], lengths: Sequence[int], seconds: float, *, spares_some: bool
     ) -> None:
-        """Count an asking: those ``asked`` got drafts of these lengths to verify, in so many seconds together.
+        """Count an asking: those ``asked`` got drafts of these lengths, in so many seconds together.
 
         ``spares_some`` : whether some were not ``due``.
         """
@@ -154,7 +140,8 @@ class Throttle:
 
     def tells(self, *, has_drafts: bool) -> bool:
         """Whether a drafter is told of a pass. ``has_drafts`` : whether anything was drafted for it."""
-        tells = has_drafts or self._num_untold + 1 >= self._pause(self._telling_s)
+        share = self._telling_s / self._pass_s / _TELLING_SHARE if self._pass_s else 1.0
+        tells = has_drafts or self._num_untold + 1 >= min(_LONGEST_PAUSE, math.ceil(share))
         self._num_untold = 0 if tells else self._num_untold + 1
         return tells
 
@@ -166,13 +153,6 @@ class Throttle:
     def observe_pass(self, seconds: float) -> None:
         """Count the pass that followed."""
         self._pass_s = _recent(self._pass_s, seconds)
-
-    def _pause(self, seconds: float) -> int:
-        """Steps after which what takes so long is done again."""
-        if self._pass_s == 0.0:
-            return 1
-        share, longest = (_SHARE_IN_DEBT, _LONGEST_PAUSE_IN_DEBT) if self._in_debt else (_SHARE, _LONGEST_PAUSE)
-        return max(1, min(longest, math.ceil(seconds / self._pass_s / share)))
 
 
 def _recent(before: float, now: float) -> float:

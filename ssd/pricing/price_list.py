@@ -108,12 +108,6 @@ class PriceList:
         """
         return token_price(self.address, num_rows)
 
-    def cost(self, num_rows: int, width: int) -> float:
-        """Output tokens that a pass of so many rows takes longer for drafts of ``width`` tokens; 0 while not known."""
-        plain = self.seconds(num_rows)
-        more = self.seconds(num_rows * (1 + width), is_wide=True) - plain if width else 0.0
-        return num_rows * more / plain if plain > 0.0 else 0.0
-
     def paying_width(self, drafts: Sequence[EstimatedDraft], shares: Sequence[float]) -> int:
         """Draft tokens per row that give most where every row is padded to the widest; drafts without estimates are
         kept whole.

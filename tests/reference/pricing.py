@@ -138,22 +138,3 @@ def mean_excess(seen: Sequence[tuple[float, float, int]], promised: float, first
 
 _EXCESS_PROMISED = [0.05, 0.15, 0.3, 0.5, 0.8, 1.2, 1.8, 2.6, 4, 6, 10, 20]
 _EXCESS_FIRST = [0.05, 0.12, *(tenth / 10 for tenth in range(2, 10)), 0.97]
-
-
-def slow_path(tokens: list[int], parents: list[int], came: list[int]) -> tuple[list[int], bool]:
-    """The nodes of a draft that came, and whether more of it may come."""
-    path: list[int] = []
-    for token in came:
-        children = [i for i, parent in enumerate(parents) if parent == (path[-1] if path else -1)]
-        right = [i for i in children if tokens[i] == token]
-        if not right:
-            return path, False
-        path.append(right[0])
-        if path[-1] not in parents:
-            return path, False
-    return path, True
-
-
-def slow_promise(chances: list[float], parents: list[int], path: list[int]) -> float:
-    """The sum of the chances of all tokens that were tested: beside or on the path that came."""
-    return sum(chance for chance, parent in zip(chances, parents, strict=True) if parent == -1 or parent in path)

@@ -131,7 +131,7 @@ def anthropic_tools(tools: Any) -> list[Any]:
 
 def message_of(client: anthropic.Anthropic, messages: Any, tools: Any, stream: bool) -> tuple[ParseResult, list[Any]]:
     """What was found, and the blocks to go on with."""
-    fields: Any = {"model": MODEL, "messages": messages, "tools": anthropic_tools(tools), "max_tokens": 2048}
+    fields: Any = {"model": MODEL, "messages": messages, "tools": anthropic_tools(tools), "max_tokens": 8192}
     if stream:
         with client.messages.stream(**fields) as events:
             blocks: Any = events.get_final_message().content
