@@ -35,9 +35,11 @@ JSON = "json"
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
+_HEADER = ("<|start_header_id|>", "<|end_header_id|>")
 _LLAMA = CallFormat(
     about="Llama 3.1 to 3.3: JSON at the beginning or after <|python_tag|>", call=("<|python_tag|>",),
-    bare=("{", "["), space_is_text=True, written=Written(call=_PARAMETERS, between="; "),
+    bare=("{", "["), space_is_text=True, noise=_HEADER, special=("<|python_tag|>", *_HEADER),  # text in arguments
+    written=Written(call=_PARAMETERS, between="; "),
     told_by=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
 )  # fmt: skip
 _HERMES = CallFormat(

@@ -25,7 +25,7 @@ from ssd.text.codec import TextCodec
 from tests.tokenizers_for_tests import write_model_directory
 
 BEGIN, END = "<|recites|>", "<|stop|>"
-MAX_LENGTH = 4096
+MAX_LENGTH = 8192
 
 _TEMPLATE = """{%- set begins = BEGINS -%}{%- set told = namespace(begin='', tools=tools) -%}
 {%- for message in messages -%}

@@ -29,7 +29,10 @@ WEATHER: Any = {
         "description": "The weather of the coming days.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Paris", "London"]}, "days": {"type": "integer", "minimum": 1}},
+            "properties": {
+                "city": {"enum": ["Paris", "London"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 14},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
