@@ -13,6 +13,7 @@ from ssd.model.layers.fused_linear import FusedMember
 from ssd.model.layers.packed_linear import (
     PackedLinear,
     pack_linears,
+    packed_types,
     prepare_linears,
     rounded_rows,
 )
@@ -28,7 +29,7 @@ def linear(out: int, size: int, *, bias: bool, dtype: torch.dtype = torch.float3
     out=st.integers(1, 70),
     size=st.integers(1, 70),
     bias=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from(packed_types()),
     seed=st.integers(0, 99),
 )
 def test_a_packed_layer_computes_what_torch_does(

@@ -14,13 +14,13 @@ from torch import nn
 
 from ssd.model.layers import packed_linear
 from ssd.model.layers.packed_embedding import PackedEmbedding, find_order, packed_numbers, reader_of
-from ssd.model.layers.packed_linear import PackedLinear, pack_linears
+from ssd.model.layers.packed_linear import PackedLinear, pack_linears, packed_types
 from ssd.model.layers.replace import plain_logits, replace_layers
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import weight_bytes
 from tests.models import tiny_model
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = packed_types()
 WIDE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64}
 
 

@@ -20,8 +20,6 @@ from ssd.model.layers.fused_linear import FusedMember, fuse_linears, is_plain, l
 from ssd.model.layers.packed_embedding import reader_of
 from ssd.model.layers.replace import Replaced, parents
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
 _PREPARED_ROWS = 64
 _LONG = 1 << 22
 
@@ -95,12 +93,13 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
     """
     if not has_operators():
         return
-    yield from fuse_linears(model, PackedLinear, _DTYPES)
+    dtypes = packed_types()
+    yield from fuse_linears(model, PackedLinear, dtypes)
     tied = _tied(model)
     for parent in parents(model):
         for name in dict(parent.named_children()):
             linear = getattr(parent, name)
-            if is_plain(linear, _DTYPES):
+            if is_plain(linear, dtypes):
                 yield from _pack(linear, tied.pop(id(linear.weight), [Place(parent, name)]))
     for parameter in model.parameters():
         if type(parameter.data) is torch.Tensor:  # while one is mapped from a file, all of the file is
@@ -169,6 +168,20 @@ def has_operators() -> bool:
     return torch.backends.mkldnn.is_available() and all(  # type: ignore[no-untyped-call]
         hasattr(torch.ops.mkldnn, name) for name in names
     )
+
+
+@cache
+def packed_types() -> tuple[torch.dtype, ...]:
+    """Of weights that can be packed here: bfloat16 takes AVX-512, or AVX2 that converts it."""
+    return tuple(dtype for dtype in (torch.float32, torch.bfloat16) if _can_pack(dtype))
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    try:
+        packed_weight(torch.zeros(16, 16, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
 
 
 Product = Callable[[torch.Tensor], torch.Tensor]

@@ -15,7 +15,7 @@ from ssd.config import Exact
 from ssd.errors import ModelError, first_line
 from ssd.model.exact.settle import settle_exactness
 from ssd.model.layers.fused_linear import is_plain
-from ssd.model.layers.packed_linear import PackedLinear, find_rows, has_operators, seconds_of
+from ssd.model.layers.packed_linear import PackedLinear, find_rows, has_operators, packed_types, seconds_of
 from ssd.model.layers.tap import Tapped, require_tap
 from ssd.model.loading.adapters import Adapters
 from ssd.model.loading.memory import (
@@ -56,7 +56,7 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
     for module in model.modules():
         if is_plain(module, _TYPES):
             kinds.setdefault((module.in_features, module.out_features), []).append(module)
-    if not has_operators() or not kinds:
+    if not has_operators() or not kinds or torch.bfloat16 not in packed_types():
         return torch.float32
     seconds = dict.fromkeys(_TYPES, 0.0)
     for (size, num_outputs), layers in kinds.items():
