@@ -17,6 +17,7 @@ from ssd.model.layers.packed_linear import (
     prepare_linears,
     rounded_rows,
 )
+from ssd.model.loading import load_target
 from tests.models import tiny_model
 
 
@@ -54,6 +55,11 @@ def test_layers_with_something_special_stay() -> None:
     hooked.register_forward_hook(lambda *_: None)
     module = nn.ModuleDict({"a": Quantised(3, 3), "b": hooked, "c": linear(3, 3, bias=False).to(torch.float64)})
     assert not list(pack_linears(module))
+
+
+def test_a_type_that_cannot_be_packed_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_target, "packed_types", lambda: (torch.float32,))
+    assert load_target.faster_type(tiny_model().to(torch.bfloat16)) is torch.float32
 
 
 def test_without_the_operators_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
