@@ -74,14 +74,15 @@ class Fetched:
 def fetch(store: Store, max_tokens: int, *, layer: bool = False) -> Fetched | None:
     """The newest ``max_tokens`` tokens of what is published, compressed in memory; None where nothing is.
 
-    A chunk that is missing means that there is a newer head by now, which is fetched then. Raises as the store does.
+    A chunk that is missing means that there is a newer head by now, or the same again where the store was emptied and
+    filled, which is fetched then. Raises as the store does.
     """
     fetched = None
     for _ in range(_MOST_ATTEMPTS):
         head = store.head(layer=layer)
         if head is None and fetched is not None:
             fetched.was_emptied = True
-        if head is None or (fetched is not None and head.chunks == fetched.head.chunks):
+        if head is None:
             break
         fetched = Fetched(store, head, newest_within(head.chunks, max_tokens))
         if not fetched.num_missing:
@@ -207,7 +208,7 @@ class Joiner:
                 each.stream.saw_before(fetched.head.recent)
             cache.set_source(each.cursor.position())
         num_tokens = store_lacking(cache, fetched, self._vocab_size)
-        each.tag = fetched.head.tag
+        each.tag = b"" if fetched.was_emptied else fetched.head.tag  # what is published anew may be the same
         self.num_taken_tokens += num_tokens
         log.info(
             "namespace=%s took %d tokens that others had published, in %.1f s",
