@@ -174,23 +174,19 @@ def failover_to_the_past(fleet: Fleet) -> None:
     fleet.hold(2.0)
 
 
-def full(fleet: Fleet) -> None:
+def full(fleet: Fleet, policy: str = "noeviction") -> None:
     """maxmemory is reached, and nothing may be evicted: no write is taken."""
     with fleet.client() as client:
-        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory-policy", policy)
         client.config_set("maxmemory", 1)
         fleet.hold(4.0)
         client.config_set("maxmemory", 0)
+        client.config_set("maxmemory-policy", "noeviction")
 
 
 def evicting(fleet: Fleet) -> None:
     """maxmemory is reached, and our keys are evicted all the time."""
-    with fleet.client() as client:
-        client.config_set("maxmemory-policy", "allkeys-random")
-        client.config_set("maxmemory", 1)
-        fleet.hold(4.0)
-        client.config_set("maxmemory", 0)
-        client.config_set("maxmemory-policy", "noeviction")
+    full(fleet, "allkeys-random")
 
 
 def password(fleet: Fleet) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,33 +25,15 @@ from ssd.compiled.addresses import (
 )
 from ssd.drafting.ask import MAX_DRAFT
 from ssd.drafting.noise import SequenceNoise
-from ssd.engine.request import NUM_SOURCES, RowCounts
+from ssd.engine.request import NUM_SOURCES, Row
+from ssd.engine.sequence import Sequence
 from ssd.model.sampling.noise import Noise
 from ssd.retrieval.cache_state import LearnedState
-
-if TYPE_CHECKING:
-    from ssd.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
 
 LEFT: Final = -1
 """Taken of a row that more is to be done for than to append tokens."""
-
-
-class Row(Record):
-    """What kernels find of a sequence, at one address for its life.
-
-    ``tokens`` : int32[end], prompt and output so far are the first ``length``. ``endings`` : int32[num_endings], the
-    ids that end the output. ``is_simple`` : whether tokens that end nothing need only to be appended.
-    """
-
-    tokens: Address
-    length: Int64
-    end: Int64
-    endings: Address
-    num_endings: Int64
-    is_simple: Int64
-    counts: RowCounts
 
 
 class Frame(Record):

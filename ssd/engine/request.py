@@ -8,7 +8,7 @@ from typing import Annotated, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from ssd.compiled.addresses import Float64, Int64, Int64s, Record, Records
+from ssd.compiled.addresses import Address, Float64, Int64, Int64s, Record, Records
 from ssd.config import SamplingParams
 from ssd.drafting.ask import SOURCES
 from ssd.errors import RequestError
@@ -103,6 +103,22 @@ class RowCounts(Record):
     first_token_s: Float64
     last_token_s: Float64
     by_source: Annotated[Int64s, np.int64, NUM_SOURCES]
+
+
+class Row(Record):
+    """What kernels find of a sequence, at one address for its life.
+
+    ``tokens`` : int32[end], prompt and output so far are the first ``length``. ``endings`` : int32[num_endings], the
+    ids that end the output. ``is_simple`` : whether tokens that end nothing need only to be appended.
+    """
+
+    tokens: Address
+    length: Int64
+    end: Int64
+    endings: Address
+    num_endings: Int64
+    is_simple: Int64
+    counts: RowCounts
 
 
 class _Count(Generic[N]):

@@ -18,8 +18,7 @@ from ssd.compiled.addresses import Records, address
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
-from ssd.engine.batch import Row
-from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, VerifiedDraft
+from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, Row, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
 from ssd.model.sampling.target_tokens import drawn_scores, is_by_temperature, needs_prefix

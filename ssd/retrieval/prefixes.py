@@ -171,7 +171,7 @@ class PrefixFilter:
             return
         before = None
         if len(piece) > self._lead_in_tokens:
-            before = self.block_before(hash_of(piece[: self._lead_in_tokens]))
+            before = self._ends.get(hash_of(piece[: self._lead_in_tokens]))
         start, seed = (0, 0) if before is None else (self._lead_in_tokens, before)
         self._keep(*block_hashes(piece, start, seed, self._block_tokens, self._lead_in_tokens), position)
 
@@ -181,18 +181,10 @@ class PrefixFilter:
         if self._ends is not None:
             self._ends.forget_before(position)
 
-    def num_known(self, hashes: Int64s) -> int:
-        """How many of these blocks, that follow each other, are known before the first that is not. O(blocks)."""
-        return self._blocks.num_known(hashes)
-
-    def block_before(self, end: int) -> int | None:
-        """The hash of the block that a piece which begins with the tokens of hash ``end`` goes on from. O(1)."""
-        return None if self._ends is None else self._ends.get(end)
-
     def _remember(self, tokens: Tokens, prompt_length: int, position: int) -> int:
         """Returns how many leading tokens are stored already, a multiple of the block length within the prompt."""
         hashes, ends = block_hashes(tokens, 0, 0, self._block_tokens, self._lead_in_tokens)
-        num_known = self.num_known(hashes[: prompt_length // self._block_tokens])
+        num_known = self._blocks.num_known(hashes[: prompt_length // self._block_tokens])
         self._keep(hashes[num_known:], ends[num_known:], position)
         return num_known * self._block_tokens
 
