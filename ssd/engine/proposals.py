@@ -76,7 +76,7 @@ class Proposals:
         self._scored: ScoredPass | None = None
         """What the last pass said, until it is learned from."""
         self._telling_s = 0.0
-        self._may_prepare = isinstance(drafter, SuffixDrafter)  # others may take long, or ask others
+        self._reads_contexts = isinstance(drafter, SuffixDrafter)  # others may take long, ask others, learn from counts
         self._is_asked = True
         self._compiling: Thread | None = None
 
@@ -133,26 +133,28 @@ class Proposals:
         drafts = self._best_effort(lambda: self._paying_drafts(rows)) if is_asked else None
         return drafts or [EMPTY_DRAFT] * len(rows)
 
-    def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft]:
+    def _paying_drafts(self, batch: Rows[Sequence]) -> list[Draft] | None:
+        """A draft for each row; None where none is due one and none was prepared."""
         due = self._throttle.due(batch)
+        if not any(due) and all(sequence.prepared is None and sequence.used is None for sequence in batch):
+            self._throttle.observe_asking((), (), 0.0, spares_some=True)
+            return None
         drafts = [self._prepared(sequence) for sequence in batch]
         asked = [b for b, draft in enumerate(drafts) if draft is EMPTY_DRAFT and due[b]]
         shares = self._shares(batch)
+        rows, trusted = [batch[b] for b in asked], [shares[b] for b in asked]
         started = time.perf_counter()
-        limits = [batch[b].most_drafted(self._limit) for b in asked]
-        found = list[Draft]()
         if asked:
-            may_branch = branches(self._shape, len(batch))
-            rows, trusted = [batch[b] for b in asked], [shares[b] for b in asked]
-            found = self._ask(rows, trusted, limits, len(batch), may_branch=may_branch)
+            limits = [sequence.most_drafted(self._limit) for sequence in rows]
+            found = self._ask(rows, trusted, limits, len(batch), may_branch=branches(self._shape, len(batch)))
+            for b, draft in zip(asked, found, strict=True):
+                if batch[b].has_output or _is_sure(draft, shares[b]):
+                    drafts[b] = draft
         seconds = time.perf_counter() - started
-        for b, draft in zip(asked, found, strict=True):
-            if batch[b].has_output or _is_sure(draft, shares[b]):
-                drafts[b] = draft
         width = self._price_list.paying_width(drafts, shares)
         drafts = [draft.cut(width) for draft in drafts]
         lengths = [len(drafts[b].token_ids) for b in asked]
-        self._throttle.observe_asking([batch[b] for b in asked], lengths, seconds, spares_some=not all(due))
+        self._throttle.observe_asking(rows, lengths, seconds, spares_some=not all(due))
         return drafts
 
     def _shares(self, batch: Rows[Sequence]) -> list[float]:
@@ -179,14 +181,16 @@ class Proposals:
     def prepare(self, under_way: Pass) -> None:
         """While a pass runs, draft on behind what it verifies, for rows whose last draft came true: where one text is
         said again, drafting is most of what a device waits for. Where the target chooses otherwise, nothing is lost."""
-        if self._may_prepare and self.is_ready:
+        if self._reads_contexts and self.is_ready:
             self._best_effort(lambda: self._prepare(under_way))
 
     def _prepare(self, under_way: Pass) -> None:
         asked = list[tuple[Sequence, Draft]]()
-        for sequence, draft in zip(under_way.batch.sequences, under_way.drafts, strict=True):
+        batch = under_way.batch
+        for b in np.flatnonzero((batch.drafted > 0) & (batch.accepted == batch.drafted)).tolist():
+            sequence, draft = batch.sequences[b], under_way.drafts[b]
             size = len(draft.token_ids)
-            if not (sequence.is_foretold and size and draft.parents is None) or sequence.finish_reason is not None:
+            if not size or draft.parents is not None or sequence.finish_reason is not None:
                 continue
             used, length = sequence.used, sequence.num_tokens + size + 1
             if used is not None and used.begin + size + 1 + self._limit <= len(used.whole.token_ids):
@@ -227,19 +231,22 @@ class Proposals:
         self._telling_s = time.perf_counter() - started
 
     def observe(self, ended: Pass) -> None:
-        """Tell the drafter of the drafts of all rows that took all tokens that were said."""
-        if self._limit:
+        """Tell the drafter of the drafts of all rows that took all tokens that were said.
+
+        Not one that sees in the next context what came of its drafts: it is told of a request's last one alone.
+        """
+        if self._limit and not self._reads_contexts:
             for b in np.flatnonzero(ended.batch.taken > 0).tolist():
                 self.observe_one(ended, b, int(ended.sizes[b]) - 1)
 
     def observe_one(self, ended: Pass, b: int, num_accepted: int) -> None:
         """Tell the drafter of one row's draft, of which ``num_accepted`` tokens were emitted."""
-        if not self.is_ready:
+        sequence, draft = ended.batch.sequences[b], ended.drafts[b]
+        if not self.is_ready or (self._reads_contexts and sequence.finish_reason is None):
             return
-        sequence, draft, path = ended.batch.sequences[b], ended.drafts[b], ended.path(b)
+        path = ended.path(b)
         if path is not None:
             draft = replace(draft, path=path[:num_accepted])
-        sequence.is_foretold = 0 < len(draft.token_ids) == num_accepted
         if (prepared := sequence.prepared) is not None:  # the drafter speaks of the draft that it made last
             draft = prepared.whole.cut(prepared.begin - 1)
             num_accepted = min(prepared.verified + num_accepted, len(draft.token_ids))

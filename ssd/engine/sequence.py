@@ -169,8 +169,6 @@ class Sequence:
         self.stats.submitted_s, self.stats.is_coupled = time.perf_counter(), noise.is_coupled
         self.asking: DraftRequest | None = None
         """What the drafter is asked, the same object at every step."""
-        self.is_foretold = False
-        """Whether all that was drafted for the last pass came true."""
         self.prepared: Prepared | None = None
         self.used: Prepared | None = None
         """What is verified now, where it was prepared."""
