@@ -23,7 +23,7 @@ def draft_lengths(shares: KeptShares, prices: PriceList, promised: float, true: 
         draft = draft.cut(prices.paying_width([draft], [shares.share(1.0)]))
         length = len(draft.token_ids)
         accepted = int((np.cumprod(random.random(length) < true)).sum())
-        shares.observe(1.0, float(draft.chances().sum()), accepted)
+        shares.observe(1.0, draft.promise_tested(range(accepted)), accepted)
         prices.observe(1 + length, 1 + accepted, PASS[0] + PASS[1] * (1 + length), is_wide=length > 0)
         lengths.append(length)
     return lengths
@@ -37,6 +37,18 @@ def test_a_drafter_whose_promises_do_not_hold_is_drafted_less_and_comes_back() -
     assert max(lengths[-200:]) > 0 or max(draft_lengths(shares, prices, 0.9, 0.05, 4000)) > 0, "it is tried again"
     lengths = draft_lengths(shares, prices, 0.9, 0.9, 6000)
     assert np.mean(lengths[-100:]) > 4, "it has come back"
+
+
+def test_a_long_draft_that_is_wrong_at_once_weighs_as_one_wrong_token() -> None:
+    chain = Draft(np.zeros(40, np.int32), probabilities=np.full(40, 0.9))
+    assert chain.promise_tested([]) == pytest.approx(0.9)
+    assert chain.promise_tested(range(40)) == pytest.approx(36)
+    tree = Draft(np.zeros(4, np.int32), probabilities=np.array([0.5, 0.3, 0.8, 0.1]), parents=np.array([-1, -1, 0, 1]))
+    assert tree.promise_tested([]) == pytest.approx(0.8)
+    assert tree.promise_tested([0]) == pytest.approx(1.6)
+    shares = KeptShares()
+    shares.observe(1.0, chain.promise_tested([]), 0)
+    assert shares.share(1.0) > 0.5
 
 
 def test_promises_that_hold_are_not_distrusted() -> None:

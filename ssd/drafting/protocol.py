@@ -116,21 +116,25 @@ class Draft:
 
         O(k).
         """
-        return np.array(self._chances())
-
-    @property
-    def promised(self) -> float:
-        """Expected accepted tokens, of a tree's nodes all together; with estimates only. O(k)."""
-        return float(sum(self._chances()))
-
-    def _chances(self) -> list[float]:
         # Drafts are short: a loop over Python's numbers takes less than two calls of numpy.
         assert self.probabilities is not None
         chances: list[float] = self.probabilities.tolist()
         for node, parent in enumerate(self.parents_of_all()):
             if parent >= 0:
                 chances[node] *= chances[parent]
-        return chances
+        return np.array(chances)
+
+    def promise_tested(self, path: Sequence[int]) -> float:
+        """How many of its tokens should have come of those that were tested, on ``path`` and beside it; with estimates.
+
+        ``path`` : the indices of the accepted ones. Of a draft that is wrong at once that is its first token's chance,
+        however long it is. O(k).
+        """
+        assert self.probabilities is not None
+        if self.parents is None:
+            return float(sum(self.probabilities[: len(path) + 1].tolist()))
+        reached, chances = {-1, *path}, zip(self.probabilities.tolist(), self.parents.tolist(), strict=True)
+        return float(sum(chance for chance, parent in chances if parent in reached))
 
     def parents_of_all(self) -> list[int]:
         """``parents``, of a chain too: the index of the token before each, -1 for the context. O(k)."""

@@ -265,7 +265,8 @@ class Proposals:
         for b, draft in enumerate(ended.drafts):
             is_told = draft.probabilities is not None or not len(draft.token_ids)
             if is_told and draft is not EMPTY_DRAFT and taken[b] > 0:  # else nobody was asked, or it was put aside
-                promised = 0.0 if draft.probabilities is None else draft.promised
+                path = range(right[b]) if (on_tree := ended.path(b)) is None else on_tree.tolist()
+                promised = 0.0 if draft.probabilities is None else draft.promise_tested(path)
                 temperature = ended.batch.sequences[b].request.sampling.temperature
                 self._kept_shares.observe(temperature, promised, right[b])
 

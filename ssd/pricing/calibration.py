@@ -32,7 +32,8 @@ class KeptShares:
         return min(1.0, (accepted + _PRIOR_TOKENS) / (promised + _PRIOR_TOKENS))
 
     def observe(self, temperature: float, promised: float, accepted: int) -> None:
-        """Learn from one row of a pass: the tokens that its draft was expected to bring, and those that it brought."""
+        """Learn from one row of a pass: the tokens that its draft brought, and those that were expected of it as far as
+        it was tested. So one long draft that is wrong at once weighs as one wrong token."""
         kind = _kind(temperature)
         before = self._sums.get(kind, (0.0, 0.0))
         kept = _FORGETTING if promised else _FORGETTING_UNTRIED
