@@ -1,0 +1,371 @@
+"""What of a step is the engine's own work?
+
+``python -m benchmarks.host [--batch B...] [--traffic off new again sampled] [--steps N] [--rounds R]``
+
+All is real but the model: its passes compute nothing and take, by a clock, what those of Llama-3.1-8B take on an H100.
+Inputs are put into place as for passes that are recorded there, chosen tokens and the most probable ones come
+back with them. Each row says a text of the Python library. "off" is speculation off; "new": on, where nothing of
+the text is stored; "again": all of it is; "sampled": the same at temperature 1.
+
+Microseconds a step, medians over all steps of all rounds: of the host in all; of that before the next pass begins, for
+which a device waits (the rest is done while it computes); and by part. Every row must have said its text. Prints a
+table; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.run import Option, Run
+from benchmarks.workloads import snippets
+from ssd.bundled import MODEL_PATH
+from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
+from ssd.drafting import make_drafter
+from ssd.drafting.successors import SUCCESSORS
+from ssd.engine import Engine, Request
+from ssd.model.kv.kv_cache import SlotRows
+from ssd.model.kv.tree import TreeShape
+from ssd.model.loading.load_target import load_model
+from ssd.model.sampling.noise import Noise
+from ssd.model.sampling.sampler import PassOutput
+from ssd.model.steps.static_steps import StaticSteps, Step
+from ssd.model.target import TokenMatrix
+from ssd.model.ways.slot_target import SlotTarget
+from ssd.retrieval.cache import CacheSet
+from ssd.text.codec import TextCodec
+
+Texts = npt.NDArray[np.int64]
+
+_CERTAIN = 1e9
+"""Of token 0, while passes are recorded: it is the choice under any noise."""
+_TOP = torch.arange(SUCCESSORS, 0, -1, dtype=torch.float32).view(torch.int32)
+"""Logits of what is held most probable at every position, as bits."""
+
+
+class RecitingTarget(SlotTarget):
+    """Says of every slot the text that it was given, token by token, and behind a token that is not of it no more.
+
+    Lengths, recorded shapes, buffers and their one copy are those of a GPU's target; what is recorded does nothing. The
+    time that a device would take is waited for in the call that begins a pass, and is counted with what it takes to
+    say the text: ``device_s``, of all passes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_slots: int,
+        max_length: int,
+        max_width: int,
+        pass_seconds: Callable[[int], float],
+    ) -> None:
+        """``model`` : for its configuration. ``pass_seconds`` : of a pass over so many positions."""
+        super().__init__(model, num_slots, max_length, max_width)
+        self.runs_beside_host = True
+        self.can_verify_trees = True
+        self.device_s = 0.0
+        self._pass_seconds = pass_seconds
+        self._texts: Texts = np.zeros((num_slots, max_length + max_width + 1), np.int64)
+        self._is_recorded = False
+        self.steps = StaticSteps(
+            self.score,
+            self.kv_cache,
+            max_length=max_length,
+            max_width=max_width,
+            record=self._recorded,
+            tolerance=1e-4,
+            sampler=lambda logits, _keys, _temperatures: logits.argmax(-1),
+            name="recited",
+            keeps_top=True,
+        )
+        self.prefill([0], np.zeros((1, 1), np.int64), [1])  # keys and values are there from now on
+        self.rollback(0, 0)
+
+    def warm_up(self) -> None:
+        """Record passes, which compute nothing afterwards."""
+        super().warm_up()
+        self._is_recorded = True
+
+    def recite(self, slot: int, text: npt.NDArray[np.int32]) -> None:
+        """What ``slot`` says from now on at every position, of the prompt too: int32[n], n at most what it has room
+        for."""
+        self._texts[slot, : len(text)] = text
+
+    def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
+        """Logits of token 0, [B, T, V]; keys and values of one number a position."""
+        places = torch.zeros(len(tokens), 1, tokens.shape[1], 1)
+        rows.kv_cache.store(0, rows, places, places)
+        logits = torch.zeros(1, 1, self.vocab_size)
+        logits[..., 0] = _CERTAIN
+        return logits.expand(*tokens.shape, -1)
+
+    def _recorded(self, step: Step) -> Step:
+        return lambda: None if self._is_recorded else step()
+
+    def _said(
+        self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], tokens: TokenMatrix, trees: TreeShape | None
+    ) -> TokenMatrix:
+        """What follows each token, int64[B, T]: the text's next; behind what the text does not say, anything else."""
+        ahead = np.arange(tokens.shape[1]) if trees is None else trees.depths
+        at = slots[:, None], starts[:, None] + ahead
+        differs = self._texts[at] != tokens
+        if trees is None:
+            is_lost = np.logical_or.accumulate(differs, axis=1)
+        else:
+            is_lost = (trees.sees & differs[:, None, :]).any(-1)
+        following = self._texts[at[0], at[1] + 1]
+        said: TokenMatrix = np.where(is_lost, (31 * following + 7 * tokens + 1) % self.vocab_size, following)
+        return said
+
+    def _append(
+        self,
+        slots: Sequence[int],
+        tokens: TokenMatrix,
+        counts: Sequence[int],
+        trees: TreeShape | None = None,
+        noise: Noise | None = None,
+        **kwargs: Any,
+    ) -> PassOutput:
+        starts = self.kv_cache.lengths[list(slots)]
+        output = super()._append(slots, tokens, counts, trees, noise, **kwargs)
+        began = time.perf_counter()
+        if output.chosen is not None and output.packed_top is not None:
+            said = torch.from_numpy(self._said(np.array(slots), starts, tokens, trees))
+            output.chosen.copy_(said)
+            output.packed_top[..., 0, :] = (said[..., None] + torch.arange(SUCCESSORS)) % self.vocab_size
+            output.packed_top[..., 1, :] = _TOP
+        until = began + self._pass_seconds(tokens.size)
+        while time.perf_counter() < until:
+            pass
+        self.device_s += time.perf_counter() - began
+        return output
+
+
+Text = npt.NDArray[np.int32]
+
+TRAFFIC: Final = ("off", "new", "again", "sampled")
+"""Speculation off; on where nothing of the text is stored; where all is; the same at temperature 1."""
+
+PARTS: Final = ("prepare", "propose", "launch", "verify", "commit", "count", "spell", "rest")
+PROMPT_TOKENS: Final = 96
+_FIRST_STEPS: Final = 8
+"""Not timed: prompts, and prices that are not known yet."""
+
+
+def pass_seconds(num_positions: int) -> float:
+    """Of a pass over so many positions of Llama-3.1-8B on an H100.
+
+    As fitted by the simulator of "Speculative Decoding: Performance or Illusion?" (arXiv 2601.11580).
+    """
+    return 7.09274656e-3 + 2.10103129e-5 * num_positions
+
+
+@dataclass(slots=True)
+class Steps:
+    """Timed steps. ``parts`` : seconds of each, of each step. ``exposed`` : seconds of each step that a device waits
+    for: from the tokens of a pass to the launch of the next. ``drafted``, ``accepted`` : tokens. ``is_right`` : whether
+    every row said its text."""
+
+    parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    exposed: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    is_right: bool = True
+
+    @property
+    def host(self) -> list[float]:
+        """Seconds of each step that were the host's."""
+        return [sum(parts) for parts in zip(*self.parts.values(), strict=True)]
+
+
+def time_steps(
+    model: PreTrainedModel, codec: TextCodec, texts: Sequence[Text], traffic: str, num_steps: int, limit: int
+) -> Steps:
+    """``num_steps`` steps of one request for each of ``texts``, which must be as long as `tokens_said`."""
+    batch, length = len(texts), PROMPT_TOKENS + tokens_said(num_steps, limit)
+    target = RecitingTarget(model, batch, length, limit + 1, pass_seconds)
+    draft = DraftConfig(num_speculative_tokens=limit)
+    with ExitStack() as resources:
+        caches = resources.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint, inline=True))
+        engine = Engine(
+            target,
+            drafter=make_drafter("none" if traffic == "off" else "ssd", draft),
+            codec=codec,
+            caches=caches,
+            config=EngineConfig(max_num_seqs=batch, enable_prefix_caching=False),
+            draft=draft,
+        )
+        engine.warm_up()
+        if traffic in ("again", "sampled"):
+            for text in texts:
+                caches.get("default").append(text, prompt_length=PROMPT_TOKENS)
+            caches.maintain()
+        return _timed(engine, target, texts, float(traffic == "sampled"), num_steps)
+
+
+def tokens_said(num_steps: int, limit: int) -> int:
+    """Most tokens that a row says in ``num_steps`` timed steps and those before."""
+    return (num_steps + _FIRST_STEPS) * (limit + 1)
+
+
+def _timed(engine: Engine, target: RecitingTarget, texts: Sequence[Text], temperature: float, num_steps: int) -> Steps:
+    for row, text in enumerate(texts):  # free slots are given from the lowest on
+        target.recite(row, text)
+        sampling = SamplingParams(
+            max_tokens=len(text) - PROMPT_TOKENS, temperature=temperature, seed=row, ignore_eos=True
+        )
+        engine.submit(
+            Request(request_id=str(row), prompt_token_ids=tuple(text[:PROMPT_TOKENS].tolist()), sampling=sampling)
+        )
+    said: list[list[int]] = [[] for _ in texts]
+    found, clock = Steps(), _Clock(engine, target)
+    while not all(said):
+        _step(engine, said)
+    for number in range(_FIRST_STEPS + num_steps):
+        if min(len(text) - PROMPT_TOKENS - len(tokens) for text, tokens in zip(texts, said, strict=True)) < 1:
+            break
+        before = engine.metrics.num_draft_tokens, engine.metrics.num_accepted_tokens
+        clock.begin()
+        began = time.perf_counter()
+        _step(engine, said)
+        took = time.perf_counter() - began
+        if number < _FIRST_STEPS:
+            continue
+        for part, seconds in clock.parts(took).items():
+            found.parts[part].append(seconds)
+        found.exposed.append(clock.launched - clock.verifying - clock.device)
+        found.drafted += engine.metrics.num_draft_tokens - before[0]
+        found.accepted += engine.metrics.num_accepted_tokens - before[1]
+    while engine.has_work():
+        _step(engine, said)
+    found.is_right = all(tokens == text[PROMPT_TOKENS:].tolist() for tokens, text in zip(said, texts, strict=True))
+    return found
+
+
+def _step(engine: Engine, said: list[list[int]]) -> None:
+    for output in engine.step():
+        said[int(output.request_id)] += output.token_ids
+
+
+class _Clock:
+    """Times the parts of a step, each a method of the engine."""
+
+    def __init__(self, engine: Engine, target: RecitingTarget) -> None:
+        self.launched = self.verifying = self.device = 0.0
+        self._target = target
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._before = 0.0
+        for name in ("prepare", "propose"):
+            self._time(engine._proposals, name, name)
+        for name in ("verify", "commit", "count", "spell"):
+            self._time(engine, f"_{name}", name)
+        self._time(engine, "_forward", "launch")
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._before = self._target.device_s
+
+    def parts(self, took: float) -> dict[str, float]:
+        """Seconds of each part of a step that took so long; what the device took is in none."""
+        self.device = self._target.device_s - self._before
+        self._seconds["launch"] -= self.device
+        self._seconds["rest"] = took - self.device - sum(self._seconds.values())
+        return self._seconds
+
+    def _time(self, owner: Any, name: str, part: str) -> None:
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            if part == "verify":
+                self.verifying = began
+            try:
+                return method(*args)
+            finally:
+                ended = time.perf_counter()
+                self._seconds[part] += ended - began
+                if part == "launch":
+                    self.launched = ended
+
+        setattr(owner, name, timed)
+
+
+OPTIONS = {
+    "batch": Option(default=[1, 8, 32, 64], metavar="B", help="rows"),
+    "traffic": Option(default=list(TRAFFIC), choices=TRAFFIC),
+    "steps": Option(default=60, help="timed in each round"),
+    "rounds": Option(default=3, help="of all traffic in turn"),
+    "limit": Option(default=7, help="most tokens drafted for a row"),
+}
+COLUMNS = (
+    ("traffic", "{traffic}"),
+    (">rows", "{batch}"),
+    (">host us", "{host_us_p50:.0f} ({host_us_p10_p90[0]:.0f} ... {host_us_p10_p90[1]:.0f})"),
+    (">exposed", "{exposed_us_p50:.0f}"),
+    *((f">{part}", f"{{parts_us_p50[{part}]:.0f}}") for part in PARTS),
+    (">drafted", "{drafted_per_row}"),
+    (">accepted", "{accepted_per_row}"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 1 where a row did not say its text."""
+    run = Run("host", __doc__, argv, OPTIONS, COLUMNS)
+    args = run.args
+    codec = TextCodec.load(str(MODEL_PATH))
+    text = np.array([token for piece in snippets(0) for token in codec.encode_prompt(piece)], np.int32)
+    is_right = True
+    for batch in args.batch:
+        runs: dict[str, list[Steps]] = {traffic: [] for traffic in args.traffic}
+        for _ in range(args.rounds):
+            for traffic in args.traffic:
+                # A target changes its model.
+                model = load_model(MODEL_PATH, dtype="float32", device="cpu")
+                texts = texts_of(text, batch, PROMPT_TOKENS + tokens_said(args.steps, args.limit))
+                runs[traffic].append(time_steps(model, codec, texts, traffic, args.steps, args.limit))
+        for traffic, found in runs.items():
+            is_right = is_right and all(each.is_right for each in found)
+            run.row(_row(traffic, batch, found))
+    return run.end(is_right=is_right, rows=run.rows, is_wrong=not is_right)
+
+
+def texts_of(text: Text, count: int, length: int) -> list[Text]:
+    """So many pieces of a text, each of another beginning; those that are many overlap."""
+    begins = np.linspace(0, len(text) - length, count).astype(int)
+    return [text[begin : begin + length] for begin in begins]
+
+
+def _row(traffic: str, batch: int, runs: Sequence[Steps]) -> dict[str, Any]:
+    host = [seconds for run in runs for seconds in run.host]
+    num_rows = batch * len(host)
+    return {
+        "traffic": traffic,
+        "batch": batch,
+        "steps": len(host),
+        "host_us_p50": _us(median(host)),
+        "host_us_p10_p90": [_us(float(each)) for each in np.percentile(host, [10, 90])],
+        "exposed_us_p50": _us(median(seconds for run in runs for seconds in run.exposed)),
+        "pass_us": _us(pass_seconds(batch)),
+        "parts_us_p50": {part: _us(median(s for run in runs for s in run.parts[part])) for part in PARTS},
+        "drafted_per_row": round(sum(run.drafted for run in runs) / num_rows, 2),
+        "accepted_per_row": round(sum(run.accepted for run in runs) / num_rows, 2),
+    }
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
