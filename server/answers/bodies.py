@@ -5,17 +5,141 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from server.answers.draft_metrics import draft_counts
-from server.answers.logprobs import LogprobsWriter
+import pydantic_core
+
 from server.base.record import current_record
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation
+from ssd.text.token_text import TokenTexts
 
 if TYPE_CHECKING:
-    from ssd.engine import RequestOutput
+    from ssd.engine import RequestOutput, RequestStats, TokenLogprobs
+
+
+_PIECE = 256
+"""Elements of a list that are written at once: below a millisecond even where each is a token with its alternatives."""
+
+
+def json_text(value: Any) -> bytes:
+    """``value`` as JSON, which the compact form of `pydantic_core.to_json` equals."""
+    return b"".join(_pieces(value))
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        before = b"{"
+        for name, each in value.items():
+            yield before + pydantic_core.to_json(name) + b":"
+            yield from _pieces(each)
+            before = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, (list, tuple)) and len(value) > _PIECE:
+        for begin in range(0, len(value), _PIECE):
+            yield (b"," if begin else b"[") + pydantic_core.to_json(value[begin : begin + _PIECE])[1:-1]
+        yield b"]"
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):  # choices, each of any length
+        before = b"["
+        for each in value:
+            yield before
+            yield from _pieces(each)
+            before = b","
+        yield b"]"
+    else:
+        yield pydantic_core.to_json(value)
+
+
+def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
+    """Counts over the passes that had a draft; None where nothing was kept. O(passes).
+
+    ``is_detailed`` : also of each draft, in order, how long it was and how much was accepted.
+    """
+    if stats is None or stats.steps is None:
+        return None
+    drafted = [length for length, _ in stats.steps]
+    accepted = [length for _, length in stats.steps]
+    histogram = [0] * (max(accepted, default=0) + 1)
+    for length in accepted:
+        histogram[length] += 1
+    found: dict[str, Any] = {
+        "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else None,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if drafted else None,
+        "acceptance_histogram": histogram if accepted else [],
+        "num_spec_steps": len(accepted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+    }
+    if is_detailed:
+        found |= {"per_step_accepted": accepted, "per_step_drafted": drafted}
+    return found
+
+
+class LogprobsWriter:
+    """Writes those of one HTTP request. Not thread-safe."""
+
+    def __init__(self, texts: TokenTexts, *, as_token_ids: bool) -> None:
+        """``as_token_ids`` : tokens are written as "token_id:123", which is unambiguous where their text is not."""
+        self._texts = texts
+        self._as_token_ids = as_token_ids
+
+    def completion(self, entries: Sequence[TokenLogprobs | None], first: int | None, offset: int) -> dict[str, Any]:
+        """``logprobs`` of /v1/completions.
+
+        entries : None for a prompt's first token, which nothing predicts and which is then token ``first``.
+        offset : characters of the text before the first token. Each entry of ``top_logprobs`` holds the token itself as
+        well; where several tokens have the same text, the most probable.
+        """
+        token_ids = [first if entry is None else entry.token_id for entry in entries]
+        tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(offset)
+            offset += self._texts.shown_length(token_id) if token_id is not None else 0
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """``logprobs`` of a chat completion's choice."""
+        content = [
+            {**self._token(entry.token_id, entry.logprob), "top_logprobs": [self._token(*each) for each in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """``prompt_logprobs``: for each token an object by token id, the token itself first."""
+        return [None if entry is None else self._by_id(entry) for entry in entries]
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)}
+        chosen = {entry.token_id: (entry.logprob, entry.rank)}
+        return {
+            str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": self._text(token_id)}
+            for token_id, (logprob, rank) in {**chosen, **ranked, **chosen}.items()
+        }
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in sorted({*entry.top, (entry.token_id, entry.logprob)}, key=lambda pair: -pair[1]):
+            top.setdefault(self._text(token_id), logprob)
+        return top
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._text(token_id), "logprob": logprob, "bytes": list(self._texts.bytes_of(token_id))}
+
+    def _text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_token_ids else self._texts.text_of(token_id)
+
+    def length_of(self, token_ids: Sequence[int]) -> int:
+        """Characters of the text they are."""
+        return sum(map(self._texts.shown_length, token_ids))
+
 
 _FEW_CHOICES = 16
 _GOING_ON = Choice()

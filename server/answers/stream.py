@@ -14,7 +14,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.answers.bodies import Bodies
-from server.answers.drafts import DraftWriter
 from server.base.errors import error_body
 from server.base.record import current_record
 from server.running.generation import Generation, Usage
@@ -23,6 +22,47 @@ from ssd.errors import SSDError
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput
+    from ssd.text.stream import TextStream
+
+
+class DraftWriter:
+    """Describes the drafts of one request's choices; one that begins anew with each stream."""
+
+    def __init__(self, make_stream: Callable[[], TextStream]) -> None:
+        """``make_stream`` : a fresh stream with the stop strings of the request, to spell a choice once more."""
+        self._make_stream = make_stream
+        self._streams: dict[int, TextStream] = {}
+
+    def describe(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        """The field ``draft`` of a chunk; None where no pass made it. O(tokens).
+
+        "texts" is what each token added to the text of the chunk, which they make up together; the first
+        "num_accepted" of them were drafted. "pass" is the number among the passes of the choice, from 1. Of a pass
+        for which nothing was drafted the source is None.
+        """
+        draft = output.draft
+        if draft is None:
+            return None
+        return {
+            "pass": draft.number,
+            "source": draft.source if draft.num_drafted else None,
+            "num_drafted": draft.num_drafted,
+            "num_accepted": draft.num_accepted,
+            "texts": self._texts(index, output),
+        }
+
+    def _texts(self, index: int, output: RequestOutput) -> list[str]:
+        if index not in self._streams:
+            self._streams[index] = self._make_stream()
+        stream, texts, rest = self._streams[index], [], output.text
+        for token_id in output.token_ids:
+            length = len(stream.push_token(token_id))
+            texts.append(rest[:length])
+            rest = rest[length:]
+        if texts:  # at the end of the output, what was held back
+            texts[-1] += rest
+        return texts
+
 
 log = logging.getLogger(__name__)
 

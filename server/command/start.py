@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
+from server.admission.connections import num_beyond, protocol_within
+from server.admission.opening import OPTION as SECRET_OPTION
+from server.admission.opening import STATE_DIRECTORY, TenantSources, Watch, given_secret, open_tenants, own_secret
+from server.admission.opening import VARIABLE as SECRET_VARIABLE
+from server.admission.registry import Tenants
 from server.base.settings import ServerSettings, read_sampling_defaults
 from server.command.arguments import Options
-from server.command.checks import check_before_loading
+from server.command.checks import check_before_loading, find_generation_config
 from server.command.flags import spelled
-from server.command.hub import find_generation_config
 from server.command.keys import read_key_file
 from server.command.listen import (
     HttpServer,
@@ -37,16 +41,9 @@ from server.command.listen import (
 )
 from server.command.options import API_KEY_VARIABLE, ModelOptions
 from server.endpoints.app import create_app
-from server.intake.connections import num_beyond, protocol_within
 from server.observe.logs import set_up_logging, tell
 from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
-from server.tenants.opening import TenantSources, open_tenants
-from server.tenants.registry import Tenants
-from server.tenants.secret import OPTION as SECRET_OPTION
-from server.tenants.secret import STATE_DIRECTORY, given_secret, own_secret
-from server.tenants.secret import VARIABLE as SECRET_VARIABLE
-from server.tenants.watch import Watch
 from ssd.errors import ConfigError, SSDError
 from ssd.sharing.connection import URL_VARIABLE, address_of
 from ssd.sharing.noise_root import NoiseRoot
@@ -299,8 +296,7 @@ def _seeds(first: int | None) -> Callable[[], int] | None:
 
 def _compile_kernels() -> None:
     """Those of the endpoints, so that no request waits for them."""
-    from server.intake.json_size import num_values
-    from server.running.prediction import common_tokens
+    from server.base.counting import common_tokens, num_values
 
     num_values(b"[]")
     common_tokens([0], [0])

@@ -11,10 +11,8 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.base.record import Record, begin_record
-from server.base.trace_context import read_trace_context
-from server.intake.gate import tenant_of
-from server.intake.root_path import path_below_root
+from server.admission.gate import path_below_root, tenant_of
+from server.base.record import Record, begin_record, read_trace_context
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)

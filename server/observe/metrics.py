@@ -5,6 +5,7 @@ Quantities are read from plain counters when somebody asks; only what HTTP clien
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,16 +14,30 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, ge
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from server.admission.registry import Tenants
 from server.observe.access import HttpCounts
-from server.observe.engine_families import engine_families
-from server.observe.families import Families
-from server.observe.http_families import http_families
-from server.observe.namespaces import NamespaceFamilies
-from server.observe.sharing_families import SharingFamilies
+from server.observe.families import (
+    Families,
+    NamespaceFamilies,
+    SharingFamilies,
+    TenantFigures,
+    engine_families,
+    http_families,
+)
 from server.running.engine_thread import Worker, WorkerState
-from server.running.latencies import LABELS, Latencies
-from server.tenants.figures import TenantFigures
-from server.tenants.registry import Tenants
+from server.running.generation import LABELS, Latencies
+
+INTERVAL_S = 0.25
+
+
+async def watch_loop(observe: Callable[[float], None]) -> None:
+    """Give ``observe`` the seconds by which the loop was late, four times a second, until cancelled."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + INTERVAL_S
+        await asyncio.sleep(INTERVAL_S)
+        observe(max(0.0, loop.time() - due))
+
 
 NamespaceStats = Callable[[], Mapping[str, Any]]
 """Counts of each namespace: dataclasses of numbers."""

@@ -4,23 +4,93 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry, Histogram
+
+from server.admission.account import Ticket
+from server.admission.lanes import Lane
 from server.base.errors import RequestFailed
-from server.base.record import current_record
-from server.running.account import note_counts, note_submitted
+from server.base.record import Record, current_record
 from server.running.engine_thread import Inbox, Worker
-from server.running.latencies import Latencies
-from server.tenants.account import Ticket
-from server.tenants.turns import Lane
 from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
     from ssd.config import SamplingParams
     from ssd.engine import Request, RequestOutput, RequestStats, TokenLogprobs
+    from ssd.engine import Request as EngineRequest
+
+
+LABELS = ["model_name", "engine"]
+"""Of every family."""
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+
+
+class Latencies:
+    """Histograms of what a client waits for, in seconds, one observation per choice; and of how many it asked for."""
+
+    def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            family = Histogram(f"vllm:{name}_seconds", text, LABELS, buckets=tuple(buckets), registry=registry)
+            return family.labels(*labels)
+
+        self.num_choices = Histogram(
+            "vllm:request_params_n", "The field n of a request that was submitted.", LABELS,
+            buckets=(1, 2, 5, 10, 20), registry=registry,
+        ).labels(*labels)  # fmt: skip
+        self.time_to_first_token = histogram(
+            "time_to_first_token", "From the arrival of a request to the first token of a choice.", _SECONDS
+        )
+        self.end_to_end = histogram(
+            "e2e_request_latency", "From the arrival of a request to the last token of a choice.", _SECONDS
+        )
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token", "Mean time per token of a choice after the first.", _TOKEN_SECONDS
+        )
+
+
+def note_submitted(record: Record, request: EngineRequest, num_choices: int) -> None:
+    """What was asked of the engine; ``request`` : that of the first choice."""
+    record.sampling = request.sampling
+    record.namespace = request.namespace
+    record.num_choices = num_choices
+
+
+def note_counts(
+    record: Record,
+    choices: Sequence[tuple[RequestStats | None, str | None]],
+    *,
+    num_prompt_tokens: int,
+    num_cached_tokens: int,
+) -> None:
+    """The counts so far; of each choice the engine's statistics, None before its first output, and the finish reason.
+
+    O(choices).
+    """
+    known = [stats for stats, _ in choices if stats is not None]
+    record.finish_reasons = tuple(reason for _, reason in choices if reason is not None)
+    record.num_prompt_tokens = num_prompt_tokens
+    record.num_cached_tokens = num_cached_tokens
+    record.num_output_tokens = sum(stats.num_output_tokens for stats in known)
+    record.num_steps = sum(stats.num_verify_steps for stats in known)
+    record.num_draft_tokens = sum(stats.num_draft_tokens for stats in known)
+    record.num_accepted_tokens = sum(stats.num_accepted_tokens for stats in known)
+    by_source: dict[str, int] = {}
+    for stats in known:
+        for source, accepted in stats.accepted_by_source.copy().items():  # the engine's thread may be adding
+            by_source[source] = by_source.get(source, 0) + accepted
+    record.accepted_by_source = by_source
+    record.is_coupled = any(stats.is_coupled for stats in known)
+    record.submitted_s = min((stats.submitted_s for stats in known), default=0.0)
+    record.started_s = min((stats.started_s for stats in known if stats.started_s), default=0.0)
+    record.first_token_s = min((stats.first_token_s for stats in known if stats.first_token_s), default=0.0)
+    record.last_token_s = max((stats.last_token_s for stats in known), default=0.0)
+
 
 _MOST_AT_ONCE = 32
 """Outputs taken in a row before others have their turn on the event loop."""
@@ -204,7 +274,7 @@ class Generation:
             self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
 
     def _accepted_tokens(self, prediction: tuple[int, ...]) -> int:
-        from server.running.prediction import common_tokens  # compiled, and loaded where it is needed
+        from server.base.counting import common_tokens  # compiled, and loaded where it is needed
 
         return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from server.admission.account import Account
+from server.admission.lanes import Budget, Lane, Share
 from server.base.limits import Limits
 from server.base.record import begin_record
-from server.tenants.account import Account
-from server.tenants.turns import Budget, Lane, Share
 from ssd.errors import QueueFull
 from tests.server.client import ask, post
 from tests.server.failing_engine import CharCodec, FailingEngine, RunningServer, serving

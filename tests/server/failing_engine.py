@@ -12,15 +12,15 @@ from typing import Any
 
 import uvicorn
 
+from server.admission.connections import protocol_within
+from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
 from server.command.listen import listen, tls_arguments
 from server.command.options import NetworkOptions
 from server.endpoints.app import create_app
-from server.intake.connections import protocol_within
 from server.observe.access import SpanSink
 from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
-from server.tenants.registry import Tenants
 from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull

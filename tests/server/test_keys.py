@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from server.admission.gate import Gate, tenant_of
+from server.admission.opening import tenants_of
 from server.base.settings import ServerSettings
 from server.command.arguments import parse_arguments
 from server.command.keys import divide, read_key_file
 from server.command.start import make_settings, make_tenants
-from server.intake.gate import Gate, tenant_of
-from server.tenants.opening import tenants_of
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, EngineConfig
 from ssd.engine import Engine

@@ -18,15 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.base.json_text import json_text
+from server.admission.lanes import Budget, Lane
+from server.answers.bodies import json_text
+from server.base.counting import common_tokens, num_values
 from server.base.limits import Limits
 from server.command.arguments import parse_arguments
-from server.intake.json_size import num_values
-from server.intake.texts import require_fits
-from server.running.prediction import common_tokens
+from server.running.texts import require_fits
 from server.schema.chat import ChatBody
-from server.schema.completions import CompletionBody
-from server.tenants.turns import Budget, Lane
+from server.schema.generate import CompletionBody
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
 from ssd.errors import ConfigError, ContextTooLong, QueueFull, RequestError, shown

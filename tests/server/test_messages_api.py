@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from server.answers.anthropic_blocks import AnthropicBlocks
+from server.answers.anthropic import AnthropicBlocks
 from server.answers.stream import PADDED_BYTES
 from server.base.limits import Limits
-from server.schema.anthropic_input import messages_of
+from server.schema.anthropic import messages_of
 from server.tools.formats import make_parser
 from server.tools.messages import Messages
 from ssd.bundled import MODEL_PATH

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.running.prediction import common_tokens
+from server.base.counting import common_tokens
 from ssd.bundled import MODEL_PATH
 from ssd.model.loading.load_target import load_model
 from tests.reference.text import common_subsequence

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.answers.drafts import DraftWriter
+from server.answers.stream import DraftWriter
 from server.command.arguments import parse_arguments
-from server.page.files import docs_files, page_files
+from server.page.routes import docs_files, page_files
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Request, RequestOutput, RequestStats, VerifiedDraft
 from ssd.text.codec import TextCodec

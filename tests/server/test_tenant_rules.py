@@ -10,17 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.admission.account import Account, Allowance, Ticket, duration
+from server.admission.generations import Generations
+from server.admission.opening import TenantSources, Watch, given_secret, open_tenants, own_secret
+from server.admission.registry import SALTED_TOKENS, NamespaceNames, Tenants
+from server.admission.rules import Quotas, Tenant, digest_of, parse_rules, read_rules
 from server.base.errors import ApiError, TenantLimit
 from server.base.settings import ServerSettings
-from server.tenants.account import Account, Allowance, Ticket, duration
-from server.tenants.generations import Generations
-from server.tenants.namespace_names import NamespaceNames
-from server.tenants.opening import TenantSources, open_tenants
-from server.tenants.registry import SALTED_TOKENS, Tenants
-from server.tenants.rules import Quotas, Tenant, digest_of
-from server.tenants.rules_file import parse_rules, read_rules
-from server.tenants.secret import given_secret, own_secret
-from server.tenants.watch import Watch
 from ssd.errors import ConfigError, RequestError
 from tests.server.client import wait_until
 

@@ -14,10 +14,10 @@ from typing import Any
 import openai
 import pytest
 
+from server.admission.account import Account
+from server.admission.opening import TenantSources, open_tenants
+from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
-from server.tenants.account import Account
-from server.tenants.opening import TenantSources, open_tenants
-from server.tenants.registry import Tenants
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, EngineConfig, IndexConfig
 from ssd.engine import Engine

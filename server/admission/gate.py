@@ -1,0 +1,191 @@
+"""What every request passes first: whether it is let in, its id, whose key it brings; the last resort for errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Callable, Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.admission.account import Account
+from server.admission.connections import TOO_MANY
+from server.admission.registry import Tenants
+from server.base.errors import ApiError, ServerNotReady, error_response, speaks_anthropic
+from server.base.limits import SMALL_BODY_BYTES
+from server.base.record import current_record
+from ssd.errors import QueueFull, RequestError, shown
+
+
+class RootPath:
+    """ASGI middleware: requests for ``/llm/v1/models`` and for ``/v1/models`` are the same below ``/llm``.
+
+    Both reach the application as ASGI has it, with a ``path`` that begins with ``root_path``.
+    """
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        """``root_path`` : begins with a slash and does not end with one."""
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if not path.startswith(f"{self._root_path}/"):
+                path = self._root_path + path
+            scope = {**scope, "path": path, "root_path": self._root_path}
+        await self._app(scope, receive, send)
+
+
+def path_below_root(scope: Scope) -> str:
+    """The path that the router reads, in which no proxy's is left."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+log = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/version", "/metrics", "/openapi.json"})
+"""Where there are keys, everything else needs one: an endpoint is closed until it is named here."""
+
+
+class Gate:
+    """ASGI middleware: ``x-request-id`` on every response, keys, a JSON body for unforeseen errors.
+
+    Where there are keys, ``scope["state"]["tenant"]`` is the account of the tenant whose key a request brings, and
+    answers under /v1 say what is left of its rates.
+    """
+
+    def __init__(self, app: ASGIApp, *, tenants: Tenants, open_paths: Collection[str] = ()) -> None:
+        """``open_paths`` : what is open beside the paths that always are."""
+        self._app = app
+        self._tenants = tenants
+        self._open_paths = _OPEN_PATHS | set(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        request_id = asked if _REQUEST_ID.fullmatch(asked) else f"req_{uuid.uuid4().hex}"
+        current_record().request_id = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                answer = MutableHeaders(scope=message)
+                answer["x-request-id"] = request_id
+                if speaks_anthropic(scope):
+                    answer["request-id"] = request_id
+                if tenant is not None and path_below_root(scope).startswith("/v1/"):
+                    answer.update(tenant.headers())
+            await send(message)
+
+        tenant = self._tenant(headers) if self._tenants.is_closed else None
+        if tenant is not None:
+            scope.setdefault("state", {})["tenant"] = tenant
+            current_record().tenant = tenant.name
+        elif self._needs_key(scope):
+            refusal = ApiError(
+                401,
+                "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+            )
+            await error_response(refusal)(scope, receive, send_with_id)
+            return
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            # The request's content stays out of the log: the traceback shows code, not values.
+            log.exception("unforeseen error in %s %s", scope["method"], scope["path"])
+            if not started:
+                await error_response(error)(scope, receive, send_with_id)
+
+    def _needs_key(self, scope: Scope) -> bool:
+        if not self._tenants.is_closed or scope["method"] == "OPTIONS":
+            return False
+        return path_below_root(scope) not in self._open_paths
+
+    def _tenant(self, headers: Headers) -> Account | None:
+        """Whose key a request brings; None without a right one."""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        found = self._tenants.find(bearer.strip()) if scheme.lower() == "bearer" else None
+        return found if found is not None else self._tenants.find(headers.get("x-api-key", "").strip())
+
+
+def tenant_of(scope: Scope) -> Account | None:
+    """Whose key the request brought; None where there are no keys."""
+    tenant: Account | None = scope.get("state", {}).get("tenant")
+    return tenant
+
+
+_ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
+"""Whoever supervises the server is answered to the end."""
+_DISCARD_S = 1.0
+"""A client that is refused may send its body for this long before it has the answer."""
+
+
+class Admission:
+    """ASGI middleware: a refusal closes its connection, and who is let in is counted until it has its answer."""
+
+    def __init__(self, app: ASGIApp, *, let_in: Callable[[], None], let_out: Callable[[], None]) -> None:
+        """``let_in`` : raises ServerNotReady once nobody is."""
+        self._app, self._let_in, self._let_out = app, let_in, let_out
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in _ALWAYS:
+            await self._app(scope, receive, send)
+        elif scope.get("state", {}).get(TOO_MANY):
+            await _refuse(QueueFull("too many connections are open: try again later"), scope, receive, send)
+        else:
+            try:
+                self._let_in()
+            except ServerNotReady as error:
+                await _refuse(error, scope, receive, send)
+                return
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._let_out()
+
+
+async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with an error, once a small body has come: a client that is still sending may not see it."""
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            while num_bytes <= SMALL_BODY_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        pass
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)
+
+
+NO_LEARN_HEADER = "x-ssd-no-learn"
+_KEEP_OUT, _TAKE_IN = ("1", "true"), ("", "0", "false")
+
+
+def may_learn(headers: Headers) -> bool:
+    """False where the header `NO_LEARN_HEADER` keeps the request out of the cache, for clients that cannot send
+    ``store``; raises RequestError where it is neither 0 nor 1.
+    """
+    value = headers.get(NO_LEARN_HEADER, "").strip().lower()
+    if value not in (*_KEEP_OUT, *_TAKE_IN):
+        raise RequestError(f"{NO_LEARN_HEADER} must be 1 or 0, got {shown(value)}", param=NO_LEARN_HEADER)
+    return value in _TAKE_IN
