@@ -1,4 +1,4 @@
-"""What one tenant uses now, against what it may use."""
+"""What a request costs before it has a slot, and who pays: of what all share, and of what its own tenant may use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from server.admission.lanes import Share
 from server.admission.rules import Tenant
 from server.base.errors import TenantLimit
-from ssd.errors import RequestError
+from server.base.record import current_record
+from ssd.errors import QueueFull, RequestError
 
 _QUEUE_RETRY_S: Final = 1
 _MINUTE_S: Final = 60.0
@@ -25,6 +25,60 @@ RATE_HEADERS: Final = tuple(
 
 REFUSALS: Final = ("queue", "requests", "tokens")
 """Why a tenant's request is refused: too many in flight, too many requests or tokens a minute."""
+
+
+class Share:
+    """What one request has taken of a budget; ``give_back`` may be called more than once."""
+
+    def __init__(self, budget: Budget, tenant: str | None) -> None:
+        self._budget, self._tenant = budget, tenant
+        self.amount = 0
+
+    def grow(self, amount: int) -> None:
+        """Take more; raises QueueFull, with nothing more taken, where the tenant may not have it now."""
+        self._budget.take(self._tenant, amount, self.amount)
+        self.amount += amount
+
+    def give_back(self) -> None:
+        """Return all of it."""
+        self._budget.take(self._tenant, -self.amount, self.amount)
+        self.amount = 0
+
+
+class Budget:
+    """``limit`` of something, ``what`` in the words of the refusal. Safe to use from several threads.
+
+    A tenant may have half of what others leave, so that there is always room for one more (Choudhury and Hahne,
+    "Dynamic queue length thresholds", 1998); one request of a tenant that has no other may have all of it.
+    """
+
+    def __init__(self, limit: int, what: str) -> None:
+        self._limit, self._what = limit, what
+        self._used: Counter[str | None] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def used(self) -> int:
+        """How much is taken."""
+        return self._used.total()
+
+    def share(self) -> Share:
+        """An empty share for the request that is worked on."""
+        return Share(self, current_record().tenant)
+
+    def take(self, tenant: str | None, amount: int, held: int) -> None:
+        """Raises QueueFull where less is left. ``held`` : what the same share has; an amount below 0 gives back."""
+        with self._lock:
+            own = self._used[tenant]
+            room = self._limit - (self._used.total() - own)
+            if tenant is not None and own > held:
+                room //= 2
+            if amount > 0 and own + amount > room:
+                raise QueueFull(f"the server has all the {self._what} it takes at once: try again later")
+            self._used[tenant] += amount
+            assert self._used[tenant] >= 0
+            if not self._used[tenant]:
+                del self._used[tenant]
 
 
 class Allowance:
@@ -85,7 +139,7 @@ class Use:
 
 
 class Account:
-    """One tenant's use, kept while its rules change. Safe from any thread."""
+    """One tenant's use, kept while its rules change; or everybody's, where there are no keys. Safe from any thread."""
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:
         self.tenant = tenant
@@ -100,6 +154,11 @@ class Account:
     def name(self) -> str:
         """What logs and metrics call it."""
         return self.tenant.name
+
+    @property
+    def payer(self) -> str | None:
+        """The name that what all share is divided by; None where it is everybody's."""
+        return self.tenant.name or None
 
     def change(self, tenant: Tenant) -> None:
         """Other rules from now on; who is in flight stays."""
@@ -128,27 +187,35 @@ class Account:
         with self._lock:
             self._require_place(num_choices, num_slots, self._clock())
 
-    def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int) -> Ticket:
+    def admit(self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Share | None = None) -> Ticket:
         """Let a request in that has entered and wants so much; what comes back must be ended.
 
-        ``num_slots`` : of the server. Raises TenantLimit, and RequestError for what can never be admitted.
+        ``num_slots`` : of the server. ``share`` : what it has taken of what all share. Raises TenantLimit, and
+        RequestError for what can never be admitted; then the share is given back.
         """
-        with self._lock:
-            now = self._clock()
-            self._require_place(num_choices, num_slots, now)
-            if self._tokens is not None and num_prompt_tokens > self._tokens.per_minute:
-                raise RequestError(
-                    f"the prompts have {num_prompt_tokens} tokens, and this key may use {self._tokens.per_minute} a "
-                    "minute: shorten them",
-                    param="prompt",
-                )
-            self._require_tokens(num_prompt_tokens, now)
-            if self._tokens is not None:
-                self._tokens.take(num_prompt_tokens, now)
-            self.use.num_in_flight += num_choices
-            self.use.num_requests += 1
-            self.use.num_prompt_tokens += num_prompt_tokens
-        return Ticket(self, num_choices, num_prompt_tokens, None)
+        try:
+            with self._lock:
+                self._admit(num_choices, num_prompt_tokens, num_slots, self._clock())
+        except BaseException:
+            if share is not None:
+                share.give_back()
+            raise
+        return Ticket(self, num_choices, num_prompt_tokens, share)
+
+    def _admit(self, num_choices: int, num_prompt_tokens: int, num_slots: int, now: float) -> None:
+        self._require_place(num_choices, num_slots, now)
+        if self._tokens is not None and num_prompt_tokens > self._tokens.per_minute:
+            raise RequestError(
+                f"the prompts have {num_prompt_tokens} tokens, and this key may use {self._tokens.per_minute} a "
+                "minute: shorten them",
+                param="prompt",
+            )
+        self._require_tokens(num_prompt_tokens, now)
+        if self._tokens is not None:
+            self._tokens.take(num_prompt_tokens, now)
+        self.use.num_in_flight += num_choices
+        self.use.num_requests += 1
+        self.use.num_prompt_tokens += num_prompt_tokens
 
     def headers(self) -> dict[str, str]:
         """What is left of this minute, for every answer; empty where there are no rates."""
@@ -203,10 +270,9 @@ class Account:
 class Ticket:
     """What one request holds of its account and of what all share until ``end``, which may be called more than once."""
 
-    def __init__(self, account: Account | None, num_choices: int, num_prompt_tokens: int, share: Share | None) -> None:
-        """``account`` : None where there are no keys."""
-        self._account, self._share = account, share
-        self._num_choices, self._num_prompt_tokens = num_choices, num_prompt_tokens
+    def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Share | None) -> None:
+        self._account: Account | None = account
+        self._num_choices, self._num_prompt_tokens, self._share = num_choices, num_prompt_tokens, share
 
     def end(self, num_output_tokens: int, *, was_begun: bool = True) -> None:
         """Its choices have ended, with so many tokens in all; what the server refused, not begun, counts for nobody."""
@@ -215,23 +281,6 @@ class Ticket:
         account, self._account = self._account, None
         if account is not None:
             account.end(self._num_choices, num_output_tokens, None if was_begun else self._num_prompt_tokens)
-
-
-def admit(
-    account: Account | None, share: Share, *, num_tokens: int, num_choices: int, num_prompt_tokens: int, num_slots: int
-) -> Ticket:
-    """Let in a request that has entered: ``num_tokens`` of what all share, and what `Account.admit` says.
-
-    Raises QueueFull, TenantLimit or RequestError; then nothing is taken.
-    """
-    share.grow(num_tokens)
-    try:
-        if account is not None:
-            account.admit(num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, num_slots=num_slots)
-    except BaseException:
-        share.give_back()
-        raise
-    return Ticket(account, num_choices, num_prompt_tokens, share)
 
 
 def _changed(allowance: Allowance | None, per_minute: int | None, now: float) -> Allowance | None:

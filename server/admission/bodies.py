@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import pydantic_core
 from starlette.requests import ClientDisconnect, Request
 
-from server.admission.lanes import Budget, Lanes, Share
+from server.admission.account import Budget, Share
+from server.admission.lanes import Lanes
 from server.base.errors import ApiError
 from server.base.limits import SMALL_BODY_BYTES, Limits, Patience
 from server.base.record import current_record

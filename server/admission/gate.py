@@ -58,8 +58,7 @@ _OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/version", "/metrics", "/
 class Gate:
     """ASGI middleware: ``x-request-id`` on every response, keys, a JSON body for unforeseen errors.
 
-    Where there are keys, ``scope["state"]["tenant"]`` is the account of the tenant whose key a request brings, and
-    answers under /v1 say what is left of its rates.
+    ``scope["state"]["account"]`` is the account of who is let in; answers under /v1 say what is left of its rates.
     """
 
     def __init__(self, app: ASGIApp, *, tenants: Tenants, open_paths: Collection[str] = ()) -> None:
@@ -87,15 +86,15 @@ class Gate:
                 answer["x-request-id"] = request_id
                 if speaks_anthropic(scope):
                     answer["request-id"] = request_id
-                if tenant is not None and path_below_root(scope).startswith("/v1/"):
-                    answer.update(tenant.headers())
+                if account is not None and path_below_root(scope).startswith("/v1/"):
+                    answer.update(account.headers())
             await send(message)
 
-        tenant = self._tenant(headers) if self._tenants.is_closed else None
-        if tenant is not None:
-            scope.setdefault("state", {})["tenant"] = tenant
-            current_record().tenant = tenant.name
-        elif self._needs_key(scope):
+        account = self._account(headers)
+        if account is not None:
+            scope.setdefault("state", {})["account"] = account
+            current_record().tenant = account.payer
+        elif scope["method"] != "OPTIONS" and path_below_root(scope) not in self._open_paths:
             refusal = ApiError(
                 401,
                 "missing or wrong API key: send the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
@@ -111,22 +110,19 @@ class Gate:
             if not started:
                 await error_response(error)(scope, receive, send_with_id)
 
-    def _needs_key(self, scope: Scope) -> bool:
-        if not self._tenants.is_closed or scope["method"] == "OPTIONS":
-            return False
-        return path_below_root(scope) not in self._open_paths
-
-    def _tenant(self, headers: Headers) -> Account | None:
-        """Whose key a request brings; None without a right one."""
+    def _account(self, headers: Headers) -> Account | None:
+        """Whose key a request brings; None without a right one where there are keys."""
+        if not self._tenants.is_closed:
+            return self._tenants.everybody
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         found = self._tenants.find(bearer.strip()) if scheme.lower() == "bearer" else None
         return found if found is not None else self._tenants.find(headers.get("x-api-key", "").strip())
 
 
-def tenant_of(scope: Scope) -> Account | None:
-    """Whose key the request brought; None where there are no keys."""
-    tenant: Account | None = scope.get("state", {}).get("tenant")
-    return tenant
+def account_of(scope: Scope) -> Account:
+    """Who pays for a request that the gate let in to what needs a key."""
+    account: Account = scope["state"]["account"]
+    return account
 
 
 _ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})

@@ -1,12 +1,8 @@
-"""Whose turn it is, and who has how much of what all share: budgets, and threads beside the event loop.
-
-Each kind of work has threads of its own: nobody waits behind work of another kind.
-"""
+"""Whose turn it is: threads beside the event loop. Each kind of work has its own, nobody waits behind another kind."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,60 +23,6 @@ LONG_GRAMMAR = 1 << 12
 
 LARGE_BODY_BYTES = 1 << 20
 """A body beyond this is parsed among the large ones: up to 0.2 s of work."""
-
-
-class Share:
-    """What one request has taken of a budget; ``give_back`` may be called more than once."""
-
-    def __init__(self, budget: Budget, tenant: str | None) -> None:
-        self._budget, self._tenant = budget, tenant
-        self.amount = 0
-
-    def grow(self, amount: int) -> None:
-        """Take more; raises QueueFull, with nothing more taken, where the tenant may not have it now."""
-        self._budget.take(self._tenant, amount, self.amount)
-        self.amount += amount
-
-    def give_back(self) -> None:
-        """Return all of it."""
-        self._budget.take(self._tenant, -self.amount, self.amount)
-        self.amount = 0
-
-
-class Budget:
-    """``limit`` of something, ``what`` in the words of the refusal. Safe to use from several threads.
-
-    A tenant may have half of what others leave, so that there is always room for one more (Choudhury and Hahne,
-    "Dynamic queue length thresholds", 1998); one request of a tenant that has no other may have all of it.
-    """
-
-    def __init__(self, limit: int, what: str) -> None:
-        self._limit, self._what = limit, what
-        self._used: Counter[str | None] = Counter()
-        self._lock = threading.Lock()
-
-    @property
-    def used(self) -> int:
-        """How much is taken."""
-        return self._used.total()
-
-    def share(self) -> Share:
-        """An empty share for the request that is worked on."""
-        return Share(self, current_record().tenant)
-
-    def take(self, tenant: str | None, amount: int, held: int) -> None:
-        """Raises QueueFull where less is left. ``held`` : what the same share has; an amount below 0 gives back."""
-        with self._lock:
-            own = self._used[tenant]
-            room = self._limit - (self._used.total() - own)
-            if tenant is not None and own > held:
-                room //= 2
-            if amount > 0 and own + amount > room:
-                raise QueueFull(f"the server has all the {self._what} it takes at once: try again later")
-            self._used[tenant] += amount
-            assert self._used[tenant] >= 0
-            if not self._used[tenant]:
-                del self._used[tenant]
 
 
 class Lane:

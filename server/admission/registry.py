@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from server.admission.account import Account
 from server.admission.generations import Generations
-from server.admission.rules import Tenant
+from server.admission.rules import EVERYBODY, Tenant
 from server.base.errors import ApiError
 from ssd.errors import ConfigError, SSDError, shown
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
@@ -118,6 +118,8 @@ class Tenants:
         self._accounts: dict[str, Account] = {}
         self._by_key: dict[bytes, Account] = {}
         self._retired: list[tuple[float, str]] = []
+        self.everybody = Account(EVERYBODY)
+        """Who pays where no key is needed."""
         self.caches: Callable[[], Caches | None] = lambda: None
         """The caches, once they are open; told by whoever has them."""
         self.sharing: Callable[[], Sharing | None] = lambda: None
@@ -134,20 +136,19 @@ class Tenants:
 
     def accounts(self) -> list[Account]:
         """All tenants, by name."""
-        return sorted(self._accounts.values(), key=lambda account: account.name)
+        return [self._accounts[name] for name in sorted(self._accounts)]
 
-    def cache_use(self, account: Account | None, base: str | None, salt: str | None) -> CacheUse:
-        """The cache of a tenant's request to what is served under ``base``; None of those that bring no key."""
+    def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheUse:
+        """The cache of a tenant's request to what is served under ``base``."""
         if base is None:
             return CacheUse(None, DEFAULT_TERMS)
         main, terms = base, DEFAULT_TERMS
-        if account is not None and not self._share_cache:
-            tenant = account.tenant
-            if not tenant.is_operator:
-                main = self._namespace(tenant, base)
-                terms = NamespaceTerms(
-                    capacity_tokens=tenant.quotas.cache_tokens, reads_shared=tenant.reads_shared, is_kept=True
-                )
+        tenant = account.tenant
+        if not (self._share_cache or tenant is EVERYBODY or tenant.is_operator):
+            main = self._namespace(tenant, base)
+            terms = NamespaceTerms(
+                capacity_tokens=tenant.quotas.cache_tokens, reads_shared=tenant.reads_shared, is_kept=True
+            )
         if salt is None:
             return CacheUse(main, terms)
         # What is said under a salt stays in memory: clients choose salts, and as many as they like.
@@ -163,8 +164,8 @@ class Tenants:
     def labels(self) -> Mapping[str, str]:
         """What metrics call namespaces that are tenants' own: the names of those. O(tenants)."""
         return {
-            self._namespace(account.tenant, base): account.name if base == self._bases[0] else f"{account.name}/{base}"
-            for account in self._accounts.values()
+            self._namespace(account.tenant, base): name if base == self._bases[0] else f"{name}/{base}"
+            for name, account in self._accounts.items()
             for base in self._bases
             if not account.tenant.is_operator
         }

@@ -52,6 +52,10 @@ class Tenant:
     is_operator: bool = False
 
 
+EVERYBODY: Final = Tenant(name="", seed="", digests=frozenset())
+"""Whoever comes in where there are no keys."""
+
+
 def digest_of(key: str) -> str:
     """SHA-256 of a key, 64 hexadecimal characters: what a file may hold in place of the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

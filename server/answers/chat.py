@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from server.answers.bodies import Bodies, prompt_of
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation
+from server.schema.body import Body
+from server.schema.chat import ChatBody
 from server.tools.message import MessageDelta
 from server.tools.messages import Message, Messages, ToolCall
 
@@ -79,18 +81,16 @@ class ChatBodies(Bodies):
     def __init__(
         self,
         settings: ServerSettings,
+        asked: Body,
         *,
         messages: Messages | None = None,
-        as_function_call: bool = False,
         **options: Any,
     ) -> None:
-        """``messages`` : takes the texts apart; None where all of them are content.
-
-        ``as_function_call`` : the only call is written as OpenAI's older clients read it.
-        """
+        """``messages`` : takes the texts apart; None where all of them are content."""
         super().__init__(settings, **options)
         self._messages = messages
-        self._as_function_call = as_function_call
+        # The only call is then written as OpenAI's older clients read it.
+        self._as_function_call = isinstance(asked, ChatBody) and bool(asked.functions)
 
     def is_short(self, generation: Generation) -> bool:
         """As above; taking a text apart takes longer than writing it."""

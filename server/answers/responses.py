@@ -14,6 +14,7 @@ from server.answers.stream import EventWriter, encode_events, filler
 from server.base.errors import as_api_error
 from server.base.settings import ServerSettings
 from server.running.generation import Choice, Generation, Usage
+from server.schema.body import Body
 from server.schema.generate import StreamOptions
 from server.schema.responses import ResponsesBody
 from server.tools.messages import Messages, ToolCall
@@ -243,11 +244,12 @@ class ResponseBodies(ChatBodies):
 
     id_prefix, object_name = "resp_", "response"
 
-    def __init__(self, settings: ServerSettings, body: ResponsesBody, **options: Any) -> None:
-        """``body`` : what was asked for, which a response repeats."""
-        super().__init__(settings, **options)
-        self._is_small = body.is_small
-        self._asked = _asked(body)
+    def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
+        """``asked`` : a response repeats it."""
+        super().__init__(settings, asked, **options)
+        assert isinstance(asked, ResponsesBody)
+        self._is_small = asked.is_small
+        self._asked = _asked(asked)
 
     def is_short(self, generation: Generation) -> bool:
         """As above, and so is what is repeated."""

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.admission.account import RATE_HEADERS
-from server.admission.gate import Admission, Gate, RootPath, tenant_of
+from server.admission.gate import Admission, Gate, RootPath, account_of
 from server.admission.opening import tenants_of
 from server.admission.registry import Tenants
 from server.answers.bodies import json_text
@@ -25,7 +25,7 @@ from server.endpoints.generate import add_generation
 from server.endpoints.openapi import describe
 from server.endpoints.service import Service
 from server.observe.access import Access, SpanSink
-from server.observe.metrics import NamespaceStats, watch_loop
+from server.observe.metrics import NamespaceStats
 from server.page.routes import add_files, add_page, docs_files, page_files
 from server.running.engine_thread import Worker, WorkerState
 from server.schema.anthropic import AnthropicBody, CountTokensBody
@@ -122,9 +122,8 @@ def add_admin(app: FastAPI, service: Service) -> None:
     tenants, lane = service.tenants, service.lanes.management
 
     def require_operator(request: Request) -> None:
-        service.enter(request)
-        account = tenant_of(request.scope)
-        if account is None or not account.tenant.is_operator:
+        account_of(request.scope).enter()
+        if not account_of(request.scope).tenant.is_operator:
             raise ApiError(403, "this needs the key of an operator: see --tenants", code="not_an_operator")
 
     @app.get("/admin/tenants", include_in_schema=False)
@@ -147,10 +146,10 @@ def add_admin(app: FastAPI, service: Service) -> None:
 
     @app.delete("/v1/cache")
     async def delete_own_cache(request: Request) -> dict[str, Any]:
-        account = tenant_of(request.scope)
-        if account is None:
+        account = account_of(request.scope)
+        if not tenants.is_closed:
             raise ApiError(403, "without API keys there is one cache for all, which nobody may delete here")
-        service.enter(request)
+        account.enter()
         return await lane.run(tenants.delete_cache, account.name)
 
 
@@ -179,10 +178,10 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(watch_loop(service.metrics.loop_lag.observe))
+        watch = asyncio.create_task(service.metrics.watch_loop())
         yield
         watch.cancel()
-        service.close()
+        service.lanes.close()
 
     # Its own pages of the API would have browsers load scripts from another host.
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.admission.gate import tenant_of
+from server.admission.gate import account_of
 from server.answers.stream import ClientGone, EventStream, until_disconnect
 from server.base.errors import ApiError
 from server.endpoints.service import Service
@@ -54,7 +54,7 @@ def _generates(
         asked = await service.read(request, schema)
         body = asked.chat if isinstance(asked, ChatForm) else asked
         with renaming(asked.chat_names):
-            generation, bodies = await service.start(body, tenant_of(request.scope), asked)
+            generation, bodies = await service.start(body, account_of(request.scope), asked)
         if body.stream:
             options = asked.events if isinstance(asked, ChatForm) else body.stream_options or StreamOptions()
             return EventStream(generation, service.answers.events(generation, bodies, options))

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.admission.account import Account
-from server.admission.gate import tenant_of
+from server.admission.gate import account_of
 from server.admission.lanes import Lane
 from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
@@ -86,7 +86,7 @@ def _read(path: Path) -> PageFile:
     return PageFile(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
-def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account | None) -> dict[str, Any]:
+def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
     """Counters that only grow, but for what runs and waits and the sizes of caches; without an engine the state alone.
 
     ``account`` : who asks. A tenant sees the sizes of its own cache alone, the operator all of them, as metrics do.
@@ -121,7 +121,7 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
     if engine.caches is not None:
         labels = tenants.labels()
         own = None
-        if account is not None and not account.tenant.is_operator:
+        if tenants.is_closed and not account.tenant.is_operator:
             own = tenants.cache_use(account, settings.namespace, None).namespace
         found["namespaces"] = {
             labels.get(name, name): {
@@ -155,7 +155,7 @@ def add_page(
 
     @app.get("/page/stats", include_in_schema=False)
     async def stats(request: Request) -> Response:
-        found = await aside.run(page_stats, worker, settings, tenants, tenant_of(request.scope))
+        found = await aside.run(page_stats, worker, settings, tenants, account_of(request.scope))
         return JSONResponse(found, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,8 @@ from server.admission.account import Ticket
 from server.admission.lanes import Lane
 from server.base.errors import RequestFailed
 from server.base.record import Record, current_record
+from server.running.conversations import AnswerPlan
 from server.running.engine_thread import Inbox, Worker
-from server.tools.messages import Messages
 from ssd.errors import EngineStopped
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ class Generation:
         latencies: Latencies,
         prompts: list[tuple[int, ...]],
         prediction: tuple[int, ...] | None,
+        plan: AnswerPlan,
         *,
         aside: Lane,
         ticket: Ticket,
@@ -171,7 +172,7 @@ class Generation:
         self.prediction = prediction
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
-        self.messages: Messages | None = None
+        self.messages = plan.messages
         """What the texts of the choices are beside content, where they may be anything else."""
         self._worker = worker
         self._latencies = latencies
@@ -183,8 +184,7 @@ class Generation:
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
-        self.count_reasoning: Callable[[Sequence[int]], int] | None = None
-        """How many tokens of an output were thought; None where that is not asked."""
+        self._count_reasoning = plan.count_reasoning
         self._num_accepted: int | None = None
         self._num_reasoning: int | None = None
 
@@ -268,8 +268,8 @@ class Generation:
                 delivery = _without_tokens(delivery)
             self._record(request_id, delivery)
             yield self._index[request_id], delivery
-        if self.count_reasoning is not None:
-            self._num_reasoning = await self.aside.run(self._reasoning_tokens, self.count_reasoning)
+        if (count := self._count_reasoning) is not None:
+            self._num_reasoning = await self.aside.run(lambda: sum(count(each.token_ids) for each in self.choices))
         if self.prediction is not None:
             self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
 
@@ -277,9 +277,6 @@ class Generation:
         from server.base.counting import common_tokens  # compiled, and loaded where it is needed
 
         return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
-
-    def _reasoning_tokens(self, count: Callable[[Sequence[int]], int]) -> int:
-        return sum(count(choice.token_ids) for choice in self.choices)
 
     async def finish(self) -> None:
         """Wait until all choices have ended."""

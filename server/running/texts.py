@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.admission.lanes import LONG_CHARACTERS, Lanes
 from server.base.counting import num_values
-from server.base.limits import Limits
+from server.base.settings import ServerSettings
 from server.schema.chat import ChatTemplateFields, TokenizeTextBody
 from ssd.errors import ContextTooLong, RequestError
 from ssd.text.codec import encode_bad_words
@@ -34,12 +34,8 @@ _CHARACTERS_A_TEXT = 64
 class Texts:
     """Tokenises and detokenises for requests. Whatever is too much is refused, early and by name."""
 
-    def __init__(
-        self, lanes: Lanes, limits: Limits, *, trust_request_chat_template: bool, allow_special_tokens: bool
-    ) -> None:
-        self._lanes, self._limits = lanes, limits
-        self._trusts_templates = trust_request_chat_template
-        self._allow_special_tokens = allow_special_tokens
+    def __init__(self, lanes: Lanes, settings: ServerSettings) -> None:
+        self._lanes, self._limits, self._settings = lanes, settings.limits, settings
 
     async def prompts(self, engine: Engine, prompts: Sequence[str | list[int]], *, special: bool) -> list[list[int]]:
         """Token ids of prompts, texts with the tokenizer's own special tokens around them if ``special``."""
@@ -155,7 +151,7 @@ class Texts:
         contents += [str(function.told()) for function in (*(tool.function for tool in body.tools), *body.functions)]
         num_characters = sum(map(len, contents))
         _require_plausible_length(engine, num_characters, "messages")
-        if body.chat_template is not None and not self._trusts_templates:
+        if body.chat_template is not None and not self._settings.trust_request_chat_template:
             raise RequestError(
                 "chat templates of requests are not run here: a template is a program. "
                 "Leave chat_template out, or start the server with --trust-request-chat-template",
@@ -164,7 +160,7 @@ class Texts:
         codec = codec_of(engine)
         arguments = {
             **body.template_arguments(),
-            "allow_special_tokens": self._allow_special_tokens,
+            "allow_special_tokens": self._settings.allow_special_tokens,
             "tools_in_words": tools_in_words,
         }
 

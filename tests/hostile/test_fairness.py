@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from server.admission.account import Account
-from server.admission.lanes import Budget, Lane, Share
+from server.admission.account import Account, Budget, Share
+from server.admission.lanes import Lane
 from server.base.limits import Limits
 from server.base.record import begin_record
 from ssd.errors import QueueFull

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from server.admission.gate import Gate, tenant_of
+from server.admission.gate import Gate
 from server.admission.opening import tenants_of
 from server.base.settings import ServerSettings
 from server.command.arguments import parse_arguments
@@ -125,8 +125,8 @@ async def tenants_seen() -> list[str | None]:
     seen: list[str | None] = []
 
     async def note(scope: Any, _receive: Any, _send: Any) -> None:
-        tenant = tenant_of(scope)
-        seen.append(None if tenant is None else tenant.name)
+        account = scope.get("state", {}).get("account")
+        seen.append(None if account is None else account.name)
 
     async def nothing(*_: Any) -> Any:
         return {"type": "http.request"}

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.admission.lanes import Budget, Lane
+from server.admission.account import Budget
+from server.admission.lanes import Lane
 from server.answers.bodies import json_text
 from server.base.counting import common_tokens, num_values
 from server.base.limits import Limits
