@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pydantic_core
 
-from server.answers.chat import ChatBodies, Part, Runs, is_cut
-from server.answers.stream import EventWriter, encode_events, filler
+from server.answers.chat import Event, NamedEvents, Part, Runs, is_cut
+from server.answers.wire import encode_events
 from server.base.errors import anthropic_error_body
-from server.running.generation import Choice, Generation, Usage
-from server.schema.generate import StreamOptions
+from server.base.settings import ServerSettings
+from server.running.generation import Choice, Usage
+from server.schema.body import Body
 from server.tools.messages import Messages, ToolCall
-from ssd.errors import SSDError
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput
 
-
-Event = dict[str, Any]
 
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"),
            "tool_use": ("input_json_delta", "partial_json")}  # fmt: skip
@@ -116,34 +112,64 @@ def _object(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class AnthropicBodies(ChatBodies):
+class AnthropicAnswer(NamedEvents):
     """/v1/messages. It has one choice."""
 
     id_prefix, object_name = "msg_", "message"
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
-        """The body of a message that is not streamed: what the events of a stream come to, but for a cut call."""
-        choice = generation.choices[0]
-        blocks = self.blocks()
-        blocks.push("".join(choice.text), ended=True)
+    keep_alive = encode_events([("ping", {"type": "ping"})], pad=False)
+
+    def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
+        super().__init__(settings, asked, **options)
+        self._blocks = AnthropicBlocks(self._messages)
+
+    def whole(self) -> dict[str, Any]:
+        """What the events of a stream come to, but for a cut call."""
+        choice = self.generation.choices[0]
+        self._blocks.push("".join(choice.text), ended=True)
         if is_cut(choice):
-            blocks.leave_out_cut_call()
-        blocks.finish()
-        message = self.message(blocks.done)
-        return {**message, **self.stopped(choice), "usage": usage_of(generation)}
+            self._blocks.leave_out_cut_call()
+        self._blocks.finish()
+        return {**self._message(self._blocks.done), **self._stopped(choice)}
 
-    def blocks(self) -> AnthropicBlocks:
-        """What puts the content together; for the whole or for a stream."""
-        return AnthropicBlocks(self._messages)
+    async def beginning(self) -> bytes:
+        """The message as it begins; what of its prompt is cached is not known yet."""
+        return await self.written(lambda: self.named([{"type": "message_start", "message": self._message([])}]))
 
-    def message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """All of a message but how it ended and what it took."""
+    def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
+        """What the message has said."""
+        return self.named(self._blocks.push(output.text, ended=output.finish_reason is not None))
+
+    async def closing(self) -> bytes:
+        """The end of the last block, and how the message ended."""
+        delta = self._stopped(self.generation.choices[0])
+        ended = {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        return self.named([*self._blocks.finish(), ended, {"type": "message_stop"}])
+
+    def failed(self, error: Exception) -> bytes:
+        """As above, in their form."""
+        return encode_events([("error", anthropic_error_body(error))], pad=False)
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id, "type": self.object_name, "role": "assistant", "model": self._common["model"],
-            "content": content, "stop_reason": None, "stop_sequence": None,
+            "content": content, "stop_reason": None, "stop_sequence": None, "usage": self._usage(),
         }  # fmt: skip
 
-    def stopped(self, choice: Choice) -> dict[str, Any]:
+    def _usage(self) -> dict[str, Any]:
+        """Token counts as Anthropic has them: those that came from a cache are no input tokens."""
+        usage = self.generation.usage
+        counts: dict[str, Any] = {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+        if usage.reasoning_tokens is not None:
+            counts["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+        return counts
+
+    def _stopped(self, choice: Choice) -> dict[str, Any]:
         """How a message ended; the text was taken apart before."""
         reason = choice.finish_reason
         if reason == "length":
@@ -152,67 +178,3 @@ class AnthropicBodies(ChatBodies):
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
         calls = self._messages is not None and self._messages.of(0).finish_reason(reason) == "tool_calls"
         return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
-
-
-def usage_of(generation: Generation) -> dict[str, Any]:
-    """Token counts as Anthropic has them: those that came from a cache are no input tokens."""
-    usage = generation.usage
-    counts: dict[str, Any] = {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-    }
-    if usage.reasoning_tokens is not None:
-        counts["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
-    return counts
-
-
-log = logging.getLogger(__name__)
-
-
-class AnthropicEventWriter(EventWriter):
-    """Writes the events of one message."""
-
-    end = b""  # its last event says that it is the last
-    keep_alive = encode_events([("ping", {"type": "ping"})], pad=False)
-
-    def __init__(self, generation: Generation, bodies: AnthropicBodies, options: StreamOptions) -> None:
-        super().__init__(generation, bodies, options)
-        self._message = bodies
-        self._blocks = bodies.blocks()
-
-    async def beginning(self) -> bytes:
-        """The message as it begins; what of its prompt is cached is not known yet."""
-
-        def write() -> bytes:
-            message = {**self._message.message([]), "usage": usage_of(self._generation)}
-            return self._events([{"type": "message_start", "message": message}])
-
-        return await self._written(write)
-
-    async def opening(self, _index: int, _usage: Usage | None = None) -> bytes:
-        """Nothing: a block begins with what it says."""
-        return b""
-
-    def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
-        """What the message has said."""
-        return self._events(self._blocks.push(output.text, ended=output.finish_reason is not None))
-
-    async def closing(self) -> bytes:
-        """The end of the last block, and how the message ended."""
-        delta = self._message.stopped(self._generation.choices[0])
-        ended = {"type": "message_delta", "delta": delta, "usage": usage_of(self._generation)}
-        return self._events([*self._blocks.finish(), ended, {"type": "message_stop"}])
-
-    def failure(self, error: Exception) -> bytes:
-        """An error is an event, too, and the last."""
-        if not isinstance(error, SSDError):
-            log.error("a stream failed", exc_info=error)
-        return encode_events([("error", anthropic_error_body(error))], pad=False)
-
-    def _events(self, events: Sequence[Event]) -> bytes:
-        """Events on the wire. Obfuscated, all of them together fill whole units, be there any or none."""
-        if not events:
-            return filler() if self.pad else b""
-        return encode_events([(event["type"], event) for event in events], pad=self.pad)

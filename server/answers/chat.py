@@ -1,13 +1,15 @@
-"""Response bodies of chat completions: messages with what they call and what was thought before."""
+"""Answers of chat completions: messages with what they call and what was thought before."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from server.answers.bodies import Bodies, prompt_of
+from server.answers.answer import Answer
+from server.answers.wire import encode_events, filler
 from server.base.settings import ServerSettings
-from server.running.generation import Choice, Generation
+from server.running.generation import Choice, Usage
 from server.schema.body import Body
 from server.schema.chat import ChatBody
 from server.tools.message import MessageDelta
@@ -16,6 +18,8 @@ from server.tools.messages import Message, Messages, ToolCall
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput
 
+
+Event = dict[str, Any]
 
 _LITTLE = re.compile(r"[\w ]+|[^\w ]")
 """Words, or one character of another kind."""
@@ -73,7 +77,7 @@ def is_cut(choice: Choice) -> bool:
     return choice.finish_reason == "length" or isinstance(choice.stop_reason, str)
 
 
-class ChatBodies(Bodies):
+class ChatAnswer(Answer):
     """/v1/chat/completions."""
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -92,14 +96,15 @@ class ChatBodies(Bodies):
         # The only call is then written as OpenAI's older clients read it.
         self._as_function_call = isinstance(asked, ChatBody) and bool(asked.functions)
 
-    def is_short(self, generation: Generation) -> bool:
+    @property
+    def is_short(self) -> bool:
         """As above; taking a text apart takes longer than writing it."""
-        few = self._messages is None or sum(len(choice.token_ids) for choice in generation.choices) <= _FEW_TOKENS
-        return few and super().is_short(generation)
+        few = self._messages is None or sum(len(each.token_ids) for each in self.generation.choices) <= _FEW_TOKENS
+        return few and super().is_short
 
-    def whole_choice(self, generation: Generation, index: int) -> dict[str, Any]:
+    def whole_choice(self, index: int) -> dict[str, Any]:
         """``message`` and ``logprobs``."""
-        choice = generation.choices[index]
+        choice = self.generation.choices[index]
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._messages is not None:
@@ -117,11 +122,11 @@ class ChatBodies(Bodies):
             written["tool_calls"] = [_call(call, call.arguments) for call in calls]
         return written
 
-    def whole_extras(self, generation: Generation) -> dict[str, Any]:
+    def whole_extras(self) -> dict[str, Any]:
         """All choices have one prompt."""
         if self.prompt_logprobs is None:
             return {}
-        return {"prompt_logprobs": self.prompt_logprobs.prompt(generation.choices[0].prompt_logprobs)}
+        return {"prompt_logprobs": self.prompt_logprobs.prompt(self.generation.choices[0].prompt_logprobs)}
 
     def ending(self, index: int, choice: Choice) -> dict[str, Any]:
         """As above; who calls functions ends for that reason."""
@@ -132,11 +137,11 @@ class ChatBodies(Bodies):
             written["finish_reason"] = "function_call" if as_older else reason
         return written
 
-    def first_chunks(self, generation: Generation, index: int) -> list[dict[str, Any]]:
+    def first_chunks(self, index: int) -> list[dict[str, Any]]:
         """The role goes first, with no text."""
         first: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
         if self.return_token_ids:
-            first["prompt_token_ids"] = prompt_of(generation, index)
+            first["prompt_token_ids"] = self.prompt_of(index)
         return [first]
 
     def text_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
@@ -208,6 +213,22 @@ class ChatBodies(Bodies):
                 begun |= {**older, "arguments": begun["arguments"] + older["arguments"]}
             merged |= {key: value for key, value in delta.items() if key not in ("tool_calls", "function_call")}
         return {**merged, "tool_calls": list(calls.values())} if calls else merged
+
+
+class NamedEvents(ChatAnswer):
+    """A conversation's answer of one choice, whose events have names; the last says that it is the last."""
+
+    end = b""
+
+    async def opening(self, _index: int, _usage: Usage | None = None) -> bytes:
+        """Nothing: each part begins with what it says."""
+        return b""
+
+    def named(self, events: Sequence[Event]) -> bytes:
+        """Events on the wire. Obfuscated, all of them together fill whole units, be there any or none."""
+        if not events:
+            return filler() if self.pad else b""
+        return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
 
 def _call(call: ToolCall, arguments: str) -> dict[str, Any]:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from server.answers.chat import ChatBodies, Runs, is_cut
-from server.answers.stream import EventWriter, encode_events, filler
+from server.answers.chat import Event, NamedEvents, Runs, is_cut
 from server.base.errors import as_api_error
 from server.base.settings import ServerSettings
-from server.running.generation import Choice, Generation, Usage
+from server.running.generation import Choice, Usage
 from server.schema.body import Body
-from server.schema.generate import StreamOptions
 from server.schema.responses import ResponsesBody
 from server.tools.messages import Messages, ToolCall
-from ssd.errors import SSDError
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput
 
 
-Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -235,11 +230,7 @@ class ResponseItems:
         return len(self.done) + (self._open is not None)
 
 
-_FINISHED: dict[str | None, Status] = {"length": "incomplete"}
-"""How an output ended, by its finish reason; any other is "completed"."""
-
-
-class ResponseBodies(ChatBodies):
+class ResponseAnswer(NamedEvents):
     """/v1/responses. It has one choice."""
 
     id_prefix, object_name = "resp_", "response"
@@ -250,39 +241,73 @@ class ResponseBodies(ChatBodies):
         assert isinstance(asked, ResponsesBody)
         self._is_small = asked.is_small
         self._asked = _asked(asked)
+        self._items = ResponseItems(self._messages)
+        self._number = 0
 
-    def is_short(self, generation: Generation) -> bool:
+    @property
+    def is_short(self) -> bool:
         """As above, and so is what is repeated."""
-        return self._is_small and super().is_short(generation)
+        return self._is_small and super().is_short
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
-        """The body of a response that is not streamed: what the events of a stream come to, but for a cut call."""
-        choice = generation.choices[0]
-        items = self.items()
-        items.push("".join(choice.text), self.logprobs_of(choice.logprobs), ended=True)
+    def whole(self) -> dict[str, Any]:
+        """What the events of a stream come to, but for a cut call."""
+        choice = self.generation.choices[0]
+        self._items.push("".join(choice.text), self._token_logprobs(choice.logprobs), ended=True)
         if is_cut(choice):
-            items.leave_out_cut_call()
-        items.finish(status_of(choice))
-        return self.ended(generation, items)
+            self._items.leave_out_cut_call()
+        self._items.finish(_status_of(choice))
+        return self._ended()
 
-    def items(self) -> ResponseItems:
-        """What puts the output together; for the whole or for a stream."""
-        return ResponseItems(self._messages)
+    async def beginning(self) -> bytes:
+        """The response as it begins, twice: it never waits to be begun."""
 
-    def logprobs_of(self, entries: Any) -> list[dict[str, Any]]:
+        def write() -> bytes:
+            response = self._response("in_progress", [])
+            kinds = ("response.created", "response.in_progress")
+            return self.named([{"type": kind, "response": response} for kind in kinds])
+
+        return await self.written(write)
+
+    def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
+        """What the response has said."""
+        logprobs = self._token_logprobs(output.logprobs)
+        return self.named(self._items.push(output.text, logprobs, ended=output.finish_reason is not None))
+
+    async def closing(self) -> bytes:
+        """The end of the last item, and the whole response."""
+
+        def write() -> bytes:
+            status = _status_of(self.generation.choices[0])
+            events = self._items.finish(status)
+            return self.named([*events, {"type": f"response.{status}", "response": self._ended()}])
+
+        return await self.written(write)
+
+    def failed(self, error: Exception) -> bytes:
+        """A response that failed, with what it has said."""
+        events = self._items.finish("incomplete")
+        response, why = self._response("failed", self._items.done), as_api_error(error)
+        response["error"] = {"code": "server_error" if why.status >= 500 else "invalid_prompt", "message": str(why)}
+        return self.named([*events, {"type": "response.failed", "response": response}])
+
+    def named(self, events: Sequence[Event]) -> bytes:
+        """As above; each has its number."""
+        numbered = []
+        for event in events:
+            numbered.append({"type": event["type"], "sequence_number": self._number, **event})
+            self._number += 1
+        return super().named(numbered)
+
+    def _token_logprobs(self, entries: Any) -> list[dict[str, Any]]:
         """Log-probabilities of some tokens; none where they were not asked for."""
         found: list[dict[str, Any]] = [] if self.logprobs is None else self.logprobs.chat(entries or ())["content"]
         return found
 
-    def in_progress(self, generation: Generation) -> dict[str, Any]:
-        """A response that has only begun."""
-        return self._response(generation, "in_progress", [])
-
-    def ended(self, generation: Generation, items: ResponseItems) -> dict[str, Any]:
+    def _ended(self) -> dict[str, Any]:
         """A response that has come to its end, or to the end of its tokens."""
-        status = status_of(generation.choices[0])
-        found = self._response(generation, status, items.done)
-        usage = generation.usage
+        status = _status_of(self.generation.choices[0])
+        found = self._response(status, self._items.done)
+        usage = self.generation.usage
         found["usage"] = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -296,17 +321,8 @@ class ResponseBodies(ChatBodies):
             found["completed_at"] = int(time.time())
         return found
 
-    def failed(self, generation: Generation, items: ResponseItems, error: Exception) -> dict[str, Any]:
-        """A response that fails after it has begun; what it said stays."""
-        found = self._response(generation, "failed", items.done)
-        why = as_api_error(error)
-        found["error"] = {"code": "server_error" if why.status >= 500 else "invalid_prompt", "message": str(why)}
-        return found
-
-    def _response(
-        self, generation: Generation, status: Status | Literal["failed"], output: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        sampling = generation.sampling
+    def _response(self, status: Status | Literal["failed"], output: list[dict[str, Any]]) -> dict[str, Any]:
+        sampling = self.generation.sampling
         assert sampling is not None  # it was submitted
         return {
             "id": self.id, "object": self.object_name, "created_at": self._common["created"], "status": status,
@@ -316,9 +332,9 @@ class ResponseBodies(ChatBodies):
         }  # fmt: skip
 
 
-def status_of(choice: Choice) -> Status:
+def _status_of(choice: Choice) -> Status:
     """How a response ended."""
-    return _FINISHED.get(choice.finish_reason, "completed")
+    return "incomplete" if choice.finish_reason == "length" else "completed"
 
 
 def _asked(body: ResponsesBody) -> dict[str, Any]:
@@ -341,66 +357,3 @@ def _asked(body: ResponsesBody) -> dict[str, Any]:
         "previous_response_id": None,
         "store": False,
     }
-
-
-log = logging.getLogger(__name__)
-
-
-class ResponseEventWriter(EventWriter):
-    """Writes the events of one response."""
-
-    end = b""  # its last event says that it is the last
-
-    def __init__(self, generation: Generation, bodies: ResponseBodies, options: StreamOptions) -> None:
-        super().__init__(generation, bodies, options)
-        self._response = bodies
-        self._items = bodies.items()
-        self._number = 0
-
-    async def beginning(self) -> bytes:
-        """The response as it begins, twice: it never waits to be begun."""
-
-        def write() -> bytes:
-            response = self._response.in_progress(self._generation)
-            kinds = ("response.created", "response.in_progress")
-            return self._events([{"type": kind, "response": response} for kind in kinds])
-
-        return await self._written(write)
-
-    async def opening(self, _index: int, _usage: Usage | None = None) -> bytes:
-        """Nothing: an item begins with what it says."""
-        return b""
-
-    def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
-        """What the response has said."""
-        logprobs = self._response.logprobs_of(output.logprobs)
-        return self._events(self._items.push(output.text, logprobs, ended=output.finish_reason is not None))
-
-    async def closing(self) -> bytes:
-        """The end of the last item, and the whole response."""
-
-        def write() -> bytes:
-            status = status_of(self._generation.choices[0])
-            events = self._items.finish(status)
-            whole = self._response.ended(self._generation, self._items)
-            return self._events([*events, {"type": f"response.{status}", "response": whole}])
-
-        return await self._written(write)
-
-    def failure(self, error: Exception) -> bytes:
-        """A response that failed, with what it has said."""
-        if not isinstance(error, SSDError):
-            log.error("a stream failed", exc_info=error)
-        events = self._items.finish("incomplete")
-        failed = self._response.failed(self._generation, self._items, error)
-        return self._events([*events, {"type": "response.failed", "response": failed}])
-
-    def _events(self, events: Sequence[Event]) -> bytes:
-        """Events on the wire. Obfuscated, all of them together fill whole units, be there any or none."""
-        if not events:
-            return filler() if self.pad else b""
-        numbered = []
-        for event in events:
-            numbered.append((event["type"], {"type": event["type"], "sequence_number": self._number, **event}))
-            self._number += 1
-        return encode_events(numbered, pad=self.pad)

@@ -18,7 +18,7 @@ from server.admission.account import RATE_HEADERS
 from server.admission.gate import Admission, Gate, RootPath, account_of
 from server.admission.opening import tenants_of
 from server.admission.registry import Tenants
-from server.answers.bodies import json_text
+from server.answers.wire import json_text
 from server.base.errors import RETRY_AFTER_S, ApiError, answer_error, answer_http_exception, model_not_found
 from server.base.settings import VERSION, Cors, ServerSettings
 from server.endpoints.generate import add_generation

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission.gate import account_of
-from server.answers.stream import ClientGone, EventStream, until_disconnect
+from server.answers.sending import ClientGone
 from server.base.errors import ApiError
 from server.endpoints.service import Service
 from server.schema.anthropic import AnthropicBody
@@ -54,17 +54,16 @@ def _generates(
         asked = await service.read(request, schema)
         body = asked.chat if isinstance(asked, ChatForm) else asked
         with renaming(asked.chat_names):
-            generation, bodies = await service.start(body, account_of(request.scope), asked)
+            answer = await service.start(body, account_of(request.scope), asked)
         if body.stream:
-            options = asked.events if isinstance(asked, ChatForm) else body.stream_options or StreamOptions()
-            return EventStream(generation, service.answers.events(generation, bodies, options))
+            options = asked.events if isinstance(asked, ChatForm) else body.stream_options
+            return service.answers.stream(answer, options or StreamOptions())
         try:
-            await until_disconnect(request.receive, service.answers.finish(generation))
-            return service.answers.response(await service.answers.whole(generation, bodies))
+            return await service.answers.whole(answer, request.receive)
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         finally:
-            generation.close()
+            answer.generation.close()
 
     return generate
 

@@ -15,10 +15,10 @@ from server.admission.bodies import BodyReader
 from server.admission.gate import account_of, may_learn
 from server.admission.lanes import Lanes
 from server.admission.registry import Tenants
-from server.answers.anthropic import AnthropicBodies
-from server.answers.bodies import Bodies, CompletionBodies, LogprobsWriter
-from server.answers.chat import ChatBodies
-from server.answers.responses import ResponseBodies
+from server.answers.answer import Answer, CompletionAnswer, LogprobsWriter
+from server.answers.anthropic import AnthropicAnswer
+from server.answers.chat import ChatAnswer
+from server.answers.responses import ResponseAnswer
 from server.answers.sending import Answers
 from server.base.errors import model_not_found
 from server.base.record import current_record
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
-_CHATS: dict[type[Body], type[ChatBodies]] = {ResponsesBody: ResponseBodies, AnthropicBody: AnthropicBodies}
+_CHATS: dict[type[Body], type[ChatAnswer]] = {ResponsesBody: ResponseAnswer, AnthropicBody: AnthropicAnswer}
 """What else than a chat completion a conversation is answered as."""
 _FEW_TOKENS = 1 << 14
 """Requests of so many tokens over all choices are handed over on the event loop, in a few milliseconds."""
@@ -114,7 +114,7 @@ class Service:
         """The answer of /detokenize."""
         return {"prompt": await self._texts.detokenize(self._engine_for(body), body.tokens)}
 
-    async def start(self, body: CompletionBody | ChatBody, account: Account, asked: Body) -> tuple[Generation, Bodies]:
+    async def start(self, body: CompletionBody | ChatBody, account: Account, asked: Body) -> Answer:
         """Start every choice of every prompt. ``account`` : who pays. ``asked`` : what the body was made of.
 
         Raises RequestError, QueueFull or TenantLimit; then nothing runs and nothing is taken.
@@ -124,20 +124,21 @@ class Service:
         if isinstance(body, CompletionBody):
             prompts = await self._texts.prompts(engine, texts, special=body.add_special_tokens)
             echo = await self._texts.echoes(engine, texts) if body.echo else None
-            bodies: Bodies = CompletionBodies(self._named(body), echo=echo, **await self._body_options(engine, body))
+            answer: Answer = CompletionAnswer(self._named(body), echo=echo, **await self._shown(engine, body))
             plan, default_limit = AnswerPlan(None, body.structured_output()), COMPLETION_MAX_TOKENS
         else:
             prompt, plan = await self._chats.prepare(engine, body)
-            prompts, default_limit, options = [prompt], None, await self._body_options(engine, body)
-            bodies = _CHATS.get(type(asked), ChatBodies)(self._named(body), asked, messages=plan.messages, **options)
-        return await self._submit(engine, body, prompts, bodies, plan, account, default_limit), bodies
+            prompts, default_limit, options = [prompt], None, await self._shown(engine, body)
+            answer = _CHATS.get(type(asked), ChatAnswer)(self._named(body), asked, messages=plan.messages, **options)
+        answer.generation = await self._submit(engine, body, prompts, answer.id, plan, account, default_limit)
+        return answer
 
     async def _submit(
         self,
         engine: Engine,
         body: GenerateBody,
         prompts: list[list[int]],
-        bodies: Bodies,
+        answer_id: str,
         plan: AnswerPlan,
         account: Account,
         default_limit: int | None,
@@ -155,7 +156,7 @@ class Service:
         num_tokens = body.n * sum(len(prompt) + len(prediction or ()) for prompt in prompts)
         self.metrics.latencies.num_choices.observe(body.n)
         record = current_record()
-        record.response_id, record.is_stream = bodies.id, body.stream
+        record.response_id, record.is_stream = answer_id, body.stream
         share = self._queued.share()
         share.grow(num_tokens)
         ticket = account.admit(
@@ -183,7 +184,7 @@ class Service:
             cache_use = self.tenants.cache_use(account, namespace, body.cache_salt)
             ruled = {"bad_words": bad_words, "structured_output": output, "shown_special_ids": plan.shown_special_ids}
             sampling = self._sampling_of(engine, body, ruled, num_choices, default_limit)
-            prefix = f"{bodies.id}-{secrets.token_hex(8)}"  # other requests may have been given the same id
+            prefix = f"{answer_id}-{secrets.token_hex(8)}"  # other requests may have been given the same id
             request = partial(
                 EngineRequest,
                 namespace=cache_use.namespace,
@@ -262,7 +263,7 @@ class Service:
 
         return after
 
-    async def _body_options(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
+    async def _shown(self, engine: Engine, body: GenerateBody) -> dict[str, Any]:
         """What the answer is to hold beside the text."""
         options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
         wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}

@@ -15,7 +15,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.answers.stream import PADDED_BYTES
+from server.answers.wire import PADDED_BYTES
 from server.base.limits import Limits
 from server.base.settings import read_sampling_defaults
 from ssd.bundled import MODEL_PATH

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from server.admission.account import Budget
 from server.admission.lanes import Lane
-from server.answers.bodies import json_text
+from server.answers.wire import json_text
 from server.base.counting import common_tokens, num_values
 from server.base.limits import Limits
 from server.command.arguments import parse_arguments

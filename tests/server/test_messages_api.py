@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from server.answers.anthropic import AnthropicBlocks
-from server.answers.stream import PADDED_BYTES
+from server.answers.wire import PADDED_BYTES
 from server.base.limits import Limits
 from server.schema.anthropic import messages_of
 from server.tools.formats import make_parser

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.answers.obfuscation import EvenPieces, Pace
-from server.answers.stream import PADDED_BYTES
+from server.answers.wire import PADDED_BYTES
 from server.base.settings import OBFUSCATION_TOKENS as PIECE_TOKENS
 from server.command.arguments import parse_arguments
 from ssd.bundled import MODEL_PATH

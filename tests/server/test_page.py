@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.answers.stream import DraftWriter
+from server.answers.answer import DraftWriter
 from server.command.arguments import parse_arguments
 from server.page.routes import docs_files, page_files
 from ssd.bundled import MODEL_PATH

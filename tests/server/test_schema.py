@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.answers.stream import PADDED_BYTES, encode_event
+from server.answers.wire import PADDED_BYTES, encode_event
 from server.base.settings import VERSION, read_sampling_defaults
 from server.schema.body import IGNORED, REFUSED
 from server.schema.chat import ChatBody

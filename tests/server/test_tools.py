@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from server.answers.stream import PADDED_BYTES
+from server.answers.wire import PADDED_BYTES
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, EngineConfig
 from ssd.engine import Engine
