@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from server.admission.account import Budget, Share
 from server.admission.lanes import Lanes
+from server.base.counting import num_values
 from server.base.errors import ApiError
 from server.base.limits import SMALL_BODY_BYTES, Limits, Patience
 from server.base.record import current_record
@@ -82,8 +83,6 @@ def _decode(content: bytes) -> Any:
 
 
 def _decode_large(content: bytes, check: Callable[[Any], T], max_values: int) -> T:
-    from server.base.counting import num_values  # compiled, and loaded where it is needed
-
     count = num_values(content)
     if count > max_values:
         raise ApiError(

@@ -7,22 +7,29 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from server.admission.generations import Generations, SharedCounters
 from server.admission.registry import NamespaceNames, Tenants
-from server.admission.rules import NO_FILE, RulesFile, Tenant, digest_of, read_rules, tenants_of_keys
+from server.admission.rules import (
+    NO_FILE,
+    SECRET_OPTION,
+    SECRET_VARIABLE,
+    RulesFile,
+    Tenant,
+    digest_of,
+    read_rules,
+    tenants_of_keys,
+)
 from server.base.settings import ServerSettings
 from ssd.errors import ConfigError
 from ssd.retrieval.files import make_directory, make_file, open_file
 
 log = logging.getLogger(__name__)
 
-OPTION: Final = "--secret-file"
-VARIABLE: Final = "SSD_SECRET"
 STATE_DIRECTORY: Final = ".ssd"
 """Below the cache directory; no namespace has a name that begins with a dot."""
 
@@ -30,13 +37,11 @@ _LEAST_BYTES: Final = 16
 _MOST_BYTES: Final = 4096
 
 
-def given_secret(path: Path | None, environment: Mapping[str, str]) -> bytes | None:
-    """The secret of a file, or of ``$SSD_SECRET``; None where neither is given. Raises ConfigError."""
+def given_secret(path: Path | None, text: str | None) -> bytes | None:
+    """The secret of a file, or ``text``, of ``$SSD_SECRET``; None where neither is given. Raises ConfigError."""
     if path is not None:
-        return _checked(_read(path), f"{OPTION} {path}")
-    if environment.get(VARIABLE):
-        return _checked(environment[VARIABLE].encode("utf-8", "surrogateescape"), f"${VARIABLE}")
-    return None
+        return _checked(_read(path), f"{SECRET_OPTION} {path}")
+    return _checked(text.encode("utf-8", "surrogateescape"), f"${SECRET_VARIABLE}") if text else None
 
 
 def own_secret(cache_directory: Path | None) -> bytes:
@@ -55,7 +60,7 @@ def own_secret(cache_directory: Path | None) -> bytes:
     except OSError as error:
         log.warning(
             "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
-            path, error.strerror, OPTION, VARIABLE,
+            path, error.strerror, SECRET_OPTION, SECRET_VARIABLE,
         )  # fmt: skip
         return secrets.token_bytes(32)
 
@@ -67,7 +72,7 @@ def _read(path: Path, opened: Callable[[Path], BinaryIO] = lambda path: path.ope
             content = file.read(_MOST_BYTES + 1)
             mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
-        raise ConfigError(f"{OPTION} {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{SECRET_OPTION} {path} cannot be read: {error.strerror}") from error
     if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
         log.warning("%s may be read by other users: chmod 600 it", path)
     return content.strip()

@@ -77,7 +77,9 @@ def tenants_of_keys(keys: Iterable[str], defaults: Tenant, name_of: dict[str, st
 
 log = logging.getLogger(__name__)
 
-OPTION: Final = "--tenants"
+TENANTS_OPTION: Final = "--tenants"
+SECRET_OPTION: Final = "--secret-file"
+SECRET_VARIABLE: Final = "SSD_SECRET"
 _DEFAULTS: Final = "defaults"
 _TENANTS: Final = "tenants"
 
@@ -112,12 +114,12 @@ def read_rules(path: Path) -> RulesFile:
             content = file.read(_MOST_BYTES + 1)
             status = path.stat()
     except OSError as error:
-        raise ConfigError(f"{OPTION} {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{TENANTS_OPTION} {path} cannot be read: {error.strerror}") from error
     if len(content) > _MOST_BYTES:
-        raise ConfigError(f"{OPTION} {path} is longer than {_MOST_BYTES} bytes")
-    rules = parse_rules(content, f"{OPTION} {path}")
+        raise ConfigError(f"{TENANTS_OPTION} {path} is longer than {_MOST_BYTES} bytes")
+    rules = parse_rules(content, f"{TENANTS_OPTION} {path}")
     if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_IWGRP | stat.S_IRWXO):
-        log.warning("%s %s may be read by other users: chmod 600 it", OPTION, path)
+        log.warning("%s %s may be read by other users: chmod 600 it", TENANTS_OPTION, path)
     return rules
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -217,6 +218,7 @@ def _check_cache(cache: CacheOptions) -> None:
     _check_size(cache)
     if cache.config.directory is not None:
         _check_writable(cache.config.directory)
+        _check_unused(cache.config.directory / cache.namespace)
     if cache.config.redis_url is not None:
         _check_redis(cache.config.redis_url)
 
@@ -242,6 +244,15 @@ def _check_writable(directory: Path) -> None:
         raise ConfigError(f"--cache-dir {directory}: Not a directory: {nearest}")
     if not os.access(nearest, os.W_OK | os.X_OK) and nearest != directory:  # an old cache may be read without
         raise ConfigError(f"--cache-dir {directory} cannot be made: {nearest} may not be written")
+
+
+def _check_unused(directory: Path) -> None:
+    """Raise CacheLocked now and not after the tokenizer was read; whoever is faster between then and now has it."""
+    from ssd.retrieval.files import DirectoryLock
+
+    with contextlib.suppress(OSError):
+        if directory.is_dir():
+            DirectoryLock(directory).close()
 
 
 def _existing(path: Path) -> Path:

@@ -12,7 +12,7 @@ from server.base.limits import Limits
 from server.base.settings import ServerSettings
 from server.running.texts import Texts, codec_of
 from server.schema.chat import ChatBody, ChatTemplateFields, TokenizeChatBody, ToolUse
-from server.tools.formats import detect, make_parser, special_tokens
+from server.tools.formats import AUTO, OFF, detect, make_parser, special_tokens
 from server.tools.grammars import call_grammar, count_reasoning_tokens, reasoning_rule
 from server.tools.messages import Messages, call_id, short_call_id, with_short_call_ids
 from server.tools.values import Functions
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from ssd.engine import Engine
     from ssd.text.codec import TextCodec
 
-
-AUTO, OFF = "auto", "none"
-"""Values of an option beside the names of parsers."""
 
 IN_WORDS = "hermes"
 """The format of calls where the template knows of no tools, see `ssd.text.messages`."""

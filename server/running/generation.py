@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from server.admission.account import Ticket
 from server.admission.lanes import Lane
+from server.base.counting import common_tokens
 from server.base.errors import RequestFailed
-from server.base.record import Record, current_record
+from server.base.record import current_record
 from server.running.conversations import AnswerPlan
 from server.running.engine_thread import Inbox, Worker
 from ssd.errors import EngineStopped
@@ -21,7 +23,6 @@ from ssd.errors import EngineStopped
 if TYPE_CHECKING:
     from ssd.config import SamplingParams
     from ssd.engine import Request, RequestOutput, RequestStats, TokenLogprobs
-    from ssd.engine import Request as EngineRequest
 
 
 LABELS = ["model_name", "engine"]
@@ -52,44 +53,6 @@ class Latencies:
         self.time_per_output_token = histogram(
             "request_time_per_output_token", "Mean time per token of a choice after the first.", _TOKEN_SECONDS
         )
-
-
-def note_submitted(record: Record, request: EngineRequest, num_choices: int) -> None:
-    """What was asked of the engine; ``request`` : that of the first choice."""
-    record.sampling = request.sampling
-    record.namespace = request.namespace
-    record.num_choices = num_choices
-
-
-def note_counts(
-    record: Record,
-    choices: Sequence[tuple[RequestStats | None, str | None]],
-    *,
-    num_prompt_tokens: int,
-    num_cached_tokens: int,
-) -> None:
-    """The counts so far; of each choice the engine's statistics, None before its first output, and the finish reason.
-
-    O(choices).
-    """
-    known = [stats for stats, _ in choices if stats is not None]
-    record.finish_reasons = tuple(reason for _, reason in choices if reason is not None)
-    record.num_prompt_tokens = num_prompt_tokens
-    record.num_cached_tokens = num_cached_tokens
-    record.num_output_tokens = sum(stats.num_output_tokens for stats in known)
-    record.num_steps = sum(stats.num_verify_steps for stats in known)
-    record.num_draft_tokens = sum(stats.num_draft_tokens for stats in known)
-    record.num_accepted_tokens = sum(stats.num_accepted_tokens for stats in known)
-    by_source: dict[str, int] = {}
-    for stats in known:
-        for source, accepted in stats.accepted_by_source.copy().items():  # the engine's thread may be adding
-            by_source[source] = by_source.get(source, 0) + accepted
-    record.accepted_by_source = by_source
-    record.is_coupled = any(stats.is_coupled for stats in known)
-    record.submitted_s = min((stats.submitted_s for stats in known), default=0.0)
-    record.started_s = min((stats.started_s for stats in known if stats.started_s), default=0.0)
-    record.first_token_s = min((stats.first_token_s for stats in known if stats.first_token_s), default=0.0)
-    record.last_token_s = max((stats.last_token_s for stats in known), default=0.0)
 
 
 _MOST_AT_ONCE = 32
@@ -165,22 +128,16 @@ class Generation:
 
         ``only_scores`` : the prompts' log-probabilities are wanted, the one token computed with them is left out.
         """
-        self.prompts = prompts
-        self.aside = aside
-        self._only_scores = only_scores
-        self._ticket = ticket
-        self.prediction = prediction
+        self.prompts, self.prediction, self.aside = prompts, prediction, aside
         self.choices: list[Choice] = []
         self.sampling: SamplingParams | None = None
         self.messages = plan.messages
         """What the texts of the choices are beside content, where they may be anything else."""
-        self._worker = worker
-        self._latencies = latencies
+        self._worker, self._latencies, self._ticket, self._only_scores = worker, latencies, ticket, only_scores
         self._inbox = Inbox()
         self._index: dict[str, int] = {}
         self._running: set[str] = set()
-        self._account = current_record()
-        self._started = self._account.received_s
+        self._record = current_record()
         self._first_token: dict[str, float] = {}
         self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
@@ -190,7 +147,8 @@ class Generation:
 
     def submit(self, requests: list[Request]) -> None:
         """Hand over all choices; raises where one is refused, and is to be taken back then."""
-        note_submitted(self._account, requests[0], len(requests))
+        record, first = self._record, requests[0]
+        record.sampling, record.namespace, record.num_choices = first.sampling, first.namespace, len(requests)
         for request in requests:
             self.sampling = request.sampling
             self._worker.submit(request, self._inbox)
@@ -205,16 +163,31 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what still runs, so that its slot is free at the engine's next step."""
-        note_counts(
-            self._account,
-            [(choice.stats, choice.finish_reason) for choice in self.choices],
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self.usage.cached_tokens,
-        )
+        self._note_counts()
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
         self._ticket.end(self._num_completion_tokens + self._num_not_taken())
+
+    def _note_counts(self) -> None:
+        """What it came to so far, added up over its choices. O(choices)."""
+        record, known = self._record, [choice.stats for choice in self.choices if choice.stats is not None]
+        record.finish_reasons = tuple(each.finish_reason for each in self.choices if each.finish_reason is not None)
+        record.num_prompt_tokens = self._num_prompt_tokens
+        record.num_cached_tokens = self.usage.cached_tokens
+        record.num_output_tokens = sum(stats.num_output_tokens for stats in known)
+        record.num_steps = sum(stats.num_verify_steps for stats in known)
+        record.num_draft_tokens = sum(stats.num_draft_tokens for stats in known)
+        record.num_accepted_tokens = sum(stats.num_accepted_tokens for stats in known)
+        by_source: Counter[str] = Counter()
+        for stats in known:
+            by_source.update(stats.accepted_by_source.copy())  # the engine's thread may be adding
+        record.accepted_by_source = dict(by_source)
+        record.is_coupled = any(stats.is_coupled for stats in known)
+        record.submitted_s = min((stats.submitted_s for stats in known), default=0.0)
+        record.started_s = min((stats.started_s for stats in known if stats.started_s), default=0.0)
+        record.first_token_s = min((stats.first_token_s for stats in known if stats.first_token_s), default=0.0)
+        record.last_token_s = max((stats.last_token_s for stats in known), default=0.0)
 
     def _num_not_taken(self) -> int:
         """Tokens that were made and not looked at: the client went away."""
@@ -266,24 +239,21 @@ class Generation:
                 raise delivery
             if self._only_scores:
                 delivery = _without_tokens(delivery)
-            self._record(request_id, delivery)
+            self._take(request_id, delivery)
             yield self._index[request_id], delivery
         if (count := self._count_reasoning) is not None:
             self._num_reasoning = await self.aside.run(lambda: sum(count(each.token_ids) for each in self.choices))
-        if self.prediction is not None:
-            self._num_accepted = await self.aside.run(self._accepted_tokens, self.prediction)
-
-    def _accepted_tokens(self, prediction: tuple[int, ...]) -> int:
-        from server.base.counting import common_tokens  # compiled, and loaded where it is needed
-
-        return sum(common_tokens(prediction, choice.token_ids) for choice in self.choices)
+        if (prediction := self.prediction) is not None:
+            self._num_accepted = await self.aside.run(
+                lambda: sum(common_tokens(prediction, each.token_ids) for each in self.choices)
+            )
 
     async def finish(self) -> None:
         """Wait until all choices have ended."""
         async for _ in self.outputs():
             pass
 
-    def _record(self, request_id: str, output: RequestOutput) -> None:
+    def _take(self, request_id: str, output: RequestOutput) -> None:
         choice = self.choices[self._index[request_id]]
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
@@ -296,7 +266,7 @@ class Generation:
         now = time.perf_counter()
         if output.token_ids and request_id not in self._first_token:
             self._first_token[request_id] = now
-            self._latencies.time_to_first_token.observe(now - self._started)
+            self._latencies.time_to_first_token.observe(now - self._record.received_s)
         if output.finish_reason is None:
             return
         self._running.discard(request_id)
@@ -308,7 +278,7 @@ class Generation:
             raise EngineStopped("the request was cancelled by the server")
         choice.finish_reason = "length" if self._only_scores else str(output.finish_reason)
         choice.stop_reason = None if self._only_scores else output.stop_reason
-        self._latencies.end_to_end.observe(now - self._started)
+        self._latencies.end_to_end.observe(now - self._record.received_s)
         if len(choice.token_ids) > 1:
             decoding_s = now - self._first_token[request_id]
             self._latencies.time_per_output_token.observe(decoding_s / (len(choice.token_ids) - 1))

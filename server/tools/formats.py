@@ -30,6 +30,9 @@ from server.tools.reasoning import (
 from server.tools.values import Functions
 from ssd.errors import ConfigError
 
+AUTO, OFF = "auto", "none"
+"""What options take beside the names of formats."""
+
 JSON = "json"
 """What a model is made to write for a call where its format has no grammar, or it has none."""
 

@@ -64,7 +64,7 @@ def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of
 
     greedy, more, other = share_of("greedy"), share_of("greedy"), share_of("other")
     greedy.grow(40)
-    with pytest.raises(QueueFull):
+    with pytest.raises(QueueFull, match="things"):
         more.grow(11)  # half of 100
     more.grow(10)
     other.grow(30)
@@ -72,8 +72,8 @@ def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of
         more.grow(1)
     with pytest.raises(QueueFull):
         share_of("other").grow(6)  # half of 50
-    greedy.give_back()
-    more.give_back()
+    for share in (greedy, more, more):  # a second time gives nothing back
+        share.give_back()
     other.grow(70)
     other.give_back()
     nobody = [share_of(None) for _ in range(4)]  # without keys all are one

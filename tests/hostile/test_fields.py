@@ -20,9 +20,9 @@ from server.schema.generate import (
     StructuredOutputs,
 )
 from server.schema.responses import ReasoningConfig, ResponsesBody, TextConfig
+from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, post
 from tests.server.failing_engine import RunningServer, serving
-from tests.server.test_endpoints import load
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -68,7 +68,7 @@ def names_of(schema: type[Body]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving(load) as running:
+    with serving(load_bundled) as running:
         yield running
 
 

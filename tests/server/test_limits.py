@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.admission.account import Budget
 from server.admission.lanes import Lane
 from server.answers.wire import json_text
 from server.base.counting import common_tokens, num_values
@@ -156,20 +155,6 @@ def test_an_error_quotes_little_of_any_value(value: object) -> None:
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_budget_refuses_what_it_has_not_got_and_takes_it_back() -> None:
-    budget = Budget(10, "things")
-    share, other = budget.share(), budget.share()
-    share.grow(4)
-    share.grow(5)
-    with pytest.raises(QueueFull, match="things"):
-        other.grow(2)
-    other.give_back()
-    share.give_back()
-    share.give_back()
-    assert budget.used == 0
-    other.grow(10)
 
 
 def test_a_lane_refuses_beyond_its_line_and_keeps_the_place_of_what_was_left() -> None:

@@ -20,8 +20,7 @@ from ssd.text.codec import TextCodec
 from ssd.text.stream import TextStream
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import Answer, ask, get, post
-from tests.server.failing_engine import FailingEngine, RunningServer, serving
-from tests.server.saying_engine import SayingEngine
+from tests.server.failing_engine import FailingEngine, RunningServer, SayingEngine, serving
 
 PROMPT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -417,9 +417,9 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b" a secret of some length \n")
     path.chmod(0o600)
-    assert given_secret(path, {"SSD_SECRET": "x" * 20}) == b"a secret of some length"
-    assert given_secret(None, {"SSD_SECRET": "x" * 20}) == b"x" * 20
-    assert given_secret(None, {}) is None
+    assert given_secret(path, "x" * 20) == b"a secret of some length"
+    assert given_secret(None, "x" * 20) == b"x" * 20
+    assert given_secret(None, None) is None
     made = own_secret(tmp_path / "cache")
     assert made == own_secret(tmp_path / "cache") != own_secret(tmp_path / "other")
     kept = tmp_path / "cache" / ".ssd"
@@ -428,9 +428,9 @@ def test_a_secret_is_given_or_made_once_and_kept(tmp_path: Path) -> None:
     assert own_secret(None) != own_secret(None)
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="16 to 4096 bytes"):
-        given_secret(path, {})
+        given_secret(path, None)
     with pytest.raises(ConfigError, match="cannot be read"):
-        given_secret(tmp_path / "none", {})
+        given_secret(tmp_path / "none", None)
 
 
 def test_a_secret_that_cannot_be_kept_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
