@@ -285,7 +285,7 @@ class Conversation:
         self.assistant("tool_calls").setdefault("tool_calls", []).append(call)
 
 
-class EventOptions(Part):
+class ResponseStreamOptions(Part):
     """Whether the events of a stream hide their length."""
 
     include_obfuscation: bool | None = None
@@ -295,7 +295,7 @@ class ChatForm(Body):
     """A chat completion as another API asks for it."""
 
     stream: bool = False
-    stream_options: EventOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     prediction: Prediction | None = None
 
     _chat: ChatBody = PrivateAttr()
