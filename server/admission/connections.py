@@ -12,6 +12,9 @@ import logging
 import random
 from typing import TYPE_CHECKING, ClassVar
 
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from server.base.limits import Limits, Patience
 
 if TYPE_CHECKING:
@@ -59,7 +62,7 @@ class GuardedProtocol(HttpProtocol):
             transport.abort()
             return
         if beyond > 0:
-            self.app_state = {**self.app_state, TOO_MANY: True}
+            self.app_state, self.app = {**self.app_state, TOO_MANY: True}, _closing(self.app)
         self._look_later()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -129,6 +132,20 @@ class GuardedProtocol(HttpProtocol):
         if status is not None and not self._is_rest_of_body():
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         self.transport.close()
+
+
+def _closing(app: ASGIApp) -> ASGIApp:
+    """Whatever it answers is the last on its connection: few are kept for those that are to be told so."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await app(scope, receive, send_last)
+
+    return answer
 
 
 def protocol_within(limits: Limits) -> type[asyncio.Protocol]:

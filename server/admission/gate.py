@@ -19,6 +19,8 @@ from server.base.limits import SMALL_BODY_BYTES
 from server.base.record import current_record
 from ssd.errors import QueueFull, RequestError, shown
 
+log = logging.getLogger(__name__)
+
 
 class RootPath:
     """ASGI middleware: requests for ``/llm/v1/models`` and for ``/v1/models`` are the same below ``/llm``.
@@ -48,23 +50,33 @@ def path_below_root(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
-log = logging.getLogger(__name__)
-
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _OPEN_PATHS = frozenset({"/live", "/health", "/ping", "/version", "/metrics", "/openapi.json"})
 """Where there are keys, everything else needs one: an endpoint is closed until it is named here."""
+_ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
+"""Whoever supervises the server is answered to the end."""
+_DISCARD_S = 1.0
+"""A client that is refused may send its body for this long before it has the answer."""
 
 
 class Gate:
     """ASGI middleware: ``x-request-id`` on every response, keys, a JSON body for unforeseen errors.
 
-    ``scope["state"]["account"]`` is the account of who is let in; answers under /v1 say what is left of its rates.
+    ``scope["state"]["account"]`` is the account of who is let in; answers under /v1 say what is left of its rates. Who
+    is let in is counted until it has its answer; a server that is full, or stops, refuses and closes the connection.
     """
 
-    def __init__(self, app: ASGIApp, *, tenants: Tenants, open_paths: Collection[str] = ()) -> None:
-        """``open_paths`` : what is open beside the paths that always are."""
-        self._app = app
-        self._tenants = tenants
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tenants: Tenants,
+        open_paths: Collection[str] = (),
+        let_in: Callable[[], None] = lambda: None,
+        let_out: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``open_paths`` : beside the paths that always are. ``let_in`` : raises ServerNotReady once nobody is."""
+        self._app, self._tenants, self._let_in, self._let_out = app, tenants, let_in, let_out
         self._open_paths = _OPEN_PATHS | set(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,12 +115,28 @@ class Gate:
             await error_response(refusal)(scope, receive, send_with_id)
             return
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._admit(scope, receive, send_with_id)
         except Exception as error:
             # The request's content stays out of the log: the traceback shows code, not values.
             log.exception("unforeseen error in %s %s", scope["method"], scope["path"])
             if not started:
                 await error_response(error)(scope, receive, send_with_id)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if path_below_root(scope) in _ALWAYS:
+            await self._app(scope, receive, send)
+            return
+        try:
+            if scope.get("state", {}).get(TOO_MANY):
+                raise QueueFull("too many connections are open: try again later")
+            self._let_in()
+        except (QueueFull, ServerNotReady) as error:
+            await _refuse(error, scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._let_out()
 
     def _account(self, headers: Headers) -> Account | None:
         """Whose key a request brings; None without a right one where there are keys."""
@@ -123,37 +151,6 @@ def account_of(scope: Scope) -> Account:
     """Who pays for a request that the gate let in to what needs a key."""
     account: Account = scope["state"]["account"]
     return account
-
-
-_ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
-"""Whoever supervises the server is answered to the end."""
-_DISCARD_S = 1.0
-"""A client that is refused may send its body for this long before it has the answer."""
-
-
-class Admission:
-    """ASGI middleware: a refusal closes its connection, and who is let in is counted until it has its answer."""
-
-    def __init__(self, app: ASGIApp, *, let_in: Callable[[], None], let_out: Callable[[], None]) -> None:
-        """``let_in`` : raises ServerNotReady once nobody is."""
-        self._app, self._let_in, self._let_out = app, let_in, let_out
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in _ALWAYS:
-            await self._app(scope, receive, send)
-        elif scope.get("state", {}).get(TOO_MANY):
-            await _refuse(QueueFull("too many connections are open: try again later"), scope, receive, send)
-        else:
-            try:
-                self._let_in()
-            except ServerNotReady as error:
-                await _refuse(error, scope, receive, send)
-                return
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self._let_out()
 
 
 async def _refuse(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:

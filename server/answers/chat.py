@@ -12,8 +12,7 @@ from server.base.settings import ServerSettings
 from server.running.generation import Choice, Usage
 from server.schema.body import Body
 from server.schema.chat import ChatBody
-from server.tools.message import MessageDelta
-from server.tools.messages import Message, Messages, ToolCall
+from server.tools.messages import Message, MessageDelta, Messages, ToolCall
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput

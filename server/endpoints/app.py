@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from server.admission.account import RATE_HEADERS
-from server.admission.gate import Admission, Gate, RootPath, account_of
+from server.admission.gate import Gate, RootPath, account_of
 from server.admission.opening import tenants_of
 from server.admission.registry import Tenants
 from server.answers.wire import json_text
@@ -185,10 +185,9 @@ def create_app(
 
     # Its own pages of the API would have browsers load scripts from another host.
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Admission, let_in=worker.let_in, let_out=worker.let_out)
     docs = docs_files()
     files = page_files() if settings.page else {}
-    app.add_middleware(Gate, tenants=tenants, open_paths=docs | files)
+    app.add_middleware(Gate, tenants=tenants, open_paths=docs | files, let_in=worker.let_in, let_out=worker.let_out)
     _allow_other_sites(app, settings.cors)  # around the gate: pages may read refusals too
     app.add_middleware(  # around all that may refuse
         Access,

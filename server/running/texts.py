@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ssd.text.codec import TextCodec
 
 
-Encode = Callable[[str], list[int]]
-
 _MAX_CHARACTERS_PER_TOKEN = 512
 """No tokenizer in use has a longer token; those that come near are runs of spaces."""
 _USUAL_CHARACTERS_PER_TOKEN = 4

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
-from server.tools.message import MessageParser, Reader
+from server.tools.messages import MessageParser, Reader
 from server.tools.readers import CALL_ID, CallFormat, Written, calls
 from server.tools.reasoning import (
     CALL,

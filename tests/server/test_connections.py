@@ -191,6 +191,10 @@ def test_connections_beyond_the_limit_are_answered_503_but_not_to_supervisors() 
         assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "queue_full", "1")
         assert refused.headers["connection"] == "close" and refused.headers["x-request-id"]
         assert get(server.port, "/live").status == get(server.port, "/health").status == 200
+        with connect(server) as beyond:  # keeps no place of those that others are told on
+            beyond.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+            said = until_closed(beyond)
+            assert said.startswith(b"HTTP/1.1 200 ") and b"connection: close" in said
         held[0].close()
         wait_until(lambda: post(server.port, COMPLETIONS, {"prompt": "abc", "max_tokens": 5}).status == 200)
 
