@@ -134,8 +134,10 @@ class Lanes:
         """What belongs to no generation."""
         self.management = Lane("managing tenants", num_threads=1, max_waiting=16)
         """What waits for files and for Redis: deletions."""
+        self.metrics = Lane("reading metrics", num_threads=1, max_waiting=16)
+        """Anybody may ask for them: they keep nobody waiting who has a key."""
         self.answers = Lane("writing answers", num_threads=2, max_waiting=4096)
-        """Submits many choices, counts predictions, writes whole answers and metrics."""
+        """Submits many choices, counts predictions, writes whole answers."""
 
     async def run_on_text(self, num_characters: int, call: Callable[[], T]) -> T:
         """Run what tokenises text of this length."""

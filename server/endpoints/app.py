@@ -113,7 +113,7 @@ def add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        content = await service.lanes.answers.run(service.metrics.exposition)
+        content = await service.lanes.metrics.run(service.metrics.exposition)
         return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 

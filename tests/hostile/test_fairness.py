@@ -19,6 +19,7 @@ from server.admission.account import Account, Budget, Share
 from server.admission.lanes import Lane
 from server.base.limits import Limits
 from server.base.record import begin_record
+from server.observe.metrics import ServerMetrics
 from ssd.errors import QueueFull
 from tests.server.client import ask, post
 from tests.server.failing_engine import CharCodec, FailingEngine, RunningServer, serving
@@ -146,6 +147,28 @@ def watched_server(directory: Path) -> Iterator[tuple[RunningServer, WatchedCode
     engine.codec = codec
     with serving(lambda _: engine, tenants=tenants_in(directory)) as server:
         yield server, codec
+
+
+def test_who_reads_metrics_without_a_key_keeps_no_tenant_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, begun = threading.Event(), threading.Event()
+
+    def slow(_metrics: ServerMetrics) -> bytes:
+        begun.set()
+        assert may_go_on.wait(20)
+        return b"x 1\n"
+
+    monkeypatch.setattr(ServerMetrics, "exposition", slow)
+    engine = FailingEngine()
+    with serving(lambda _: engine, tenants=tenants_in(tmp_path)) as server, ThreadPoolExecutor(24) as strangers:
+        asked = [strangers.submit(ask, server.port, "GET", "/metrics") for _ in range(24)]
+        assert begun.wait(20)
+        told = post(server.port, "/tokenize", {"prompt": "abc"}, headers=bearer("alices-key"))  # is written aside too
+        assert told.json["count"] == 3
+        may_go_on.set()
+        statuses = [each.result().status for each in asked]
+        assert {*statuses} <= {200, 503} and statuses.count(200) >= 17  # one is read, 16 wait
 
 
 def test_choices_that_no_key_may_have_are_refused_before_their_prompts_are_tokenised(tmp_path: Path) -> None:
