@@ -1,6 +1,6 @@
-"""Tenants: whose key it is, what each may use, and which cache is whose.
+"""Admission: what a request costs before it has a slot, who pays, and whose turn it is.
 
-``rules`` and ``rules_file`` say who there is, ``account`` counts what each uses, ``turns`` says whose turn it is and
-who has room, ``namespace_names`` and ``generations`` say which cache is whose, ``registry`` holds them together and
-``watch`` keeps them up to date. The only way to them is a key: `Tenants.find`.
+``connections`` and ``gate`` let in, ``bodies`` reads within a budget. A key leads to an account, `Tenants.find`, and to
+no other: ``account`` counts what it uses of what all share and of its own quotas, ``lanes`` give turns. ``rules`` say
+who there is, ``generations`` which cache is whose, ``registry`` holds them, ``opening`` makes and reloads them.
 """

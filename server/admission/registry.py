@@ -20,6 +20,8 @@ from server.base.errors import ApiError
 from ssd.errors import ConfigError, SSDError, shown
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
 
+log = logging.getLogger(__name__)
+
 _DIGITS: Final = 40
 
 
@@ -49,8 +51,6 @@ class NamespaceNames:
         text = json.dumps(parts).encode()  # so that no two lists of parts are one text
         return hmac.new(self.secret, text, hashlib.sha256).hexdigest()[:_DIGITS]
 
-
-log = logging.getLogger(__name__)
 
 SALTED_TOKENS: Final = 1 << 18
 """Capacity of the cache of one ``cache_salt``; of a tenant's own where that is less."""

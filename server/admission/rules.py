@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from ssd.errors import ConfigError, shown
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quotas:
@@ -74,8 +76,6 @@ def tenants_of_keys(keys: Iterable[str], defaults: Tenant, name_of: dict[str, st
         for digest in dict.fromkeys(map(digest_of, keys))
     ]
 
-
-log = logging.getLogger(__name__)
 
 TENANTS_OPTION: Final = "--tenants"
 SECRET_OPTION: Final = "--secret-file"

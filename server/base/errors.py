@@ -82,6 +82,15 @@ def model_not_found(name: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+_OURS: Mapping[type[Exception], tuple[int, str]] = {
+    QueueFull: (503, "queue_full"),
+    ServerNotReady: (503, "not_ready"),
+    EngineStopped: (503, "not_ready"),
+    RequestFailed: (500, "request_failed"),
+    EngineFailed: (500, "engine_failed"),
+}
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Status, type, param and code of any exception; what is not ours becomes a 500 that tells nothing."""
     if isinstance(error, ApiError):
@@ -89,14 +98,9 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if isinstance(error, ContextTooLong) else None
         return ApiError(400, str(error), param=error.param, code=code)
-    if isinstance(error, QueueFull):
-        return ApiError(503, str(error), kind="server_error", code="queue_full")
-    if isinstance(error, (ServerNotReady, EngineStopped)):
-        return ApiError(503, str(error), kind="server_error", code="not_ready")
-    if isinstance(error, RequestFailed):
-        return ApiError(500, str(error), kind="server_error", code="request_failed")
-    if isinstance(error, EngineFailed):
-        return ApiError(500, str(error), kind="server_error", code="engine_failed")
+    for kind, (status, code_of_it) in _OURS.items():
+        if isinstance(error, kind):
+            return ApiError(status, str(error), kind="server_error", code=code_of_it)
     return ApiError(500, "internal error; the server's log has it", kind="server_error")
 
 

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from ssd.sharing.redis_log import RedisLog, SharingStats
     from ssd.text.codec import TextCodec
 
+log = logging.getLogger(__name__)
+
 
 class OpenNoise(NamedTuple):
     """``root`` : None where nothing is coupled. ``shared`` : keeps it the replicas', None where they have no say."""
@@ -325,8 +327,6 @@ def _drafting(engine: Engine, options: Options) -> dict[str, object]:
         "redis": "none" if cache.redis_url is None else address_of(cache.redis_url),
     }
 
-
-log = logging.getLogger(__name__)
 
 _CONNECTIONS_S = 3
 """Once all requests have ended or were cut, connections have this long to take what was sent."""
