@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from server.admission.account import Account
 from server.admission.generations import Generations
-from server.admission.rules import EVERYBODY, Tenant
+from server.admission.rules import EVERYBODY, Tenant, digest_of
 from server.base.errors import ApiError
 from ssd.errors import ConfigError, SSDError, shown
 from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
@@ -60,8 +60,6 @@ SALTS_AT_ONCE: Final = 8
 
 _RETIRED_S: Final = 60.0
 """For so long after a deletion its old names are swept: a request may just have been on its way, here or elsewhere."""
-
-
 _MOST_RETIRED: Final = 1024
 
 
@@ -132,11 +130,11 @@ class Tenants:
 
     def find(self, key: str) -> Account | None:
         """Whose key it is. How long it takes tells nothing about the keys: what is looked up is a keyed digest."""
-        return self._by_key.get(self._keyed(hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()))
+        return self._by_key.get(self._keyed(digest_of(key)))
 
     def accounts(self) -> list[Account]:
         """All tenants, by name."""
-        return [self._accounts[name] for name in sorted(self._accounts)]
+        return sorted(self._accounts.values(), key=lambda account: account.name)
 
     def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheUse:
         """The cache of a tenant's request to what is served under ``base``."""

@@ -30,15 +30,6 @@ def speaks_anthropic(scope: Scope) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
-def anthropic_form(status: int, message: str, code: str | None, request_id: str | None) -> dict[str, Any]:
-    """The body of an error with this status. ``code`` : ours; of these only `NO_THREADS` is Anthropic's, too."""
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    error: dict[str, Any] = {"type": kind, "message": message}
-    if code == NO_THREADS:
-        error["details"] = {"error_code": code, "unsupported": []}
-    return {"type": "error", "error": error, "request_id": request_id}
-
-
 RETRY_AFTER_S = 1
 
 
@@ -111,9 +102,13 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
-    """The same in Anthropic's form."""
+    """The same in Anthropic's form; of our codes only `NO_THREADS` is theirs, too."""
     found = _noted(error)
-    return anthropic_form(found.status, str(found), found.code, current_record().request_id)
+    kind = _TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
+    body: dict[str, Any] = {"type": kind, "message": str(found)}
+    if found.code == NO_THREADS:
+        body["details"] = {"error_code": found.code, "unsupported": []}
+    return {"type": "error", "error": body, "request_id": current_record().request_id}
 
 
 def _noted(error: Exception) -> ApiError:
@@ -124,11 +119,18 @@ def _noted(error: Exception) -> ApiError:
 
 
 class ErrorResponse(JSONResponse):
-    """The whole response of an error, in the form of the API that was spoken to."""
+    """The whole response of an error, in the form of the API that was spoken to; overload says when to try again."""
 
-    def __init__(self, error: Exception, status: int, headers: Mapping[str, str]) -> None:
+    def __init__(self, error: Exception) -> None:
+        self._error, status = error, as_api_error(error).status
+        headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if status == 408:
+            headers["connection"] = "close"  # what else comes of the body is not wanted
+        if isinstance(error, TenantLimit):
+            headers |= error.headers
         super().__init__(error_body(error), status, headers)
-        self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
@@ -138,22 +140,9 @@ class ErrorResponse(JSONResponse):
         await super().__call__(scope, receive, send)
 
 
-def error_response(error: Exception) -> ErrorResponse:
-    """The response of an error; overload says when to try again."""
-    status = as_api_error(error).status
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if status == 408:
-        headers["connection"] = "close"  # what else comes of the body is not wanted
-    if isinstance(error, TenantLimit):
-        headers |= error.headers
-    return ErrorResponse(error, status, headers)
-
-
 async def answer_error(_request: Request, error: Exception) -> Response:
     """Exception handler of the application for our own exceptions."""
-    return error_response(error)
+    return ErrorResponse(error)
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
@@ -161,6 +150,6 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "there is no such endpoint here, /docs lists those there are" if error.status_code == 404 else error.detail
     message = f"{what}: {request.method} {request.url.path:.200}"
-    response = error_response(ApiError(error.status_code, message))
+    response = ErrorResponse(ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
